@@ -14,7 +14,7 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PIPELINES, PLANNERS, Options
+from megatron_epp.planner import GROUPS, PLANNERS, Options, makes_plans
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
-    pipelines = [name for name in names if name in PIPELINES]
+    pipelines = [name for name in names if makes_plans(name, cost, options)]
     chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
     cost, ours = with_vocabulary(arguments, batches, cost, options, chosen_by)
     costs = {name: ours if name == _OURS else cost for name in names}
@@ -94,10 +94,14 @@ def _kinds(cost: Cost) -> str:
 
 def _of_ours(cost: Cost, ours: Cost) -> str:
     """Text on what only epp has."""
-    if ours.vocabulary_parallel == cost.vocabulary_parallel:
-        return ""
-    layers = "" if ours.layers == cost.layers else f"layers {_layers(ours.layers)} and "
-    return f"; epp with {layers}the vocabulary over the stages"
+    parts = []
+    if ours.layers != cost.layers:
+        parts.append(f"layers {_layers(ours.layers)}")
+    if ours.place != cost.place:
+        parts.append(f"stages on ranks {' '.join(map(str, ours.rank_of))}")
+    if ours.vocabulary_parallel != cost.vocabulary_parallel:
+        parts.append("the vocabulary over the stages")
+    return f"; epp with {' and '.join(parts)}" if parts else ""
 
 
 def _say(line: str) -> None:
@@ -133,7 +137,7 @@ def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
     if faster:
         told += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
     told += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
-    if best not in PIPELINES:
+    if best in GROUPS:
         told += f" Training runs pipeline plans, which {best} does not make."
     return told
 

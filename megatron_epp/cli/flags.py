@@ -103,7 +103,8 @@ class MachineFlags:
     placement: str | None = flag(
         None,
         "stages of every pipeline rank, of which --pp is then the number: interleaved N, v, "
-        "'place' and the rank of every stage, or a file with such a line (default: one)",
+        "'place' and the rank of every stage, a file with such a line, or auto: what plans for the "
+        "corpus's first batches take least with, layers by time (default: one)",
         nargs="+",
         metavar="PLACEMENT",
         action=JoinedWords,

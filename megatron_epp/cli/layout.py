@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.flags import AUTO
+from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PIPELINES, Options, plan_step
+from megatron_epp.planner import Options, makes_plans, plan_step
 from megatron_epp.planner.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
 from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.planner.tuning.placements import placement_of
 from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of
 from megatron_epp.show.units import seconds_text, share_text
 
@@ -59,7 +61,7 @@ def partitioned(
             "--partition auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
-    if planner not in PIPELINES:
+    if not makes_plans(planner, cost, options):
         raise UsageError(
             f"--partition auto has no effect on {planner}, which makes no pipeline plan"
         )
@@ -76,6 +78,28 @@ def partitioned(
     return dataclasses.replace(cost, layers=found.layers)
 
 
+def _placed(
+    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
+) -> Cost:
+    """``cost`` with the placement and the layers that its first batches like best; what was chosen
+    is said on stderr."""
+    if arguments.layers or "uneven" in options.levers:
+        raise UsageError(
+            "--placement auto chooses the layers of the stages, too; leave --layers and the lever "
+            "uneven out"
+        )
+    if not makes_plans(planner, cost, dataclasses.replace(options, open_layers=False)):
+        raise UsageError(
+            f"--placement auto has no effect on {planner}, which makes no pipeline plan"
+        )
+    if cost.stages == 1:
+        raise UsageError("--placement auto has no effect with one pipeline rank; leave it out")
+    found = placement_of(cost, _expected(batches), options, planner)
+    layers = " ".join(map(str, found.cost.layers))
+    print(f"placement: {found.name}, layers {layers}; {found.said} (simulated)", file=sys.stderr)
+    return found.cost
+
+
 def _expected(batches: Batches) -> list[tuple[int, ...]]:
     """Batches that a run is expected to see."""
     return [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
@@ -84,25 +108,27 @@ def _expected(batches: Batches) -> list[tuple[int, ...]]:
 def with_vocabulary(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """``cost`` with the layers that --partition and the output layer that --vocab-parallel ask for,
-    and, in front of it, as plans without vocabulary parallelism have it where that was chosen, not
-    asked for; what was chosen is said on stderr.
+    """``cost`` with the layers that --partition, the output layer that --vocab-parallel and the
+    placement that --placement auto ask for, and, in front of it, as other plans have it where these
+    were chosen, not asked for; what was chosen is said on stderr.
 
     As a partition it is chosen for a run, on the first batches of the corpus: weights lie where
     they lie.
     """
     asked = arguments.vocab_parallel
-    if asked == "on" and planner not in PIPELINES:
+    if asked == "on" and not makes_plans(planner, cost, options):
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
-    cost = partitioned(arguments, batches, cost, options, planner)
-    if asked != "auto" or cost.stages == 1 or planner not in PIPELINES:
-        return cost, cost
-    chosen, why = cost, ruled_out(cost)
+    cost = chosen = partitioned(arguments, batches, cost, options, planner)
+    if arguments.placement == AUTO_PLACEMENT:
+        chosen = _placed(arguments, batches, cost, options, planner)
+    if asked != "auto" or cost.stages == 1 or not makes_plans(planner, cost, options):
+        return cost, chosen
+    why = ruled_out(cost)
     if why is None:
-        cut = partitioned(arguments, batches, cost.with_vocabulary(True), options, planner)
-        found = vocabulary_of(cost, _expected(batches), options, planner, cut)
+        cut = partitioned(arguments, batches, chosen.with_vocabulary(True), options, planner)
+        found = vocabulary_of(chosen, _expected(batches), options, planner, cut)
         chosen, why = found.cost, f"{found.said} (simulated)"
     how = "on" if chosen.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)

@@ -22,6 +22,9 @@ from megatron_epp.ir.placement import Placement, read_placement
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 
+AUTO_PLACEMENT = "auto"  # --placement: chosen on the corpus's lengths (layout.py)
+
+
 def names_machine(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
@@ -150,7 +153,7 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
             raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
     place: tuple[int, ...] = ()
-    if arguments.placement is not None:
+    if arguments.placement not in (None, AUTO_PLACEMENT):
         placement = asked_placement_of(arguments.placement, pp)
         if layers is None and placement.layers:
             layers = placement.layers
@@ -171,7 +174,7 @@ def asked_placement_of(text: str, ranks: int) -> Placement:
         return read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--placement {text}: {getattr(error, 'strerror', error)}; expected even, v, "
+            f"--placement {text}: {getattr(error, 'strerror', error)}; expected even, v, auto, "
             "interleaved N, 'place' and the rank of every stage, or a file"
         ) from error
     except PlanError as refusal:

@@ -9,8 +9,8 @@ from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
+    EXECUTED,
     GROUPS,
-    PIPELINES,
     PLANNERS,
     SIMULATED,
     Options,
@@ -18,6 +18,7 @@ from megatron_epp.planner import (
     PlannedReplica,
     SimulatedPipeline,
     balance_replicas,
+    makes_plans,
     plan_step,
 )
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -101,7 +102,7 @@ def outcome(
     """
     found: tuple[PlannedReplica | PlannedGroups | SimulatedPipeline, ...]
     free = None
-    if planner in PIPELINES:
+    if makes_plans(planner, cost, options):
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
@@ -111,7 +112,7 @@ def outcome(
     elif options.lockstep > 1:
         raise ValueError(
             f"planner {planner!r} knows no replicas in lockstep (--ep, --lockstep); expected one "
-            f"of {', '.join(PIPELINES)}"
+            f"of {', '.join(EXECUTED)}"
         )
     else:
         deals = balance_replicas(lengths, cost, replicas)
@@ -134,6 +135,7 @@ def outcome(
 
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
-    if name not in PLANNERS and name not in SIMULATED:
-        raise ValueError(unknown_name("planner", name, {**PLANNERS, **SIMULATED}))
+    known = {**PLANNERS, **EXECUTED}
+    if name not in known:
+        raise ValueError(unknown_name("planner", name, known))
     return name

@@ -52,6 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--devices: a job that runs has its degrees; expected --pp and --cp alone")
     if arguments.vocab_parallel == "auto":
         raise UsageError("--vocab-parallel auto: a job that runs has decided; expected on or off")
+    if arguments.placement == machine.AUTO_PLACEMENT:
+        raise UsageError("--placement auto: a job that runs has decided; expected a placement")
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     # Nobody need read the last reply: closing may find the pipe broken too.

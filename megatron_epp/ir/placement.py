@@ -63,7 +63,7 @@ def named_placement(text: str, ranks: int) -> Placement | None:
     if text == EVENLY:
         return Placement(tuple(range(ranks)))
     if text.startswith("place "):
-        return placement_of_file(text, ranks)
+        return placement_of_file(text.replace(" layers ", "\nlayers "), ranks)
     if text == "v":
         return Placement((*reversed(range(ranks)), *range(ranks)))
     found = _INTERLEAVED.fullmatch(text)

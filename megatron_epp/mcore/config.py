@@ -19,6 +19,7 @@ from megatron_epp.planner.options import MOST_EFFORT
 FUSED_LINEARS = "epp_fused_linears"
 PARTITION_AUTO = "auto"
 PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual pipelines say
+PLACEMENT_AUTO = "auto"  # by the corpus's lengths, together with the partition
 ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
 # Megatron's flags that place layers on stages, by destination, and what each is where it does not.
 PLACING_FLAGS: dict[str, Any] = {
@@ -118,9 +119,11 @@ class Config:
     epp_placement: str = flag(
         "even",
         "Stages of each pipeline rank: even (default): one, stage i on rank i; interleaved N: N, "
-        "dealt in turn; v: two, there and back, the model's ends on the last rank; or a file with "
-        "a line 'place 1 0 0 1', the rank of every stage, or 'rank 0: 1 2' for each rank, and "
-        "'layers ...' if wanted. Checkpoints load whatever the placement.",
+        "dealt in turn; v: two, there and back, the model's ends on the last rank; auto: what "
+        "takes least on the corpus's lengths, with layers by time; flags: interleaved as "
+        "Megatron's flags of virtual stages say; or a file with a line 'place 1 0 0 1', the rank "
+        "of every stage, or 'rank 0: 1 2' for each rank, and 'layers ...' if wanted. Checkpoints "
+        "load whatever the placement.",
         metavar="PLACEMENT",
         nargs="+",
         action=JoinedWords,
@@ -166,6 +169,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _mend_help(parser)
     replaced.watch(parser)
     return parser
+
+
+def placement_by_time(args: Any) -> bool:
+    """Whether the placement is chosen, and with it the layers of the stages."""
+    return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
+
+
+def layers_by_time(args: Any) -> bool:
+    """Whether the layers of the stages are chosen, alone or with a placement."""
+    return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

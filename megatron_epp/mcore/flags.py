@@ -20,6 +20,7 @@ from megatron_epp.mcore import config, replaced
 from megatron_epp.mcore.model.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing import virtual_flags
 
 
 def read_flags() -> Namespace:
@@ -75,7 +76,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
     segments of interleaved pipelines are taken out, too."""
-    return replaced.watch(config.add_arguments(parser), (*replaced_by_parts(), *SEGMENTS))
+    ours = config.add_arguments(virtual_flags.watch(parser))
+    return replaced.watch(ours, (*replaced_by_parts(), *SEGMENTS))
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -33,6 +33,8 @@ from megatron_epp.mcore.config import (
     PARTITION_AUTO,
     PLACING_FLAGS,
     Config,
+    layers_by_time,
+    placement_by_time,
 )
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
@@ -45,6 +47,8 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import (
+    PLACE,
+    STAGE_LAYERS,
     asked_placement,
     layers_of_placement,
     place_of,
@@ -64,24 +68,28 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     stages = wanted.pipeline_model_parallel_size
     if (placement := asked_placement(wanted, stages)) is not None:
         return _placed(wanted, placement)
-    if wanted.epp_partition != PARTITION_AUTO or stages == 1:
+    if not layers_by_time(wanted) or stages == 1:
         return {}
+    asked = "--epp-partition auto"
+    if placement_by_time(wanted):
+        asked = "--epp-placement auto"
+        _require_cost_model(wanted)
     for name, silent in PLACING_FLAGS.items():
         if getattr(wanted, name) != silent:
             raise ValueError(
-                f"--{name.replace('_', '-')} says where layers lie, and --epp-partition auto "
+                f"--{name.replace('_', '-')} says where layers lie, and {asked} "
                 "chooses that: leave one of the two out"
             )
     pattern = pattern_of(wanted)
     if pattern is not None and not placed_by_time(wanted):
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern}: its | say where stages end, and --epp-partition "
-            "auto chooses that: leave one of the two out"
+            f"--hybrid-layer-pattern {pattern}: its | say where stages end, and {asked} "
+            "chooses that: leave one of the two out"
         )
     layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
     if not layers:
         raise ValueError(
-            "--epp-partition auto divides the layers of --num-layers or --hybrid-layer-pattern; "
+            f"{asked} divides the layers of --num-layers or --hybrid-layer-pattern; "
             "expected one of them"
         )
     if layers < stages:
@@ -104,12 +112,7 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
             "file with a line 'layers'"
         )
-    if wanted.epp_plan is None and wanted.epp_cost_model is None:
-        raise ValueError(
-            f"--epp-placement {wanted.epp_placement}: parts of a model are not measured at start; "
-            "give --epp-cost-model analytic, or the file that `python -m megatron_epp profile` "
-            "writes"
-        )
+    _require_cost_model(wanted)
     pattern = pattern_of(wanted)
     if pattern is not None and "|" in pattern:
         raise ValueError(
@@ -121,9 +124,18 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
     return placed_values(placement, of_stages, wanted.mtp_num_layers or 0, pattern)
 
 
+def _require_cost_model(wanted: Any) -> None:
+    if wanted.epp_plan is None and wanted.epp_cost_model is None:
+        raise ValueError(
+            f"--epp-placement {wanted.epp_placement}: parts of a model are not measured at start; "
+            "give --epp-cost-model analytic, or the file that `python -m megatron_epp profile` "
+            "writes"
+        )
+
+
 def chosen(args: Any) -> bool:
     """Whether layers are placed here, and not by Megatron's flags."""
-    return args.epp and args.epp_partition == PARTITION_AUTO
+    return args.epp and layers_by_time(args)
 
 
 def choose_partition(args: Any) -> str | None:
@@ -137,24 +149,33 @@ def choose_partition(args: Any) -> str | None:
     stages = args.pipeline_model_parallel_size
     if not chosen(args):
         return None
+    both = placement_by_time(args)
+    flag = f"--epp-{'placement' if both else 'partition'} auto"
     if stages == 1:
-        return "--epp-partition auto has no effect with one stage"
+        return f"{flag} has no effect with one stage"
     even = even_layers(args.num_layers, stages)
     if _resumes(args):
         kept = _kept(args)
-        layers = even if kept is None else kept
+        placement = Placement(tuple(range(stages)), even) if kept is None else kept
         whence = "its flags made it even" if kept is None else f"kept in {KEPT}"
         said = f"the checkpoint's, as it resumes ({whence})"
     else:
-        layers, said = _by_time(args, even)
+        placement, said = _by_time(args, even, both)
+    layers = placement.layers
     counts = " ".join(map(str, layers))
+    if both and not placement.is_even:
+        further, pattern = args.mtp_num_layers or 0, args.hybrid_layer_pattern
+        vars(args).update(placed_values(placement, layers, further, pattern))
+        return f"{flag}: stages on ranks {placement}, layers {counts}; {said}"
+    if both:
+        said = f"one on every rank; {said}"
     if args.hybrid_layer_pattern is None:
         further = args.mtp_num_layers or 0
         args.pipeline_model_parallel_layout = layout_text(layers, further)
-        return f"--epp-partition auto: layers {counts} of the stages, {said}"
+        return f"{flag}: layers {counts} of the stages, {said}"
     args.hybrid_layer_pattern = with_borders(args.hybrid_layer_pattern, layers)
     where = f"layers {counts} of the stages, {args.hybrid_layer_pattern}"
-    return f"--epp-partition auto: {where}, {said}"
+    return f"{flag}: {where}, {said}"
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
@@ -193,10 +214,10 @@ def _vocabulary_by_lengths(args: Any, parts: Any) -> tuple[bool, str]:
         path = Path(args.load) / KEPT_VOCABULARY
         kept = path.exists() and _kept_vocabulary(path) == ON
         return kept, "the checkpoint's, as it resumes"
-    if args.pipeline_model_parallel_layout is not None and args.epp_partition != PARTITION_AUTO:
+    if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
         return False, "--pipeline-model-parallel-layout has placed the output layer"
-    if place_of(args):
-        return False, "ranks have several stages; give on"
+    if place_of(args) or placement_by_time(args):
+        return False, "ranks may have several stages; give on"
     if parts is not None and parts.items is not None:
         return False, "no lengths are known of documents from Python"
     from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of
@@ -222,7 +243,9 @@ def keeper(args: Any, name: str) -> Callable[[list[Any]], list[Any]]:
 
     def keep(models: list[Any]) -> list[Any]:
         chosen: Any = args.epp_vocab_parallel
-        if name == KEPT and args.hybrid_layer_pattern is None:
+        if name == KEPT and place_of(args):
+            chosen = {PLACE: list(place_of(args)), STAGE_LAYERS: getattr(args, STAGE_LAYERS)}
+        elif name == KEPT and args.hybrid_layer_pattern is None:
             layout = str(args.pipeline_model_parallel_layout)
             chosen = [_layers_of(stage) for stage in layout.split("|")]
         elif name == KEPT:
@@ -258,27 +281,41 @@ def _resumes(args: Any) -> bool:
     )
 
 
-def _kept(args: Any) -> tuple[int, ...] | None:
+def _kept(args: Any) -> Placement | None:
     path = Path(args.load) / KEPT
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
+    stages = args.pipeline_model_parallel_size
     try:
-        layers = json.loads(text)
-        if not isinstance(layers, list) or not all(type(n) is int and n >= 1 for n in layers):
-            raise ValueError("expected a list of layers by stage")
+        kept = json.loads(text)
+        place, layers = list(range(stages)), kept
+        if isinstance(kept, dict):
+            place, layers = kept.get(PLACE), kept.get(STAGE_LAYERS)
+        for least, numbers in ((1, layers), (0, place)):
+            if not isinstance(numbers, list) or not all(
+                type(n) is int and n >= least for n in numbers
+            ):
+                raise ValueError("expected a list of layers by stage")
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: no partition ({error}); delete the file, and say with "
             f"{_place_of(args)} what the checkpoint was made with"
         ) from error
-    stages = args.pipeline_model_parallel_size
-    if len(layers) != stages or sum(layers) != args.num_layers:
+    found = Placement(tuple(place), tuple(layers))
+    unfit = len(layers) != len(place) or sum(layers) != args.num_layers
+    if unfit or set(place) != set(range(stages)):
         raise ValueError(
             f"{path}: layers {layers} are not {args.num_layers} on {stages} stages; leave "
-            "--epp-partition auto out to load this checkpoint into another pipeline"
+            f"--epp-{'placement' if found.place and not found.is_even else 'partition'} auto out "
+            "to load this checkpoint into another pipeline"
         )
-    return tuple(layers)
+    if not found.is_even and not placement_by_time(args):
+        raise ValueError(
+            f"{path}: stages lie on ranks {found}; expected --epp-placement auto as the run began, "
+            "or leave --epp-partition auto out"
+        )
+    return found
 
 
 def _place_of(args: Any) -> str:
@@ -288,16 +325,28 @@ def _place_of(args: Any) -> str:
     return "--pipeline-model-parallel-layout"
 
 
-def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """The fastest layers, and what it was chosen by."""
+def _by_time(args: Any, even: tuple[int, ...], both: bool) -> tuple[Placement, str]:
+    """The fastest layers, where ``both`` with the fastest placement, and what it was chosen by."""
     from megatron_epp.planner.tuning.partitions import partition_of
+    from megatron_epp.planner.tuning.placements import placement_of
 
-    cost, options = _cost_and_options(args, even)
-    batches = _batches(args, Config.of(args))
-    found = partition_of(cost, batches, options, args.epp_planner)
-    *others, last = found.layers
-    layers = (*others, last - len(further_shapes(args)))
-    return layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
+    if both and args.epp_plan is not None:
+        given = first_given(args.epp_plan)
+        place, layers = given.place or tuple(range(given.stages)), given.layers
+        said = "as the plans of --epp-plan have it"
+    else:
+        cost, options = _cost_and_options(args, even)
+        batches = _batches(args, Config.of(args))
+        if both:
+            chosen = placement_of(cost, batches, options, args.epp_planner)
+            place, layers = chosen.cost.rank_of, chosen.cost.layers
+            said = f"{chosen.said} by {_by(args)} (simulated)"
+        else:
+            found = partition_of(cost, batches, options, args.epp_planner)
+            place, layers = cost.rank_of, found.layers
+            said = f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
+    *others, last = layers
+    return Placement(place, (*others, last - len(further_shapes(args)))), said
 
 
 def _measured(config: Config) -> bool:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_epp.planner.evaluation import evaluation_plan
     from megatron_epp.planner.options import ALL, LEVERS, TRAINING_LEVERS, Options, parse_levers
-    from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, SIMULATED, planner_of
+    from megatron_epp.planner.registry import (
+        EXECUTED,
+        GROUPS,
+        PIPELINES,
+        PLANNERS,
+        SIMULATED,
+        makes_plans,
+        planner_of,
+    )
     from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
     from megatron_epp.planner.result import (
         GroupMicroBatch,
@@ -30,7 +38,15 @@ if TYPE_CHECKING:
 _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
-    "registry": ("GROUPS", "PIPELINES", "PLANNERS", "SIMULATED", "planner_of"),
+    "registry": (
+        "EXECUTED",
+        "GROUPS",
+        "PIPELINES",
+        "PLANNERS",
+        "SIMULATED",
+        "makes_plans",
+        "planner_of",
+    ),
     "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
     "result": (
         "GroupMicroBatch",

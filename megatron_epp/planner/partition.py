@@ -27,7 +27,7 @@ def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
     layers = sum(cost.layers)
     return dataclasses.replace(
-        cost, layers=(1,) * layers, budget_bytes=(max(cost.budget_bytes),) * layers
+        cost, layers=(1,) * layers, budget_bytes=(max(cost.budget_bytes),) * layers, place=()
     )
 
 
@@ -47,8 +47,11 @@ def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarra
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     """The layers of every stage, one at least, whose slowest stage takes least; among those the
     ones whose squares add up to least, so that the others are even, too. None: states fit nowhere.
+    Where ranks have several stages, the slowest rank counts (:func:`_fastest_on_ranks`).
     """
     seconds = layer_seconds(cost, features)
+    if cost.place:
+        return _fastest_on_ranks(cost, seconds)
     states = np.array(layer_costs(cost).states_bytes)
     layers, stages = len(seconds), cost.stages
     if stages == 1:
@@ -86,10 +89,41 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     return tuple(int(b - a) for a, b in pairwise(borders))
 
 
+def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
+    """From the layers of ``cost`` on one layer after another is moved, from any stage to any other,
+    to where the slowest rank takes least, then the slowest stage. ``seconds`` [layers]."""
+    before = np.concatenate(([0.0], np.cumsum(seconds)))
+    on = np.array(cost.rank_of)
+    least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
+
+    def price(layers: np.ndarray) -> tuple[float, float]:
+        ends = np.cumsum(layers)
+        taken = before[ends] - before[ends - layers]
+        return float(np.bincount(on, weights=taken).max()), float((taken**2).sum())
+
+    at = np.array(cost.layers)
+    best = price(at)
+    while True:
+        moves = []
+        for give in np.flatnonzero(at > least):
+            for take in range(cost.stages):
+                moved = at.copy()
+                moved[give] -= 1
+                moved[take] += 1
+                moves.append((price(moved), tuple(moved.tolist())))
+        if not moves or min(moves)[0] >= (best[0] * (1 - 1e-12), best[1]):
+            break
+        best, layers = min(moves)
+        at = np.array(layers)
+    layers = tuple(at.tolist())
+    return layers if with_layers(cost, layers) is not None else None
+
+
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     """``cost`` with these layers of its stages; None where their states do not fit."""
     moved = dataclasses.replace(cost, layers=layers)
-    fits = all(s < b for s, b in zip(moved.states_bytes, moved.budget_bytes, strict=True))
+    states = moved.of_ranks(moved.states_bytes)
+    fits = all(s < b for s, b in zip(states, moved.rank_budget_bytes, strict=True))
     return moved if fits else None
 
 
@@ -135,7 +169,7 @@ def partition_by_time(
     moved = True
     while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
         moved = False
-        for other in _neighbours(at, layer_seconds(cost, features), cost.pinned_layers):
+        for other in _neighbours(at, layer_seconds(cost, features), cost):
             if seconds(other) < seconds(at):
                 at, moved = other, True
                 break
@@ -145,21 +179,24 @@ def partition_by_time(
 
 
 def _neighbours(
-    layers: tuple[int, ...], seconds: np.ndarray, pinned: int
+    layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """A layer moved from the slowest stage, or the next slowest, one border towards a faster."""
+    """A layer moved from a stage of the slowest rank, or the next slowest, to one of a faster."""
     ends = np.cumsum(layers)
-    least = [1] * (len(layers) - 1) + [pinned]
-    taken = np.array([part.sum() for part in np.split(seconds, ends[:-1])])
+    least = [1] * (len(layers) - 1) + [cost.pinned_layers]
+    parts = [part.sum() for part in np.split(seconds, ends[:-1])]
+    taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
     for slow in np.argsort(-taken, kind="stable")[:2]:
         # Along the borders to each of the others, the fastest first.
         for fast in np.argsort(taken, kind="stable")[:2]:
-            if slow == fast or layers[slow] <= least[slow]:
-                continue
-            moved = list(layers)
-            moved[slow] -= 1
-            moved[fast] += 1
-            yield tuple(moved)
+            for give in np.flatnonzero(on == slow):
+                for take in np.flatnonzero(on == fast):
+                    if slow == fast or layers[give] <= least[give]:
+                        continue
+                    moved = list(layers)
+                    moved[give] -= 1
+                    moved[take] += 1
+                    yield tuple(moved)
 
 
 def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:

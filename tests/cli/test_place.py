@@ -70,3 +70,36 @@ def test_draw(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with open(tmp_path / "x.csv", newline="") as file:
         assert [row[0] for row in csv.reader(file)] == ["0F0", "1F0"]
     assert '"ranks":["rank 0","rank 1"]' in (tmp_path / "x.html").read_text()
+
+
+def test_a_placement_is_chosen_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """For few micro-batches several stages on a rank, for many one; either way a line says why."""
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "8")
+    asked = ("--placement", "auto", "--planner", "packing", "--effort", "0", "--context", "8192")
+    for documents, several in ((4, True), (48, False)):
+        lengths, path = tmp_path / "lengths", tmp_path / "chosen.plan"
+        lengths.write_text("8000\n" * documents)
+        words = ("--lengths", str(lengths), *machine, *asked, "-o", str(path))
+        assert main(["plan", *words]) == 0
+        told = capsys.readouterr().err
+        line = next(line for line in told.splitlines() if line.startswith("placement: "))
+        assert ("less time" in line) and ("placement: even" in line) != several
+        assert bool(Plan.parse(path.read_text()).place) == several
+    assert main(["plan", *words, "--layers", "16", "16"]) == 2
+    assert "--placement auto chooses the layers of the stages" in capsys.readouterr().err
+    assert main(["compare", *words[:-2], "--planner", "epp", "1f1b"]) == 0
+
+
+def test_published_methods_make_plans_where_a_placement_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--lengths", "wlb", "--global-batch-size", "6", "--context", "8192", "--effort", "0")
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "8")
+    path = str(tmp_path / "x.plan")
+    for method, placement in (("adaptis", ["v"]), ("slimpipe", ["interleaved", "2"])):
+        placed = ("--planner", method, "--placement", *placement, "-o", path)
+        assert main(["plan", *words, *machine, *placed]) == 0
+        assert f"planner {method}" in Path(path).read_text()
+    capsys.readouterr()
+    assert main(["plan", *words, *machine, "--planner", "zb-v"]) == 2
+    assert "expected the placement v" in capsys.readouterr().err

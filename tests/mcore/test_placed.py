@@ -1,5 +1,6 @@
 """Several stages on a rank: what the plain model computes, whatever the placement."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Op
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.model.stage import reduce_in_turn
-from megatron_epp.mcore.partition import placeholder
+from megatron_epp.mcore.partition import KEPT, placeholder
+from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
+from megatron_epp.mcore.replaced import TAKEN
 from tests.mcore.certified import certified
 from tests.mcore.runs import flags, train, write_corpus
 
@@ -113,6 +116,11 @@ def test_training_goes_on_under_another_placement(tmp_path: Path) -> None:
         ({"epp-placement": "v", "epp-cost-model": None}, "parts of a model are not measured at"),
         ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
         ({"epp-placement": "v", "epp-partition": "auto"}, "chooses layers of one stage a rank"),
+        ({"epp-placement": "auto", "epp-cost-model": None}, "parts of a model are not measured at"),
+        ({"epp-placement": "auto", "decoder-first-pipeline-num-layers": 1}, "--epp-placement auto"),
+        ({"epp-placement": "flags", "num-layers-per-virtual-pipeline-stage": 3}, "4 layers on 2 "
+         "pipeline ranks; expected a divisor of 2, the layers of a rank"),
+        ({"epp-placement": "flags", "pipeline-model-parallel-layout": "Ett|t|tL|"}, "as many for"),
         ({"epp-placement": "v", "decoder-first-pipeline-num-layers": 1}, "says how many layers"),
     ],
 )  # fmt: skip
@@ -123,3 +131,56 @@ def test_what_cannot_be_placed_is_refused_in_one_line(
     with pytest.raises(ValueError) as caught:
         placeholder(parsed([word for word in words if word != "--epp"], 2))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "layers"),
+    [
+        ({"num-virtual-stages-per-pipeline-rank": 2}, [0, 1, 0, 1], [1, 1, 1, 1]),
+        ({"num-layers-per-virtual-pipeline-stage": 1}, [0, 1, 0, 1], [1, 1, 1, 1]),
+        ({"num-layers-per-virtual-pipeline-stage": 2}, None, None),  # one stage a rank
+        ({"num-layers": 5, "pipeline-model-parallel-layout": "Et|tt|t|tL"}, [0, 1, 0, 1],
+         [1, 2, 1, 1]),
+        ({"pipeline-model-parallel-layout": "Et|tttL"}, None, None),
+        ({"num-layers": None, "hybrid-layer-pattern": "*-|*|-|*-"}, [0, 1, 0, 1], [2, 1, 1, 2]),
+        ({}, None, None),
+    ],
+)  # fmt: skip
+def test_megatrons_flags_of_virtual_stages_mean_a_placement(
+    more: dict, place: list | None, layers: list | None, tmp_path: Path
+) -> None:
+    """Where that is asked for; otherwise they are named in the one warning."""
+    for asked in (True, False):
+        given = {"epp-placement": "flags"} if asked else {}
+        words = flags(tmp_path / "corpus", epp=True, **given, **more)
+        args = parsed([word for word in words if word != "--epp"], 2)
+        values = placeholder(args)
+        assert values.get(PLACE) == (place if asked else None)
+        assert values.get(STAGE_LAYERS) == (layers if asked else None)
+        named = any("virtual" in line or "segments" in line for line in getattr(args, TAKEN))
+        virtual = bool(more) and "Et|tttL" not in more.values()
+        assert named == (virtual and not asked)
+
+
+def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
+    """Packed, four micro-batches: two stages on a rank fill and drain the pipeline sooner. The run
+    that goes on takes the checkpoint's; many micro-batches want one stage a rank."""
+    corpus = write_corpus(tmp_path / "corpus", [129] * 64)
+    way = {"epp": True, "epp-planner": "packing", "epp-placement": "auto", "seq-length": 128,
+           "override-opt-param-scheduler": True, "lr-decay-style": "constant"}  # fmt: skip
+    kept = tmp_path / "kept"
+    first = train(
+        flags(corpus, **way, global_batch_size=4, train_iters=2, save=kept, save_interval=2)
+    )
+    assert first.status == 0, first.output
+    said = next(line for line in first.output.splitlines() if "--epp-placement auto" in line)
+    assert "stages on ranks" in said and "% less time" in said and "(simulated)" in said
+    place = json.loads((kept / KEPT).read_text())[PLACE]
+    assert len(place) == 4 and f"ranks {' '.join(map(str, place))}, layers 1 1 1 1;" in said
+    again = train(flags(corpus, **way, global_batch_size=4, train_iters=3, load=kept))
+    assert again.status == 0 and len(again.losses) == 1, again.output
+    assert f"stages on ranks {' '.join(map(str, place))}" in again.output
+    assert "the checkpoint's, as it resumes" in again.output
+    many = train(flags(corpus, **way, global_batch_size=32, train_iters=1))
+    assert many.status == 0 and "--epp-placement auto: layers" in many.output, many.output
+    assert "one on every rank; against" in many.output

@@ -5,7 +5,7 @@ import os
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS
+from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS, layers_by_time
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 from megatron_epp.mcore.placing.asked import stages_of
 
@@ -21,7 +21,7 @@ def require_equal_stages(args: argparse.Namespace) -> None:
         return
     if any(getattr(args, name, None) for name in _PLACES):
         return
-    if getattr(args, "epp_partition", None) != "auto":
+    if not layers_by_time(args):
         raise ValueError(
             f"--num-layers {layers}: not divisible by --pipeline-model-parallel-size {stages}; "
             "expected a multiple, or --decoder-first-pipeline-num-layers and "

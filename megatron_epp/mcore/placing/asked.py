@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.cost.build import even_layers
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
-from megatron_epp.mcore.config import PLACEMENT_FLAGS, PLACING_FLAGS
+from megatron_epp.mcore.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import with_borders
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
@@ -39,14 +39,15 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     """The placement that --epp-placement asks for on ``ranks``; None: stage i on rank i.
     ValueError: one line."""
     text = getattr(args, "epp_placement", None)
-    if text in (None, EVENLY, PLACEMENT_FLAGS) or not args.epp:
+    if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
         return None
     try:
         made = read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
         require_last_stage(made)
     except OSError as error:
         raise ValueError(
-            f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, or a file"
+            f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, auto, "
+            "flags, or a file"
         ) from error
     except (PlanError, UnicodeDecodeError) as refusal:
         raise ValueError(f"--epp-placement {text}: {refusal}") from refusal

@@ -29,6 +29,7 @@ from megatron_epp.planner.virtual.pipeline import (
     best_of,
     placement,
     result,
+    warm_ups,
 )
 
 ROUNDS = 12  # moves of a layer that are tried for every placement
@@ -69,7 +70,7 @@ def _moved(
         setup = dataclasses.replace(even, cost=shape)
         if (setup.room_bytes <= 0).any():
             return None
-        return best_of(setup, splits=(True, False), offload=False)
+        return best_of(setup, warm_ups((True, False)), offload=False)
 
     starts = {even.cost.layers, fastest_layers(even.cost, features)} - {None}
     made = [found for layers in sorted(starts) if (found := played(layers)) is not None]  # type: ignore[type-var,arg-type]

@@ -81,7 +81,9 @@ class Setup:
 
     @property
     def room_bytes(self) -> np.ndarray:
-        return self.cost.budget_bytes[0] - self.resident_bytes
+        """[ranks]"""
+        first = [self.place.index(rank) for rank in range(self.ranks)]
+        return np.array(self.cost.budget_bytes)[first] - self.resident_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +105,12 @@ class TimedSetup:
         return (self.found.stop - self.found.start).sum(axis=1)
 
 
-def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> TimedSetup:
-    """The fastest of a few warm-ups with as little recompute as fits; where ``offload``, layers are
+# Of a setup: policies to try, and what is said of each.
+Policies = Callable[[Setup], Iterator[tuple[Policy, str]]]
+
+
+def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
+    """The fastest of ``policies`` with as little recompute as fits; where ``offload``, layers are
     laid aside first, as far as the device has a rate to its host's memory."""
     plans: list[tuple[Counts, str]] = [({}, "")]
     chunks = setup.loads.chunks
@@ -122,7 +128,12 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> TimedSetu
         table = table_of(setup.cost, setup.loads, with_kept(setup.cost, counts, chunks))
         rules = rules_for(setup.cost.vocabulary_parallel and not setup.head_in_layers)
         work = setup.change(op_arrays(table, setup.loads, rules))
-        for played in _played(setup, counts, work, said, splits):
+        starts = starts_of(setup.sizes)
+        ends = backward_order(starts), last_of_groups(starts)
+        problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
+        for policy, how in policies(setup):
+            found = list_schedule(problem, policy)
+            played = TimedSetup(setup, counts, found, f"{how} {said}".rstrip())
             if best is None or played.rank < best.rank:
                 best = played
         assert best is not None
@@ -132,27 +143,24 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> TimedSetu
     return best
 
 
-def _played(
-    setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]
-) -> Iterator[TimedSetup]:
-    # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
-    # under way to the ranks behind.
-    stages, ranks = len(setup.place), setup.ranks
-    own = np.bincount(setup.place)
-    fill = own * int(setup.sizes.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
-    starts = starts_of(setup.sizes)
-    ends = backward_order(starts), last_of_groups(starts)
-    problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
-    for factor in WARMER:
-        warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
-        for split in splits:
-            for deep, strict in ((True, False), (False, False), (True, True)):
-                policy = warm_up_policy(
-                    setup.place, setup.loads.chunks, warm, split=split, deep=deep, strict=strict
-                )
+def warm_ups(splits: Sequence[bool]) -> Policies:
+    """Shorter and longer warm-ups, with backwards whole and split as ``splits`` says."""
+
+    def policies(setup: Setup) -> Iterator[tuple[Policy, str]]:
+        # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
+        # under way to the ranks behind.
+        stages, ranks = len(setup.place), setup.ranks
+        own = np.bincount(setup.place)
+        fill = own * int(setup.sizes.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
+        for factor in WARMER:
+            warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
+            for split in splits:
                 how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
-                found = list_schedule(problem, policy)
-                yield TimedSetup(setup, counts, found, f"{how} {said}".rstrip())
+                for deep, strict in ((True, False), (False, False), (True, True)):
+                    flags = {"split": split, "deep": deep, "strict": strict}
+                    yield warm_up_policy(setup.place, setup.loads.chunks, warm, **flags), how
+
+    return policies
 
 
 def result(

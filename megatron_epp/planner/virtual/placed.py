@@ -2,8 +2,8 @@
 
 A few chunkings, each list-scheduled on the ranks by a few warm-ups with as little recompute as fits
 (:mod:`.pipeline`): what a search over one stage a rank turns more finely is chosen by the batch
-here. `packing` packs whole documents to the context, whose orders are those of interleaved 1F1B and
-its kin with the best warm-up; other planners cut as `epp` does.
+here. `packing` packs whole documents to the context; other planners cut as `epp` does. Methods that
+others have published (:mod:`.methods`) are planned here with one stage a rank, too.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner.chunks.block import build_block, folded
+from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.chunks.params import UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.feasibility import most_tokens
@@ -21,7 +20,8 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.virtual.pipeline import Setup, best_of
+from megatron_epp.planner.virtual.methods import METHODS, Method, packed
+from megatron_epp.planner.virtual.pipeline import Setup, best_of, warm_ups
 
 # Numbers of chunks that are tried, as shares of the ideal one of as many ranks; a quarter of them
 # with little effort. By hand.
@@ -30,15 +30,24 @@ FEW = 2
 
 
 def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """The fastest plan found for the stages and ranks of ``cost``; it may not fit."""
-    splits = (True, False) if "wsplit" in options.levers and name != "packing" else (False,)
-    offload = "offload" in options.levers
-    best: ScoredDraft | None = None
-    for chunking, said in _chunkings(name, batch, cost, options):
-        loads = loads_of(chunking, batch.lengths, options.multiple)
-        found = best_of(
-            Setup(cost, cost.place, loads, chunking.sizes), splits=splits, offload=offload
+    """The fastest plan found for the stages and ranks of ``cost``; it may not fit. ValueError: the
+    method ``name`` has other stages."""
+    method = METHODS.get(name)
+    if method is None:
+        split = "wsplit" in options.levers and name != "packing"
+        policies = warm_ups((True, False) if split else (False,))
+        method = Method(packed if name == "packing" else _elastic, policies)
+    place = cost.rank_of
+    if not method.stands(place):
+        raise ValueError(
+            f"planner {name!r} does not plan stages on ranks {' '.join(map(str, place))}; expected "
+            f"the placement {method.expected}"
         )
+    best: ScoredDraft | None = None
+    for chunking, said in method.chunkings(batch, cost, options):
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        setup = Setup(cost, place, loads, chunking.sizes)
+        found = best_of(setup, method.policies, offload="offload" in options.levers)
         schedule = found.found
         made = Draft(
             chunking,
@@ -46,7 +55,7 @@ def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> Scored
             schedule.kinds,
             schedule.chunks,
             note=f"{said}; {found.note}",
-            stages=schedule.stages,
+            stages=schedule.stages if cost.place else None,
         )
         scored = ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost)
         best = scored if best is None else min(best, scored, key=lambda each: each.rank)
@@ -54,15 +63,9 @@ def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> Scored
     return best
 
 
-def _chunkings(
-    name: str, batch: SortedBatch, cost: Cost, options: Options
-) -> Iterator[tuple[Chunking, str]]:
-    context = max(options.context, int(batch.lengths[0]))
+def _elastic(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[tuple[Chunking, str]]:
     rates, width = rates_of(cost), options.lockstep
-    packed = folded(packed_chunks(batch.lengths, context, rates), width, rates)
-    yield packed, f"packed to {context}"
-    if name == "packing":
-        return
+    yield from packed(batch, cost, options)
     total = float(rates.document_seconds(batch.lengths).sum())
     ideal = ideal_chunks(total / width, rates, cost.ranks)
     most = max(most_tokens(cost), int(batch.lengths[0]) if options.whole else 1)

@@ -21,7 +21,14 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Setup, TimedSetup, best_of, placement, result
+from megatron_epp.planner.virtual.pipeline import (
+    Setup,
+    TimedSetup,
+    best_of,
+    placement,
+    result,
+    warm_ups,
+)
 from megatron_epp.sim.engine import OpArrays
 
 SLICES = (1, 2, 4, 8)  # times the stages
@@ -94,4 +101,4 @@ def _played(
     setup = Setup.even(cost.with_vocabulary(True), place, loads, sizes, head_in_layers, True)
     if (setup.room_bytes <= 0).any():
         return None
-    return best_of(setup, splits=(False,), offload=True)
+    return best_of(setup, warm_ups((False,)), offload=True)

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_epp.mcore.config import PARTITION_AUTO
+from megatron_epp.mcore.config import layers_by_time
 
 BORDER, FURTHER = "|", "/"  # between stages; in front of layers that predict further tokens
 FLAG = "--hybrid-layer-pattern"
@@ -41,9 +41,10 @@ def depth_letters(pattern: str) -> str:
 
 
 def placed_by_time(args: Namespace) -> bool:
-    """Whether --epp-partition auto is to find where the stages of the pattern end."""
+    """Whether --epp-partition auto, or --epp-placement auto, is to find where the stages of the
+    pattern end."""
     pattern = pattern_of(args)
-    if pattern is None or getattr(args, "epp_partition", None) != PARTITION_AUTO:
+    if pattern is None or not layers_by_time(args):
         return False
     return args.pipeline_model_parallel_size > 1 and BORDER not in pattern
 

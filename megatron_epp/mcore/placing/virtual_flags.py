@@ -1,0 +1,87 @@
+"""Megatron's flags of interleaved pipelines as a placement: ``--epp-placement flags``.
+
+    --num-virtual-stages-per-pipeline-rank 2            interleaved 2
+    --num-layers-per-virtual-pipeline-stage 2           interleaved: layers / ranks / 2
+    --pipeline-model-parallel-layout 'Et|t|t|ttL'       on two ranks interleaved 2, of those layers
+    --hybrid-layer-pattern 'M*|M-|M*|M-'                the same
+
+Without --epp-placement flags the first two have no effect, and segments of a rank become one stage.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_epp.ir.placement import EVENLY, INTERLEAVED
+from megatron_epp.mcore.config import PLACEMENT_FLAGS
+from megatron_epp.mcore.model.hybrid.pattern import BORDER, FURTHER, pattern_of
+from megatron_epp.mcore.model.hybrid.segments import layout_letters
+
+_LAYERS, _TIMES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
+def watch(parser: ArgumentParser) -> ArgumentParser:
+    """Have ``parser`` put a placement in the place of these flags where it is asked to, before
+    other flags are looked at; the parser."""
+    plain = parser.parse_args
+
+    def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        args = plain(words, namespace)
+        if args.epp and args.epp_placement == PLACEMENT_FLAGS:
+            _obey(args)
+        return args
+
+    parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+    return parser
+
+
+def _obey(args: Namespace) -> None:
+    """Set --epp-placement of ``args`` to what these flags ask for, and take them out. ValueError:
+    they ask for none that can be."""
+    ranks, pattern = args.pipeline_model_parallel_size, pattern_of(args)
+    made = EVENLY
+    if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
+        made = f"{INTERLEAVED} {_times(args, ranks)}"
+    elif (text := getattr(args, _LAYOUT)) is not None:
+        segments = layout_letters(text)
+        if len(segments) > ranks:
+            made = _dealt([segment.count("t") for segment in segments], ranks, text)
+            setattr(args, _LAYOUT, None)
+    elif pattern is not None:
+        layers, *further = pattern.split(FURTHER)
+        segments = layers.split(BORDER)
+        if len(segments) > ranks:
+            made = _dealt(list(map(len, segments)), ranks, pattern)
+            whole = FURTHER.join(["".join(segments), *further])
+            names = "hybrid_layer_pattern", "hybrid_override_pattern"
+            vars(args).update((name, whole) for name in names if getattr(args, name, None))
+    setattr(args, _LAYERS, None)
+    setattr(args, _TIMES, None)
+    args.epp_placement = EVENLY if ranks == 1 else made
+
+
+def _times(args: Namespace, ranks: int) -> int:
+    """Stages of every rank."""
+    times = args.num_virtual_stages_per_pipeline_rank
+    each = args.num_layers_per_virtual_pipeline_stage
+    if times is not None:
+        return int(times)
+    layers = args.num_layers or 0
+    if layers % (ranks * each):
+        raise ValueError(
+            f"--num-layers-per-virtual-pipeline-stage {each}: {layers} layers on {ranks} pipeline "
+            f"ranks; expected a divisor of {layers / ranks:g}, the layers of a rank"
+        )
+    return int(layers // (ranks * each))
+
+
+def _dealt(layers: Sequence[int], ranks: int, text: str) -> str:
+    """Stages of ``layers``, dealt to the ranks in turn, as --epp-placement has it."""
+    if len(layers) % ranks or min(layers) < 1:
+        raise ValueError(
+            f"--epp-placement flags: {text} has {len(layers)} segments for {ranks} pipeline ranks; "
+            "expected as many for each, with a layer in every one"
+        )
+    place = " ".join(str(stage % ranks) for stage in range(len(layers)))
+    return f"place {place} layers {' '.join(map(str, layers))}"

@@ -1,0 +1,99 @@
+"""Where a placement pays: chosen with the layers of its stages; published methods as plans."""
+
+import dataclasses
+
+import pytest
+
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Kind, Plan, check
+from megatron_epp.ir.placement import named_placement
+from megatron_epp.planner import Options, planner_of
+from megatron_epp.planner.partition import expected_features, fastest_layers, layer_seconds
+from megatron_epp.planner.tuning.partitions import sketched_seconds
+from megatron_epp.planner.tuning.placements import PAYS, placed, placement_of
+
+FEW, MANY = [8000] * 4, [8000] * 48
+QUICK = Options(context=8192, effort=0)
+
+
+def machine(name: str = "even") -> Cost:
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False)
+    made = named_placement(name, 2)
+    return cost if name == "even" else placed(cost, made)
+
+
+def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
+    """Packed: there are as many micro-batches as documents, and a bubble for a few of them."""
+    few = placement_of(machine(), [FEW], QUICK, "packing")
+    assert few.name != "even" and few.cost.place and sum(few.cost.layers) == 32
+    taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
+    assert taken == few.seconds[few.name] < few.seconds["even"] * (1 - PAYS)
+    assert "less time" in few.said
+    many = placement_of(machine(), [MANY], QUICK, "packing")
+    assert many.name == "even" and not many.cost.place
+    assert "interleaved 2" in many.said and " v " in many.said
+
+
+def test_too_few_layers_for_several_stages() -> None:
+    cost = dataclasses.replace(machine(), layers=(1, 1), profile=machine().profile, layer_kinds=())
+    found = placement_of(cost, [FEW], QUICK, "packing")
+    assert found.name == "even" and found.seconds["v"] is None
+    assert "v fits no plan" in found.said
+
+
+@pytest.mark.parametrize("name", ["v", "interleaved 2", "place 0 0 1 1"])
+def test_layers_by_time_of_ranks(name: str) -> None:
+    """No layer moved to any other stage makes the slowest rank faster."""
+    cost = machine(name)
+    features = expected_features(cost, [FEW])
+    layers = fastest_layers(cost, features)
+    assert layers is not None and sum(layers) == 32
+
+    def slowest(layers) -> float:
+        seconds, ends = layer_seconds(cost, features), [sum(layers[: s + 1]) for s in range(4)]
+        parts = [seconds[e - n : e].sum() for n, e in zip(layers, ends, strict=True)]
+        return max(cost.of_ranks(parts))
+
+    for give in range(4):
+        for take in range(4):
+            moved = list(layers)
+            moved[give] -= 1
+            moved[take] += 1
+            assert min(moved) < 1 or slowest(moved) >= slowest(layers) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "placement"),
+    [("1f1b", "even"), ("1f1b", "interleaved 2"), ("zb-v", "v"), ("adaptis", "v"),
+     ("adaptis", "place 1 0 0 1 0 1"), ("slimpipe", "interleaved 2"), ("slimpipe", "even")],
+)  # fmt: skip
+def test_published_methods_make_plans(method: str, placement: str) -> None:
+    lengths = [8000, 5000, 3000, *[900] * 12]
+    found = planner_of(method)(lengths, machine(placement), QUICK)
+    check(found.plan)
+    assert Plan.parse(str(found.plan)) == found.plan and found.fits
+    assert found.plan.place == machine(placement).place
+    kinds = {op.kind for order in found.plan.orders for op in order}
+    split = method == "zb-v" or (method == "adaptis" and "split" in found.note)
+    assert (Kind.WEIGHT in kinds) == split
+    cut = any(len(chunk.spans) and chunk.spans[0].start for chunk in found.plan.chunks)
+    assert cut == (method == "slimpipe")
+
+
+def test_equal_micro_batches_are_megatrons_1f1b() -> None:
+    """Warm-up of p - r forwards, then one backward and one forward."""
+    plan = planner_of("1f1b")(FEW, machine(), QUICK).plan
+    assert [str(op) for op in plan.orders[0]] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    assert [str(op) for op in plan.orders[1]] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    even = planner_of("1f1b")(FEW, machine(), QUICK).seconds
+    assert planner_of("1f1b")(FEW, machine("interleaved 2"), QUICK).seconds < even
+
+
+def test_a_method_on_other_stages_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'zb-v' does not plan stages on ranks 0 1; .*placement v$"
+    ):
+        planner_of("zb-v")(FEW, machine(), QUICK)
+    with pytest.raises(ValueError, match="expected the placement one stage a rank, or interleaved"):
+        planner_of("1f1b")(FEW, machine("v"), QUICK)
