@@ -289,9 +289,9 @@ def _kept(args: Any) -> Placement | None:
     stages = args.pipeline_model_parallel_size
     try:
         kept = json.loads(text)
-        place, layers = list(range(stages)), kept
-        if isinstance(kept, dict):
-            place, layers = kept.get(PLACE), kept.get(STAGE_LAYERS)
+        if not isinstance(kept, dict):
+            kept = {PLACE: list(range(stages)), STAGE_LAYERS: kept}
+        place, layers = kept.get(PLACE), kept.get(STAGE_LAYERS)
         for least, numbers in ((1, layers), (0, place)):
             if not isinstance(numbers, list) or not all(
                 type(n) is int and n >= least for n in numbers

@@ -1,0 +1,126 @@
+"""Placement, partition and schedule together, against interleaved 1F1B and each alone: simulated.
+
+    python scripts/bench/placements.py [--models gemma3-27b deepseek-v3 nemotron-h-8b]
+                                       [--ranks 8 16] [--batches 2] [--plan-time] [-o RESULT.md]
+
+AdaPtis (arXiv 2509.23722) reports 1.42 times interleaved 1F1B on average, and 2.14 at most, for
+models of these shapes. Here its schedule, and ours, run on the cost model of megatron_epp.cost:
+nothing ran on a GPU. Equal documents, as many as asked for each rank, are its setting; `wlb` ones
+are ours. With --plan-time: seconds that a plan takes for 16 ranks of 2 stages and 512 documents.
+"""
+
+import argparse
+import dataclasses
+import io
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from headline import ROOT, heading, host, write
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir.placement import named_placement
+from megatron_epp.planner import Options, planner_of
+from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.planner.tuning.placements import placed, placement_of
+
+K = 1024
+DEVICE = "h200-141g"
+REPLICAS = 8  # over which the optimizer is spread
+HEAD = ("model", "ranks", "documents", "1f1b interleaved 2", "1f1b, layers by time / it",
+        "adaptis, one stage a rank / it", "adaptis / it", "its placement", "epp / it",
+        "its placement")  # fmt: skip
+
+
+def seconds(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> float:
+    """Of all batches; infinite where one does not fit."""
+    found = [planner_of(planner)(lengths, cost, options) for lengths in batches]
+    return sum(each.seconds for each in found) if all(each.fits for each in found) else float("inf")
+
+
+def by_time(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> Cost:
+    layers = partition_of(cost, batches, options, planner).layers
+    return dataclasses.replace(cost, layers=layers)
+
+
+def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how: Options) -> str:
+    """The table's line of one model on ``ranks`` of eight devices each: how many times as fast as
+    interleaved 1F1B on even layers."""
+    even = named_cost(name, DEVICE, pp=ranks, tp=8, dp=REPLICAS)
+    even = dataclasses.replace(even, dp=1)  # the batches are those of one replica
+    dealt = named_placement("interleaved 2", ranks)
+    assert dealt is not None
+    base = seconds("1f1b", placed(even, dealt), batches, how)
+    cells = [f"{base / len(batches):.3g} s"]
+    for planner in ("1f1b", "adaptis"):
+        alone = seconds(planner, by_time(planner, even, batches, how), batches, how)
+        cells.append(f"{base / alone:.2f}")
+    for planner in ("adaptis", "epp"):
+        found = placement_of(even, batches, how, planner)
+        ratio = base / seconds(planner, found.cost, batches, how)
+        cells += [f"{ratio:.2f}", found.name]
+    return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"
+
+
+def plan_times(repeats: int) -> str:
+    """Seconds that a plan takes for 16 ranks of 2 stages and 512 documents: least and median."""
+    cost = named_cost("llama3-70b", "h100-80g", pp=16, tp=8, dp=REPLICAS)
+    cost = dataclasses.replace(cost, dp=1)
+    lines = ["| placement | planner | least | median |", "|---|---|---|---|"]
+    lengths = open_corpus("wlb", 64 * K).batch(5, 512)
+    for name in ("interleaved 2", "v"):
+        made = named_placement(name, 16)
+        assert made is not None
+        here = placed(cost, made)
+        for planner in ("epp", "adaptis", "packing"):
+            taken = []
+            for _ in range(1 + repeats):  # the first one compiles
+                began = time.perf_counter()
+                planner_of(planner)(lengths, here, Options(64 * K))
+                taken.append(time.perf_counter() - began)
+            least, middle = min(taken[1:]), statistics.median(taken[1:])
+            lines.append(f"| {name} | {planner} | {least:.2f} s | {middle:.2f} s |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    known = ["gemma3-27b", "deepseek-v3", "nemotron-h-8b"]
+    parser.add_argument("--models", nargs="*", default=known)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16])
+    parser.add_argument("--documents", type=int, default=2, help="equal ones, for each rank")
+    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--plan-time", action="store_true")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    args = parser.parse_args()
+    text = io.StringIO()
+    if args.models:
+        print("All times are simulated: times as fast as interleaved 1F1B on even layers. "
+              f"{DEVICE}, TP 8, {args.batches} batches of one replica.\n", file=text)  # fmt: skip
+        print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", file=text)
+    for name in args.models:
+        for ranks in args.ranks:
+            equal = [[4 * K] * (args.documents * ranks)]
+            corpus = open_corpus("wlb", 32 * K)
+            ours = [corpus.batch(number, 64) for number in range(args.batches)]
+            for said, batches, context in (
+                (f"{len(equal[0])} of 4K", equal, 4 * K),
+                ("64 of wlb, 32K", ours, 32 * K),
+            ):
+                print(name, ranks, said, file=sys.stderr, flush=True)
+                print(row(name, ranks, said, batches, Options(context, effort=2)), file=text)
+    if args.plan_time:
+        print("\nSeconds of planning, 16 ranks x 2 stages, 512 documents of wlb at 64K, "
+              "llama3-70b:\n", file=text)  # fmt: skip
+        print(plan_times(3), file=text)
+    print(text.getvalue())
+    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+
+
+if __name__ == "__main__":
+    main()
