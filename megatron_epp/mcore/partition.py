@@ -288,10 +288,11 @@ def _kept(args: Any) -> Placement | None:
     text = path.read_text(encoding="utf-8", errors="replace")
     stages = args.pipeline_model_parallel_size
     try:
-        kept = json.loads(text)
+        kept: Any = json.loads(text)
         if not isinstance(kept, dict):
             kept = {PLACE: list(range(stages)), STAGE_LAYERS: kept}
-        place, layers = kept.get(PLACE), kept.get(STAGE_LAYERS)
+        place: Any = kept.get(PLACE)
+        layers: Any = kept.get(STAGE_LAYERS)
         for least, numbers in ((1, layers), (0, place)):
             if not isinstance(numbers, list) or not all(
                 type(n) is int and n >= least for n in numbers
