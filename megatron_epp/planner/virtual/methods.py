@@ -33,7 +33,7 @@ Chunkings = Iterator[tuple[Chunking, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class PublishedMethod:
     """chunkings: that are tried. policies: orders that are tried of each. stands: whether a
     placement, the rank of every stage, is the method's; ``expected``, if not."""
 
@@ -90,9 +90,11 @@ def _is_v(place: tuple[int, ...]) -> bool:
     return half > 0 and sorted(place[:half]) == list(range(half)) and place == place[::-1]
 
 
-METHODS: Mapping[str, Method] = {
-    "1f1b": Method(packed, _of_interleaved, _is_interleaved, "one stage a rank, or interleaved N"),
-    "zb-v": Method(packed, _of_v, _is_v, "v"),
-    "adaptis": Method(packed, warm_ups((True, False))),
-    "slimpipe": Method(_sliced, warm_ups((False,))),
+METHODS: Mapping[str, PublishedMethod] = {
+    "1f1b": PublishedMethod(
+        packed, _of_interleaved, _is_interleaved, "one stage a rank, or interleaved N"
+    ),
+    "zb-v": PublishedMethod(packed, _of_v, _is_v, "v"),
+    "adaptis": PublishedMethod(packed, warm_ups((True, False))),
+    "slimpipe": PublishedMethod(_sliced, warm_ups((False,))),
 }

@@ -20,7 +20,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.virtual.methods import METHODS, Method, packed
+from megatron_epp.planner.virtual.methods import METHODS, PublishedMethod, packed
 from megatron_epp.planner.virtual.pipeline import Setup, best_of, warm_ups
 
 # Numbers of chunks that are tried, as shares of the ideal one of as many ranks; a quarter of them
@@ -36,7 +36,7 @@ def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> Scored
     if method is None:
         split = "wsplit" in options.levers and name != "packing"
         policies = warm_ups((True, False) if split else (False,))
-        method = Method(packed if name == "packing" else _elastic, policies)
+        method = PublishedMethod(packed if name == "packing" else _elastic, policies)
     place = cost.rank_of
     if not method.stands(place):
         raise ValueError(
