@@ -76,7 +76,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
     segments of interleaved pipelines are taken out, too."""
-    ours = config.add_arguments(virtual_flags.watch(parser))
+    ours = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
     return replaced.watch(ours, (*replaced_by_parts(), *SEGMENTS))
 
 

@@ -27,7 +27,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.tuning.partitions import partition_of
-from megatron_epp.planner.tuning.placements import placed, placement_of
+from megatron_epp.planner.tuning.placements import placement_of, with_placement
 
 K = 1024
 DEVICE = "h200-141g"
@@ -55,7 +55,7 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
     even = dataclasses.replace(even, dp=1)  # the batches are those of one replica
     dealt = named_placement("interleaved 2", ranks)
     assert dealt is not None
-    base = seconds("1f1b", placed(even, dealt), batches, how)
+    base = seconds("1f1b", with_placement(even, dealt), batches, how)
     cells = [f"{base / len(batches):.3g} s"]
     for planner in ("1f1b", "adaptis"):
         alone = seconds(planner, by_time(planner, even, batches, how), batches, how)
@@ -76,7 +76,7 @@ def plan_times(repeats: int) -> str:
     for name in ("interleaved 2", "v"):
         made = named_placement(name, 16)
         assert made is not None
-        here = placed(cost, made)
+        here = with_placement(cost, made)
         for planner in ("epp", "adaptis", "packing"):
             taken = []
             for _ in range(1 + repeats):  # the first one compiles

@@ -11,7 +11,7 @@ from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.partition import expected_features, fastest_layers, layer_seconds
 from megatron_epp.planner.tuning.partitions import sketched_seconds
-from megatron_epp.planner.tuning.placements import PAYS, placed, placement_of
+from megatron_epp.planner.tuning.placements import PLACED_PAYS, placement_of, with_placement
 
 FEW, MANY = [8000] * 4, [8000] * 48
 QUICK = Options(context=8192, effort=0)
@@ -20,7 +20,7 @@ QUICK = Options(context=8192, effort=0)
 def machine(name: str = "even") -> Cost:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False)
     made = named_placement(name, 2)
-    return cost if name == "even" else placed(cost, made)
+    return cost if name == "even" else with_placement(cost, made)
 
 
 def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
@@ -28,7 +28,7 @@ def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> No
     few = placement_of(machine(), [FEW], QUICK, "packing")
     assert few.name != "even" and few.cost.place and sum(few.cost.layers) == 32
     taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
-    assert taken == few.seconds[few.name] < few.seconds["even"] * (1 - PAYS)
+    assert taken == few.seconds[few.name] < few.seconds["even"] * (1 - PLACED_PAYS)
     assert "less time" in few.said
     many = placement_of(machine(), [MANY], QUICK, "packing")
     assert many.name == "even" and not many.cost.place

@@ -21,7 +21,7 @@ _LAYERS, _TIMES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_p
 _LAYOUT = "pipeline_model_parallel_layout"
 
 
-def watch(parser: ArgumentParser) -> ArgumentParser:
+def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
     """Have ``parser`` put a placement in the place of these flags where it is asked to, before
     other flags are looked at; the parser."""
     plain = parser.parse_args

@@ -16,7 +16,7 @@ from megatron_epp.planner.partition import with_layers
 from megatron_epp.planner.tuning.partitions import partition_of
 
 # Several stages on a rank must save so much of the time: no model of costs is that exact.
-PAYS = 0.02
+PLACED_PAYS = 0.02
 NAMES = ("interleaved 2", "v")
 
 
@@ -47,7 +47,7 @@ class PlacementChoice:
         return f"against one stage a rank with layers by time: {', '.join(parts)}"
 
 
-def placed(cost: Cost, made: Placement) -> Cost:
+def with_placement(cost: Cost, made: Placement) -> Cost:
     """``cost`` of one stage a rank with those of ``made`` instead, of layers as it says, or even
     ones. ValueError: more stages than layers."""
     budgets = cost.rank_budget_bytes
@@ -76,13 +76,13 @@ def placement_of(
         seconds[name] = None
         if made.stages > sum(cost.layers) - cost.pinned_layers + 1:
             continue
-        here = placed(cost, made) if name != EVENLY else cost
+        here = with_placement(cost, made) if name != EVENLY else cost
         if with_layers(here, here.layers) is None and name != EVENLY:
             continue
         found = partition_of(here, batches, options, planner)
         seconds[name] = taken = found.tried[found.layers]
         least = seconds[best]
-        asked = 1 - PAYS if best == EVENLY else 1.0
+        asked = 1 - PLACED_PAYS if best == EVENLY else 1.0
         better = taken is not None and (least is None or taken < least * asked)
         if chosen is None or better:
             chosen, best = dataclasses.replace(here, layers=found.layers), name

@@ -28,7 +28,7 @@ from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.virtual.pipeline import Policies, Setup, warm_up_policy, warm_ups
 
-SLICES = (1, 2, 4)  # times the ranks
+RANK_SLICES = (1, 2, 4)  # times the ranks
 Chunkings = Iterator[tuple[Chunking, str]]
 
 
@@ -53,7 +53,7 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
 
 def _sliced(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
-    for times in SLICES:
+    for times in RANK_SLICES:
         each = max(-(-context // (times * cost.ranks)), min(LEAST_CHUNK_TOKENS, context))
         size = -(-each // options.multiple) * options.multiple
         made = fixed_chunks(batch.lengths, size, rates)
