@@ -9,6 +9,7 @@ files by stage.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from megatron_epp.mcore.config import (
     layers_by_time,
     placement_by_time,
 )
+from megatron_epp.mcore.data.global_batches import scheduled_sizes
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,
@@ -396,11 +398,14 @@ def _batches(args: Any, config: Config) -> list[list[int]]:
     # Without weights each corpus is read once.
     parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
     shares = [part / sum(parts) for part in parts]
+    size = args.global_batch_size
+    if getattr(args, "step_batch_size_schedule", None):
+        size = scheduled_sizes()(sys.maxsize)  # as large as they get
     made = []
     for number in range(BATCHES):
         drawn: list[int] = []
         for corpus, share in zip(corpora, shares, strict=True):
-            if count := min(round(share * args.global_batch_size), len(corpus)):
+            if count := min(round(share * size), len(corpus)):
                 drawn += corpus.batch(number % max(1, len(corpus) // count), count)
-        made.append(drawn[: args.global_batch_size])
+        made.append(drawn[:size])
     return made

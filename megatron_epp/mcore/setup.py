@@ -32,6 +32,8 @@ from megatron_epp.mcore.data.global_batches import (
     DocumentSource,
     GlobalBatches,
     build_documents,
+    samples_of,
+    scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
@@ -111,7 +113,8 @@ class TrainerParts:
     make_steps         where steps come from
     items              (samples wanted of training, validation, test): three datasets of items in
                        the place of the corpora of --data-path (data/item_documents.py), or None
-    make_batches       (documents, size of a batch, samples consumed): the global batches
+    make_batches       (documents, size of a batch, or of that behind so many samples, samples
+                       consumed): the global batches
     summary            the line that is logged of an iteration
     choose             (part of layers, flags, layers of every stage): what flags leave open of it
     attention_for      (--epp-attention, model's configuration, device): the attention
@@ -123,7 +126,9 @@ class TrainerParts:
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None
     make_steps: Callable[[JobContext, Any], StepSource] = make_steps
     items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
-    make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
+    make_batches: Callable[[DocumentSource, int | Callable[[int], int], int], GlobalBatches] = (
+        GlobalBatches
+    )
     summary: Summary = summary_line
     choose: Chooser = cheaper
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
@@ -355,8 +360,11 @@ class Job:
         """Global batches of training, validation and test, from where the checkpoint stopped."""
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
+        of_training = scheduled_sizes()
+        if not args.train_samples:  # Megatron counts --global-batch-size for each iteration
+            samples = (samples_of(args.train_iters or 0, of_training), *samples[1:])
         documents = self._documents(args, samples)
-        sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
+        sizes = (of_training, args.eval_global_batch_size, args.eval_global_batch_size)
         consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
         made: list[GlobalBatches | None] = []
         megatron_gpt.require_validation(args, documents[1] is not None)

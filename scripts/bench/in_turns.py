@@ -78,7 +78,8 @@ def repeated(times: int, warm_up: int, first: int) -> type:
         given = 0
 
         def __next__(self):
-            self.consumed = (first + max(0, self.given - warm_up) // times) * self.size
+            size = self.size_behind(0)
+            self.consumed = (first + max(0, self.given - warm_up) // times) * size
             self.given += 1
             return self.peek()
 

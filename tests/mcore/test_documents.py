@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -20,7 +21,13 @@ from megatron_epp.mcore.data.documents import (
     check_corpora,
     config_from_args,
 )
-from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
+from megatron_epp.mcore.data.global_batches import (
+    Documents,
+    GlobalBatches,
+    build_documents,
+    samples_of,
+    scheduled_sizes,
+)
 from megatron_epp.mcore.data.item_documents import ItemDocuments
 from tests.runtime.world import run
 
@@ -263,10 +270,21 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
     flags.split = None
     config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY, chats)
     assert config.blend_per_split == [(["cache/x"], None), ([corpus], None), None]
-    flags.mock_data = True
-    with pytest.raises(ValueError, match="--mock-data makes its own samples"):
+    flags.train_data_path = flags.valid_data_path = None
+    with pytest.raises(ValueError, match="no documents to train on: give --data-path"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
-    flags.mock_data, flags.dataloader_fast_cache_load = False, True
+    flags.mock_data, flags.seq_length = True, 2000
+    documents = train(config_from_args(flags, Tokenizer(), "truncate", VOCABULARY), 8)
+    lengths = documents.lengths(range(8))
+    assert len(set(lengths)) > 4 and lengths.max() == 2000
+    for document, length in enumerate(lengths):
+        tokens = documents.tokens(document)
+        assert len(tokens) == length + 1 and (tokens[:-1] == numpy.arange(1, length + 1) % 90).all()
+        assert (documents.tokens(document, 5, 9) == tokens[5:9]).all()
+    flags.mock_data, flags.fim_data = False, True
+    with pytest.raises(ValueError, match="--fim-data makes its own samples"):
+        config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
+    flags.fim_data, flags.dataloader_fast_cache_load = False, True
     with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
 
@@ -475,6 +493,31 @@ def test_batches_resume_anywhere(tmp_path: Path) -> None:
         next(running)
 
 
+def test_batches_grow_as_megatron_says_and_resume(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(11)]))
+    documents = train(configure([corpus]), 25)
+    try:
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            0, None, None, 1, 1, step_batch_size_schedule="0:2 4:3 10:6"
+        )
+        sizes = scheduled_sizes()
+        assert samples_of(6, sizes) == 22
+        running = GlobalBatches(documents, sizes, 0)
+        for consumed, size in ((0, 2), (2, 2), (4, 3), (7, 3), (10, 6), (16, 6)):
+            ahead, resumed = running.peek(1), next(GlobalBatches(documents, sizes, consumed))
+            batch = next(running)
+            assert batch.samples.tolist() == [*range(consumed, consumed + size)]
+            assert batch.samples.tolist() == resumed.samples.tolist()
+            following = running.peek()
+            assert (ahead is None) == (following is None) == (consumed == 16)
+            if following is not None:
+                assert ahead.samples.tolist() == following.samples.tolist()
+        # Megatron's own was asked for nothing.
+        assert num_microbatches_calculator.get_current_global_batch_size() == 2
+    finally:
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+
+
 @pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
 def test_planning_from_the_index_draws_what_training_draws(tmp_path: Path, overlong: str) -> None:
     corpus = write_corpus(tmp_path / "a", numbered([1 + n % 17 for n in range(40)]))
@@ -569,8 +612,6 @@ def test_no_usable_document(tmp_path: Path) -> None:
     empty = write_corpus(tmp_path / "empty", [[], []])
     with pytest.raises(ValueError, match="none of its 2 sequences holds a token"):
         train(configure([empty]), 10)
-    with pytest.raises(ValueError, match="no documents to train on: give --data-path"):
-        check_corpora(configure([], blend=None, split=None), [1, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [numpy.uint16, numpy.int32])

@@ -4,8 +4,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 
+from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.ir import Step
 from tests.mcore.resumes import (
     LENGTHS,
@@ -19,7 +21,7 @@ from tests.mcore.resumes import (
     tensors,
     to_megatron_and_back,
 )
-from tests.mcore.runs import write_corpus
+from tests.mcore.runs import flags, train, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -119,4 +121,23 @@ def test_checkpoints_load_both_ways(job, six, tmp_path):
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path):
-    require_megatrons_own_numbers(tmp_path, {}, processes=2)
+    """In batches of 2, 4, 4 and 6 documents."""
+    growing = {"step_batch_size_schedule": "0:2 128:4 640:6", "global_batch_size": None}
+    counted = {"train_samples": 16, "train_iters": None}
+    both = require_megatrons_own_numbers(tmp_path, growing | counted, processes=2)
+    for run in both:
+        assert re.findall(r"global batch size: +(\d+)", run.output) == ["2", "4", "4", "6"]
+
+
+def test_mock_documents_are_megatrons(tmp_path):
+    changes = {"data_path": None, "mock_data": True, "pipeline_model_parallel_size": 1}
+    words = flags(tmp_path, **changes, train_iters=2, epp=True, epp_record=tmp_path / "plans")
+    run = train(words, processes=1)
+    assert run.status == 0 and len(run.losses) == 2, run.output
+    theirs = numpy.random.default_rng(0).integers(1, 4096, 100_000, numpy.int32) - 1
+    training = theirs[:33_333]  # Megatron takes a third of mock data for each split
+    lengths = training[training > 0]
+    order = epoch_order(len(lengths), 1234, 0)
+    for iteration in (1, 2):
+        drawn = lengths[order[6 * iteration - 6 : 6 * iteration]]
+        assert step(tmp_path, iteration).lengths == tuple(drawn.clip(max=128))

@@ -56,10 +56,15 @@ class Call:
     of: int = -1
 
 
-def calls_of(state: ChunkState, channels: int) -> tuple[Call, ...]:
-    """The calls for all rows of a chunk, of which each has so many ``channels``; once a chunk."""
+def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Call, ...]:
+    """The calls for all rows of a chunk, of which each has so many ``channels``; once a chunk.
+
+    ``alone``: of kernels that do not know where sequences end, so that each takes a call.
+    """
     most = most_rows(channels)
-    return state.once(f"calls of {most} rows", lambda: tuple(_calls(state, most)))
+    calls = _pieces if alone else _calls
+    name = f"calls of {most} rows{', alone' * alone}"
+    return state.once(name, lambda: tuple(calls(state, most)))
 
 
 def most_rows(channels: int) -> int:
@@ -125,12 +130,15 @@ class CarriedStates:
 
     ``taps`` of its convolution, or of each of its convolutions, whose channels lie one behind the
     other. A layer asks for the rows first (:meth:`front`), gives those that the next call would see
-    (:meth:`behind`), and hands in the state with the outputs (:meth:`leave`).
+    (:meth:`behind`), and hands in the state with the outputs (:meth:`leave`). ``alone``: each
+    sequence is a call of its own.
     """
 
-    def __init__(self, state: ChunkState, layer: int, taps: int, channels: int):
-        self.state, self.layer, self.taps = state, layer, taps
-        self.calls, self.most = calls_of(state, channels), most_rows(channels)
+    def __init__(
+        self, state: ChunkState, layer: int, taps: int, channels: int, alone: bool = False
+    ):
+        self.state, self.layer, self.taps, self.alone = state, layer, taps, alone
+        self.calls, self.most = calls_of(state, channels, alone), most_rows(channels)
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
         # Which call leaves the state of a document's border, of those in this chunk.
         self._leaves = {
@@ -205,9 +213,12 @@ class CarriedStates:
     def wants_final(self, number: int) -> bool:
         return self.calls[number].after is not None
 
-    def borders(self, number: int, front: int, device: torch.device) -> Tensor:
+    def borders(self, number: int, front: int, device: torch.device) -> Tensor | None:
         """Where the sequences of call ``number`` begin and the last one ends, ``front`` rows in
-        front of a border counted: int64, the same tensor for every layer of the chunk."""
+        front of a border counted: int64, the same tensor for every layer of the chunk; None where
+        calls are of one sequence each."""
+        if self.alone:
+            return None
 
         def make() -> Tensor:
             return torch.tensor(list(accumulate(self.lengths(number, front), initial=0)))

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.states.carried import CarriedStates
 
-# (rows [1, L, C], where their sequences begin and the last one ends) -> [1, L, C]
-Convolution = Callable[[Tensor, Tensor], Tensor]
+# (rows [1, L, C], where their sequences begin and the last one ends; None: one) -> [1, L, C]
+Convolution = Callable[[Tensor, Any], Tensor]
 
 
 def convolve_calls(

@@ -172,11 +172,6 @@ TABLE: tuple[Limit, ...] = (
     ),
     _gpu_only("--fp16", _FLOATS),
     Limit(
-        "batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)",
-        "give one --global-batch-size: the number of documents in every iteration",
-        given("rampup_batch_size", "step_batch_size_schedule"),
-    ),
-    Limit(
         "static recompute (--recompute-granularity, --recompute-activations)",
         "give --epp-memory-budget-gib: the plan says what each stage recomputes for each chunk",
         given("recompute_granularity"),
@@ -233,15 +228,19 @@ TABLE: tuple[Limit, ...] = (
         lambda args: not args.calculate_per_token_loss,
     ),
     Limit(
-        "data paths with a layout of their own (--fim-data, --mock-data, ...)",
+        "data paths with a layout of their own (--fim-data, ...)",
         "give --data-path with a .bin/.idx corpus (scripts/prepare_corpus.py makes one)",
         given(
             "fim_data",
-            "mock_data",
             "dataloader_inter_document_masking",
             "reset_position_ids",
             "reset_attention_mask",
         ),
+    ),
+    Limit(
+        "Megatron's own reinforcement learning (--perform-rl-step)",
+        "leave --epp out and give MEGATRON_EPP=1: its micro-batches come from rollouts",
+        given("perform_rl_step"),
     ),
     Limit(
         "skipped iterations and saved data loaders (--iterations-to-skip, --dataloader-save)",

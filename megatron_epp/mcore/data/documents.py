@@ -27,7 +27,12 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.object_storage_utils import is_object_storage_path
@@ -81,7 +86,7 @@ class DocumentDataset(MegatronDataset):
 
     def __init__(
         self,
-        dataset: IndexedDataset,
+        dataset: IndexedDataset | MockGPTLowLevelDataset,
         dataset_path: str | None,
         indices: numpy.ndarray,
         num_samples: int | None,
@@ -101,13 +106,20 @@ class DocumentDataset(MegatronDataset):
         self._orders: dict[int, numpy.ndarray] = {}
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+    def numel_low_level_dataset(
+        low_level_dataset: IndexedDataset | MockGPTLowLevelDataset,
+    ) -> int:
         """Splits count sequences, as those of GPTDataset do."""
         return low_level_dataset.sequence_lengths.shape[0]
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: DocumentConfig) -> IndexedDataset:
-        """Opens the corpus; damage is reported by ``check_corpora``, before."""
+    def build_low_level_dataset(
+        dataset_path: str | None, config: DocumentConfig
+    ) -> IndexedDataset | MockGPTLowLevelDataset:
+        """Opens the corpus; damage is reported by ``check_corpora``, before. Of mock data makes
+        Megatron's, 100,000 documents of 1 to 4,095 tokens."""
+        if dataset_path is None:
+            return MockGPTDataset.build_low_level_dataset(None, config)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
     @staticmethod
@@ -271,12 +283,10 @@ def config_from_args(
     # Here and not above: to read documents, no trainer need be imported.
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in ("fim_data", "mock_data"):
-        if getattr(args, flag, False):
-            raise ValueError(
-                f"--{flag.replace('_', '-')} makes its own samples; --epp trains on the documents "
-                "of --data-path"
-            )
+    if getattr(args, "fim_data", False):
+        raise ValueError(
+            "--fim-data makes its own samples; --epp trains on the documents of --data-path"
+        )
     for flag in (
         "dataloader_fast_cache_load",
         "dataloader_defer_npy_index_mmap",
@@ -288,6 +298,8 @@ def config_from_args(
                 "lengths are; remove it with --epp"
             )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if not (blend or blend_per_split or args.mock_data):
+        raise ValueError("no documents to train on: give --data-path, or --train-data-path")
     if chats:
         blend = _in_place_of(chats, blend)
         blend_per_split = blend_per_split and [_in_place_of(chats, one) for one in blend_per_split]
@@ -337,8 +349,6 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 
     ValueError: damaged files, no usable document, tokens beyond the vocabulary
     """
-    if config.mock:
-        raise ValueError("no documents to train on: give --data-path, or --train-data-path")
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
         if is_object_storage_path(prefix):
@@ -403,7 +413,7 @@ def _shares(
     config: DocumentConfig, sizes: Sequence[int | None]
 ) -> Iterator[tuple[str, Split, tuple[float, float], int | None]]:
     """(prefix, split, share of the corpus, samples wanted) of all that Megatron will build."""
-    for split in Split:
+    for split in Split if not config.mock else ():
         if config.blend is not None:
             blend, share = config.blend, config.split_matrix[split.value]
         else:

@@ -6,12 +6,14 @@ sampler does; so what an iteration trains on follows from the number of samples 
 the parallel layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy
 import torch
+from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
@@ -115,14 +117,39 @@ class Batch:
     lengths: numpy.ndarray  # [size] int64
 
 
-class GlobalBatches:
-    """The global batches from ``consumed`` samples on; an iterator that can also look ahead."""
+def scheduled_sizes() -> Callable[[int], int]:
+    """What gives the samples of the training batch that comes behind so many, as Megatron's
+    calculator counts them: the same for every batch, or by --step-batch-size-schedule."""
+    calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
-    def __init__(self, documents: DocumentSource, size: int, consumed: int) -> None:
-        if size < 1 or consumed < 0:
+    def size(consumed: int) -> int:
+        calculator.update(consumed, consistency_check=False)
+        return calculator.get_current_running_global_batch_size()
+
+    return size
+
+
+def samples_of(iterations: int, size_behind: Callable[[int], int]) -> int:
+    """Samples of so many iterations from the first on."""
+    consumed = 0
+    for _ in range(iterations):
+        consumed += size_behind(consumed)
+    return consumed
+
+
+class GlobalBatches:
+    """The global batches from ``consumed`` samples on; an iterator that can also look ahead.
+
+    ``size``: samples of each, or of the one that comes behind so many.
+    """
+
+    def __init__(
+        self, documents: DocumentSource, size: int | Callable[[int], int], consumed: int
+    ) -> None:
+        self.size_behind = size if callable(size) else lambda _: size
+        if self.size_behind(consumed) < 1 or consumed < 0:
             raise ValueError(f"a batch of {size} documents after {consumed}; expected 1 or more")
         self.documents = documents
-        self.size = size
         self.consumed = consumed
 
     def __iter__(self) -> "GlobalBatches":
@@ -131,20 +158,24 @@ class GlobalBatches:
     def __next__(self) -> Batch:
         batch = self.peek()
         if batch is None:
+            size = self.size_behind(self.consumed)
             raise ValueError(
                 f"the data set ends after {len(self.documents)} documents; {self.consumed} are "
-                f"consumed and the next batch takes {self.size}: corpora given without weights "
+                f"consumed and the next batch takes {size}: corpora given without weights "
                 "last one epoch; give each a weight in --data-path, or train for fewer iterations"
             )
-        self.consumed += self.size
+        self.consumed += len(batch.samples)
         return batch
 
     def peek(self, ahead: int = 0) -> Batch | None:
         """The batch ``ahead`` batches after the next, or None where the data set has ended."""
-        first = self.consumed + ahead * self.size
-        if first + self.size > len(self.documents):
+        first = self.consumed
+        for _ in range(ahead):
+            first += self.size_behind(first)
+        behind = first + self.size_behind(first)
+        if behind > len(self.documents):
             return None
-        samples = numpy.arange(first, first + self.size)
+        samples = numpy.arange(first, behind)
         return Batch(samples, self.documents.lengths(samples))
 
 

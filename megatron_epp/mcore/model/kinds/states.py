@@ -181,11 +181,6 @@ class MegatronDelta(MegatronStates):
                 and not args.sequence_parallel
             ),
         ),
-        Limit(
-            "gated delta nets that must be deterministic (--deterministic-mode)",
-            "leave it out: Megatron has no kernel for packed documents that is",
-            lambda args: MegatronDelta().asked(args) and getattr(args, "deterministic_mode", False),
-        ),
     )
 
     def asked(self, args: Any) -> bool:

@@ -1,6 +1,7 @@
 """Megatron's gated delta net on chunks: in the place of what it does between its projections.
 
-Its convolution and its rule are flash-linear-attention's (layers/states/fla_calls.py).
+Its convolution and its rule are flash-linear-attention's (layers/states/fla_calls.py), or, with
+--deterministic-mode, torch's, as Megatron has them: these know one sequence a call.
 
 T rows of a chunk, C channels of Q, K, V, gate, beta and alpha one behind the other, H heads of V of
 P channels.
@@ -10,6 +11,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import gdn
 from torch import Tensor
 
@@ -75,7 +77,8 @@ class DeltaScan:
         group = net.pg_collection.cp
         qkv_1TC, gate, beta, alpha = rows_TC[None].split(net.feat_dim_split, -1)
         weight = gdn.get_parameter_local_cp(net.conv1d.weight, 0, group, _convolved(net))
-        states = CarriedStates(state, state.layer(self.layer), weight.shape[-1], rows_TC.shape[1])
+        taps, channels, alone = weight.shape[-1], rows_TC.shape[1], net.config.deterministic_mode
+        states = CarriedStates(state, state.layer(self.layer), taps, channels, alone)
         qkv_1TC = self._convolve(qkv_1TC[0], states, weight.squeeze(1), group)[None]
         gate = gate.reshape(1, len(rows_TC), -1, net.value_head_dim)
         q, k, v, gate, beta, alpha = net._prepare_input_for_gated_delta_rule(
@@ -94,6 +97,12 @@ class DeltaScan:
         if bias is not None:
             bias = gdn.get_parameter_local_cp(bias, 0, group, _convolved(net))
 
+        def of_one(rows_1LC: Tensor, borders: None) -> Tensor:
+            rows = len(rows_1LC[0])
+            rows_1CL, taps = rows_1LC.transpose(1, 2), weight_CW[:, None]
+            made = F.conv1d(rows_1CL, taps, bias, padding=taps.shape[-1] - 1, groups=len(taps))
+            return net.act_fn(made[..., :rows]).transpose(1, 2)
+
         def convolution(rows_1LC: Tensor, borders: Tensor) -> Tensor:
             return gdn.causal_conv1d(
                 x=rows_1LC,
@@ -105,7 +114,7 @@ class DeltaScan:
                 cu_seqlens=borders,
             )[0]
 
-        return convolve_calls(rows_TC, states, convolution)
+        return convolve_calls(rows_TC, states, of_one if states.alone else convolution)
 
     def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
         """The rule's outputs normed and gated; dropped where norms are, and not exchanged yet."""

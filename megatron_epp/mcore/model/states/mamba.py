@@ -19,7 +19,7 @@ from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.layers.states.by_heads import Section, scan_by_heads
-from megatron_epp.layers.states.carried import CarriedStates
+from megatron_epp.layers.states.carried import CarriedStates, most_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 
@@ -70,7 +70,10 @@ class MambaScan:
         state = packed_seq_params.state
         y_tHP = scan_by_heads(rows_t1C[:, 0], sections, state, self.ulysses, self.scan)
         y_t1I = y_tHP.flatten(1)[:, None]
-        return mixer.norm(y_t1I) if mixer.rmsnorm else y_t1I
+        if not mixer.rmsnorm:
+            return y_t1I
+        # mamba_ssm's, too, counts elements in 32 bits.
+        return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
         mixer, cp = self.mixer, self.mine if of_my_heads else self.whole
