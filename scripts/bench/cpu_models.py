@@ -4,19 +4,22 @@
     scripts/bench/cpu_models.py [--cases qwen3-moe:16384x10 ...] [--batches N] [-o RESULT.md]
 
 Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
-a token, norms of Q and K), and of one like gpt-oss (every second layer sees 128 keys in front,
-sinks, biases, YaRN, 8 experts, 2 of a token). Documents are the source text of
-this Python's standard library, or --data-path; a document longer than the context is truncated. As
-in cpu_pipeline.py, every batch runs in turn, in one job, with the same weights and kernels:
+a token, norms of Q and K), of one like gpt-oss (every second layer sees 128 keys in front, sinks,
+biases, YaRN, 8 experts, 2 of a token), or of HybridModels: nemotron-h of Mamba-2, attention and
+MLPs, nemotron-3 with a further token predicted behind it, qwen3-next of gated delta nets, attention
+and experts. States are scanned by the torch stand-ins that a CPU has for their kernels. Documents
+are the source text of this Python's standard library, or --data-path; a document longer than the
+context is truncated. As in cpu_pipeline.py, every batch runs in turn, in one job, with the same
+weights and kernels:
 
     packing, no recompute                 its peak on each stage is the 100% of the budgets below
     epp      within 100% of that peak
     packing  within  60% of that peak     the least uniform recompute that fits
     epp      within  60% of that peak
 
-What is timed is the schedule, from the first op to the last of any stage. Every kind of layer is
-measured alone at start. Predicted against measured: seconds as the median over iterations, memory
-as the worst stage of the worst iteration.
+and with --lines 100 the first two alone. What is timed is the schedule, from the first op to the
+last of any stage. Every kind of layer is measured alone at start. Predicted against measured:
+seconds as the median over iterations, memory as the worst stage of the worst iteration.
 """
 
 import argparse
@@ -37,6 +40,7 @@ from in_turns import (
     VARIANTS,
     WORK,
     Turns,
+    Variant,
     VariantSteps,
     corpus_of,
     entries_told,
@@ -44,12 +48,20 @@ from in_turns import (
     torchrun,
 )
 
-_COMMON = """
-    --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+_WIDTHS = """
     --hidden-size 128 --num-attention-heads 2 --kv-channels 32 --group-query-attention
-    --num-query-groups 1 --normalization RMSNorm
-    --untie-embeddings-and-output-weights --moe-token-dispatcher-type alltoall
+    --num-query-groups 1 --normalization RMSNorm --untie-embeddings-and-output-weights
+"""
+_BALANCED = """
+    --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+"""
+_COMMON = f"""{_WIDTHS} {_BALANCED}
+    --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+"""
+_HYBRID = f"""{_WIDTHS}
+    --disable-bias-linear --swiglu --position-embedding-type rope --ffn-hidden-size 384
+    --mamba-num-heads 8 --mamba-head-dim 32 --mamba-num-groups 2 --mamba-state-dim 32
 """
 MODELS = {
     "qwen3-moe": f"""{_COMMON}
@@ -63,7 +75,14 @@ MODELS = {
         --window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable
         --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
     """,
+    "nemotron-h": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-|M-*-M-",
+    "nemotron-3": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-|M-*-/*-",
+    "qwen3-next": f"""{_HYBRID} {_BALANCED} --hybrid-layer-pattern=GE*EGE|GE*EGE
+        --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32
+        --linear-value-head-dim 32 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96
+    """,
 }
+LINES = {"all": VARIANTS, "100": VARIANTS[:2]}
 CASES = (
     "qwen3-moe:16384x6",
     "gpt-oss:16384x6",
@@ -96,12 +115,12 @@ class Case:
 # ------------------------------------------------------------------ inside torchrun
 
 
-def work(warm_up: int, first: int) -> None:
+def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
     """Megatron's trainer with the variants' plans in the place of one planner's."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    take_turns(VARIANTS, VariantSteps, told, warm_up, first)
+    take_turns(variants, VariantSteps, told, warm_up, first)
 
 
 def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
@@ -128,17 +147,17 @@ def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
     """Entries of every iteration behind the first, which warms up."""
-    iterations = 1 + arguments.batches * len(VARIANTS)
+    iterations = 1 + arguments.batches * len(LINES[arguments.lines])
     words = [*flags(case, corpus, iterations), "--epp-effort", str(arguments.effort)]
-    program = [str(Path(__file__).resolve()), WORK, "1", str(arguments.first)]
+    program = [str(Path(__file__).resolve()), WORK, arguments.lines, "1", str(arguments.first)]
     name = str(case).replace(":", "-")
     text = torchrun(program, words, folder / f"{name}.log")
     return entries_told(text, iterations)[1:]
 
 
-def rows(case: Case, entries: Sequence[dict]) -> list[list[str]]:
+def rows(case: Case, variants: Sequence[Variant], entries: Sequence[dict]) -> list[list[str]]:
     """A line for every variant."""
-    turns = Turns(VARIANTS, entries)
+    turns = Turns(variants, entries)
     return [
         [
             case.model,
@@ -156,7 +175,7 @@ def rows(case: Case, entries: Sequence[dict]) -> list[list[str]]:
             f"{turns.seconds_off(number):+.1%}",
             f"{max(memory_errors(turns.of(number)), key=abs):+.1%}",
         ]
-        for number, variant in enumerate(VARIANTS)
+        for number, variant in enumerate(variants)
     ]
 
 
@@ -200,6 +219,9 @@ def main() -> None:
                         default=[Case.parse(case) for case in CASES])  # fmt: skip
     parser.add_argument("--batches", type=int, default=2, help="batches of each case")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch")
+    parser.add_argument(
+        "--lines", choices=LINES, default="all", help="100: within packing's memory only"
+    )
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
@@ -215,7 +237,7 @@ def main() -> None:
         began = time.monotonic()
         entries = measure(case, arguments, corpus, folder)
         measured.append((case, entries))
-        made = rows(case, entries)
+        made = rows(case, LINES[arguments.lines], entries)
         print(f"{case}: {time.monotonic() - began:.0f} s", plain(HEADERS, made), sep="\n",
               flush=True)  # fmt: skip
         table += made
@@ -233,6 +255,6 @@ if __name__ == "__main__":
         main()
     else:
         at = sys.argv.index(WORK)
-        warm_up, first = map(int, sys.argv[at + 1 : at + 3])
-        del sys.argv[at : at + 3]
-        work(warm_up, first)
+        lines, warm_up, first = sys.argv[at + 1 : at + 4]
+        del sys.argv[at : at + 4]
+        work(LINES[lines], int(warm_up), int(first))

@@ -62,11 +62,12 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
         return max(0, iteration - 1 - warm_up) % len(variants)
 
     entry.main(
+        hybrid=any(word.startswith("--hybrid-layer-pattern") for word in sys.argv),
         hooks=TrainerParts(
             make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
             make_batches=repeated(len(variants), warm_up, first),
             summary=functools.partial(tell, variant_of),
-        )
+        ),
     )
 
 

@@ -4,9 +4,10 @@
     scripts/upstream/functional_configurations.py --megatron CHECKOUT [--installed] [--all]
 
 Every ``model_config.yaml`` of the families below that trains is read as Megatron's own script makes
-a command line of it, with --epp behind it, as the ranks of a node of 8 GPUs see it (more where its
-degrees need more). Then our own reading of flags judges it: Megatron's parser and checks, the
-model's configuration, our refusals. Nothing is trained, and no file that a flag names is opened.
+a command line of it, with --epp behind it, as the ranks of a node see it: of 8 GPUs, or of as many
+as it says, more where its degrees need more; of Blackwell's where its name has gb200. Then our own
+reading of flags judges it: Megatron's parser and checks, the model's configuration, our refusals.
+Nothing is trained, and no file that a flag names is opened.
 Megatron's own sources are those of CHECKOUT, whose flags are asked for; --installed: those of this
 environment. Prints a table by family and one of reasons, the first of each configuration; with
 --all every configuration. Takes two minutes of a core. Always status 0, or 2: no checkout.
@@ -35,7 +36,7 @@ FAMILIES = {
     "nemotron": "nemotron",
 }  # fmt: skip
 CASES = "tests/functional_tests/test_cases"
-RANKS_OF_A_NODE = 8
+GPUS_OF_A_NODE = 8
 WORDS = 128 * 400  # of a tokenizer that is not there
 # What starts such a test says, where that is no path.
 LAUNCHER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
@@ -43,12 +44,13 @@ LAUNCHER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """``values``: of MODEL_ARGS, by flag; ``variables``: of its environment."""
+    """``values``: of MODEL_ARGS, by flag; ``variables``: its environment; ``gpus``: of a node."""
 
     family: str
     name: str
     values: Mapping[str, Any]
     variables: Mapping[str, Any]
+    gpus: int
 
     @property
     def words(self) -> list[str]:
@@ -76,7 +78,7 @@ class Configuration:
         if "--num-experts" in self.values:
             experts = degree("expert-model") * degree("expert-tensor", tp)
         least = pp * math.lcm(tp * degree("context"), experts)
-        return -(-RANKS_OF_A_NODE // least) * least
+        return -(-self.gpus // least) * least
 
 
 def configurations(checkout: Path) -> Iterator[Configuration]:
@@ -91,7 +93,10 @@ def configurations(checkout: Path) -> Iterator[Configuration]:
         read = yaml.safe_load(path.read_text())
         values = read.get("MODEL_ARGS")
         if family in FAMILIES and values and read.get("MODE") != "inference":
-            yield Configuration(FAMILIES[family], name, values, read.get("ENV_VARS") or {})
+            said = (read.get("MODEL_ENV_VARS") or {}).get("MODEL_ARGS") or {}
+            gpus = int(said.get("GPUS_PER_NODE", GPUS_OF_A_NODE))
+            variables = read.get("ENV_VARS") or {}
+            yield Configuration(FAMILIES[family], name, values, variables, gpus)
 
 
 def verdict(one: Configuration) -> str:
@@ -115,6 +120,9 @@ def verdict(one: Configuration) -> str:
         # Flags of hosts with GPUs; no tokenizer, writer or checkpoint is opened.
         patch.object(cpu_host, "is_cpu_host", lambda: False),
         patch.object(arguments, "set_global_variables", _as_with_tokenizer),
+        patch.object(
+            arguments, "get_device_arch_version", lambda: 10 if "gb200" in one.name else 9
+        ),
         patch("megatron.training.checkpointing.load_args_from_checkpoint", lambda *a, **k: None),
     ):
         try:

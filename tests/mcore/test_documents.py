@@ -279,7 +279,10 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
     assert len(set(lengths)) > 4 and lengths.max() == 2000
     for document, length in enumerate(lengths):
         tokens = documents.tokens(document)
-        assert len(tokens) == length + 1 and (tokens[:-1] == numpy.arange(1, length + 1) % 90).all()
+        assert (
+            len(tokens) == length + 1
+            and (tokens[:-1] == numpy.arange(1, length + 1) % VOCABULARY).all()
+        )
         assert (documents.tokens(document, 5, 9) == tokens[5:9]).all()
     flags.mock_data, flags.fim_data = False, True
     with pytest.raises(ValueError, match="--fim-data makes its own samples"):

@@ -172,7 +172,7 @@ class Wanted:
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"fim_data": True}, "--data-path"),
-        ({"perform_rl_step": True}, "MEGATRON_EPP=1"),
+        ({"perform_rl_step": True}, "rollouts"),
         ({"iterations_to_skip": [3]}, "skipped iterations"),
         ({"dataloader_type": "cyclic"}, "data loader"),
         ({"use_mamba_mem_eff_path": False}, "fused kernel"),

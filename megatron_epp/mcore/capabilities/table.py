@@ -239,7 +239,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "Megatron's own reinforcement learning (--perform-rl-step)",
-        "leave --epp out and give MEGATRON_EPP=1: its micro-batches come from rollouts",
+        "leave --epp out: its micro-batches come from rollouts, and no lengths are known ahead",
         given("perform_rl_step"),
     ),
     Limit(
