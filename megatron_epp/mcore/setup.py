@@ -32,7 +32,7 @@ from megatron_epp.mcore.data.global_batches import (
     DocumentSource,
     GlobalBatches,
     build_documents,
-    samples_of,
+    scheduled_samples,
     scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
@@ -362,7 +362,7 @@ class Job:
         print_rank_0("> building the documents of training, validation and test ...")
         of_training = scheduled_sizes()
         if not args.train_samples:  # Megatron counts --global-batch-size for each iteration
-            samples = (samples_of(args.train_iters or 0, of_training), *samples[1:])
+            samples = (scheduled_samples(args.train_iters or 0, of_training), *samples[1:])
         documents = self._documents(args, samples)
         sizes = (of_training, args.eval_global_batch_size, args.eval_global_batch_size)
         consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)

@@ -25,7 +25,7 @@ from megatron_epp.mcore.data.global_batches import (
     Documents,
     GlobalBatches,
     build_documents,
-    samples_of,
+    scheduled_samples,
     scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments
@@ -504,7 +504,7 @@ def test_batches_grow_as_megatron_says_and_resume(tmp_path: Path) -> None:
             0, None, None, 1, 1, step_batch_size_schedule="0:2 4:3 10:6"
         )
         sizes = scheduled_sizes()
-        assert samples_of(6, sizes) == 22
+        assert scheduled_samples(6, sizes) == 22
         running = GlobalBatches(documents, sizes, 0)
         for consumed, size in ((0, 2), (2, 2), (4, 3), (7, 3), (10, 6), (16, 6)):
             ahead, resumed = running.peek(1), next(GlobalBatches(documents, sizes, consumed))

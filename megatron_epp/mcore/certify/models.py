@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
-from torch.overrides import TorchFunctionMode
 
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.routing import forget_losses
-from megatron_epp.mcore.model.kinds.registry import layer_parts
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 from megatron_epp.mcore.model.prediction.depths import layers_of
 from megatron_epp.mcore.placing.parts import place_parts
@@ -42,8 +41,9 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
 def begin(args: Namespace, seed: int) -> None:
     """Make Megatron's groups and seed its generators for the model of ``args``."""
     set_args(args)
-    if args.params_dtype == torch.float64 and getattr(args, "deterministic_mode", False):
-        _make_rule_double()
+    if args.params_dtype == torch.float64:
+        for part in MEGATRON_PARTS:
+            part.make_double(args)
     forget_losses()  # which are as long as the model before had layers
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
@@ -74,31 +74,6 @@ def plain_model(args: Namespace, by_engine: bool) -> Any:
         for part in layer_parts(layer):
             part.mend_plain(layer, by_engine)
     return model
-
-
-class _KeepsDouble(TorchFunctionMode):
-    """Within it, float64 that is to become float32 stays what it is."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.to and args[1:] == (torch.float32,):
-            args = (args[0], torch.promote_types(args[0].dtype, torch.float32))
-        return func(*args, **(kwargs or {}))
-
-
-def _make_rule_double() -> None:
-    """Have Megatron's rule of --deterministic-mode, which casts, compute in float64."""
-    from megatron.core.ssm.gated_delta_net import gdn
-
-    plain = gdn.torch_chunk_gated_delta_rule
-    if hasattr(plain, "__wrapped__"):
-        return
-
-    @wraps(plain)
-    def rule(*args: Any, **named: Any) -> Any:
-        with _KeepsDouble():
-            return plain(*args, **named)
-
-    gdn.torch_chunk_gated_delta_rule = rule
 
 
 def _make_double(args: Namespace, models: list[Any]) -> list[Any]:

@@ -118,8 +118,8 @@ class Batch:
 
 
 def scheduled_sizes() -> Callable[[int], int]:
-    """What gives the samples of the training batch that comes behind so many, as Megatron's
-    calculator counts them: the same for every batch, or by --step-batch-size-schedule."""
+    """Samples of the training batch that comes behind so many, by Megatron's own calculator: the
+    same for every batch, or by --step-batch-size-schedule."""
     calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
     def size(consumed: int) -> int:
@@ -129,7 +129,7 @@ def scheduled_sizes() -> Callable[[int], int]:
     return size
 
 
-def samples_of(iterations: int, size_behind: Callable[[int], int]) -> int:
+def scheduled_samples(iterations: int, size_behind: Callable[[int], int]) -> int:
     """Samples of so many iterations from the first on."""
     consumed = 0
     for _ in range(iterations):

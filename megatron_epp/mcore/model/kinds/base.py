@@ -196,6 +196,9 @@ class MegatronPart:
         """Mend Megatron's ``layer`` where it computes wrongly, and, ``by_engine``, has other keys
         than Transformer Engine's."""
 
+    def make_double(self, args: Any) -> None:
+        """Have what Megatron casts to float32 by name compute in float64."""
+
     def weighs_besides(self, holder: Any) -> bool:
         """Whether its layers add losses of their own, of all that is computed together; ``holder``:
         flags, or a model's configuration."""

@@ -258,6 +258,12 @@ class MegatronDelta(MegatronStates):
 
         install_delta(place)
 
+    def make_double(self, args: Any) -> None:
+        if self.asked(args):
+            from megatron_epp.mcore.model.states.delta import make_rule_double
+
+            make_rule_double()
+
     def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
         net = layer.self_attention
         heads = net.num_v_heads_local_tp // net.cp_size

@@ -9,11 +9,14 @@ P channels.
 
 import copy
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import gdn
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
@@ -127,6 +130,29 @@ class DeltaScan:
         (made,), (handle,) = recomputable_all(norm, (y_1THP, gate_1THP))
         self.dropped.add(made, handle)
         return made
+
+
+class _KeepsDouble(TorchFunctionMode):
+    """Within it, float64 that is to become float32 stays what it is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.to and args[1:] == (torch.float32,):
+            args = (args[0], torch.promote_types(args[0].dtype, torch.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def make_rule_double() -> None:
+    """Have Megatron's rule of --deterministic-mode, which casts, compute in float64."""
+    plain = gdn.torch_chunk_gated_delta_rule
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def rule(*args: Any, **named: Any) -> Any:
+        with _KeepsDouble():
+            return plain(*args, **named)
+
+    gdn.torch_chunk_gated_delta_rule = rule
 
 
 def _convolved(net: Any) -> list[int]:
