@@ -34,6 +34,7 @@ class Frame:
     whole            whether documents stay whole, on all ranks
     place            the rank of every stage; () where stage i lies on rank i
     trees            whether documents continue others
+    plans            plan of a replica's documents, in the place of arbitrary ones
     """
 
     vocabulary: int
@@ -47,6 +48,7 @@ class Frame:
     whole: bool = False
     place: tuple[int, ...] = ()
     trees: bool = False
+    plans: Callable[[Sequence[int]], Plan] | None = None
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
@@ -170,6 +172,9 @@ def _plans(
     """Plans of every replica; those in lockstep have one skeleton. ``share``: of backwards
     split."""
     dealt = [[lengths[document] for document in deal] for deal in deals]
+    if frame.plans is not None:
+        made = enumerate(map(frame.plans, dealt))
+        return tuple(replace(plan, replica=at, replicas=frame.replicas) for at, plan in made)
     if frame.lockstep == 1:
         return tuple(
             arbitrary_plan(

@@ -98,6 +98,11 @@ class Trial:
         "let documents continue others, which are computed once; the plain model has a copy of "
         "them in front of each",
     )
+    planner: str | None = flag(
+        None,
+        "plans of this planner, 1f1b, zb-v, adaptis, slimpipe, ..., in the place of arbitrary ones",
+        metavar="NAME",
+    )
     loop: str | None = flag(
         None,
         "certify training loops of others: level0, whole micro-batches in any order, or level1, "
@@ -139,6 +144,11 @@ class Trial:
             raise ValueError(
                 "--trees: an encoder sees documents whole, so they share nothing; leave out "
                 f"--loop-model {ENCODER}"
+            )
+        if self.planner is not None and (self.trees or self.loop is not None):
+            raise ValueError(
+                f"--planner {self.planner}: plans of Megatron's trainer without --trees; leave "
+                "--loop and --trees out"
             )
         if self.loop is not None:
             self._require_loop(self.loop)
@@ -213,6 +223,11 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
     words: tuple[str, ...] = ()
     if chosen.vocab_parallel:
         words += "--epp-vocab-parallel", "on"
+    if chosen.placement in ("auto", "flags"):
+        raise ValueError(
+            f"--placement {chosen.placement}: a certificate is of one placement; expected "
+            "interleaved N, v, or a file"
+        )
     if chosen.placement is not None:
         words += "--epp-placement", chosen.placement
     if chosen.ep is None:

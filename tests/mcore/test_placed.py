@@ -11,6 +11,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Op
 from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.partition import KEPT, placeholder
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
@@ -45,6 +46,27 @@ def test_words_over_stages_that_lie_anywhere(tmp_path: Path) -> None:
     words = f"{GPT} --num-layers 8 --epp-vocab-parallel on --epp-placement {file}".split()
     lines, _ = certified(Trial(Degrees(pp=3, tp=1, dp=1), (tuple(words),), batches=2))
     assert any("stages on ranks 1 2 0 2 1 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(("planner", "placement"), [("zb-v", "v"), ("slimpipe", "interleaved 2")])
+def test_plans_of_published_methods_compute_the_same(planner: str, placement: str) -> None:
+    """In the executor of all others: backwards split over a V; slices over interleaved stages."""
+    trial = Trial(Degrees(2, 1, 1), (model(LLAMA, 4, placement),), batches=3, planner=planner)
+    _, judged = certified(trial)
+    kept = "halved" if planner == "zb-v" else "split"
+    assert sum(getattr(batch.coverage, kept) for batch in judged) > 0
+    other = "split" if planner == "zb-v" else "halved"
+    assert sum(getattr(batch.coverage, other) for batch in judged) == 0
+
+
+def test_certificates_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="leave --loop and --trees out"):
+        read(["--pp", "2", "--planner", "epp", "--trees"])
+    with pytest.raises(ValueError, match="--placement auto: a certificate is of one placement"):
+        read(["--pp", "2", "--placement", "auto"])
+    for planner, said in (("zb-v", "expected the placement v"), ("zbv", "did you mean zb-v")):
+        with pytest.raises(ValueError, match=said):
+            PlansOf(planner, (1,) * 4, (0, 1, 0, 1), False, True, False)([60, 30])
 
 
 def test_the_command_line_names_placements() -> None:

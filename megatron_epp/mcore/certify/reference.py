@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
+from megatron_epp.certify.batches import CONTEXT, Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.compare import whole
 from megatron_epp.certify.protocol import ModelSetup, Reference, Role
 from megatron_epp.certify.trainer_results import TrainerReference
@@ -21,6 +21,7 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.model_flags import choose_layers, describe, parsed, scaled
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, plain_model
+from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_share import quantised_rows
@@ -97,18 +98,31 @@ class PlainModel:
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = quantised_rows(args)
         letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
+        splits = all(part.splits(small.elastic) for part in MEGATRON_PARTS)
+        spread, whole_ones = vocabulary_parallel(small.elastic), whole_documents(small.elastic)
+        place = place_of(small.elastic)
+        plans = None
+        if self.trial.planner is not None:
+            if lockstep_of(small.elastic) > 1:
+                raise ValueError(
+                    f"--planner {self.trial.planner}: experts over replicas run in lockstep; leave "
+                    "it out"
+                )
+            plans = PlansOf(self.trial.planner, small.layers, place, spread, splits, whole_ones)
+            plans([CONTEXT, CONTEXT // 2])  # refused before anything is slow
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,
             degrees.dp,
             letters,
-            splits=all(part.splits(small.elastic) for part in MEGATRON_PARTS),
+            splits=splits,
             lockstep=lockstep_of(small.elastic),
-            vocabulary_parallel=vocabulary_parallel(small.elastic),
+            vocabulary_parallel=spread,
             ranks=degrees.cp,
-            whole=whole_documents(small.elastic),
-            place=place_of(small.elastic),
+            whole=whole_ones,
+            place=place,
             trees=self.trial.trees,
+            plans=plans,
         )
         if self.trial.trees:
             require_shared(small.elastic, "--trees")

@@ -21,7 +21,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.fixed_size import LEAST_CHUNK_TOKENS, fixed_chunks, packed_chunks
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, packed_chunks
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy
@@ -29,6 +29,7 @@ from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.virtual.pipeline import Policies, Setup, warm_up_policy, warm_ups
 
 RANK_SLICES = (1, 2, 4)  # times the ranks
+MOST_SLICES = 2048
 Chunkings = Iterator[tuple[Chunking, str]]
 
 
@@ -54,12 +55,12 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
 def _sliced(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     for times in RANK_SLICES:
-        each = max(-(-context // (times * cost.ranks)), min(LEAST_CHUNK_TOKENS, context))
+        each = -(-context // (times * cost.ranks))
         size = -(-each // options.multiple) * options.multiple
         made = fixed_chunks(batch.lengths, size, rates)
-        yield folded(made, options.lockstep, rates), f"slices of {size}"
-        if each == min(LEAST_CHUNK_TOKENS, context):
+        if times > 1 and made.count > MOST_SLICES:
             return
+        yield folded(made, options.lockstep, rates), f"slices of {size}"
 
 
 def _of_interleaved(setup: Setup) -> Iterator[tuple[Policy, str]]:

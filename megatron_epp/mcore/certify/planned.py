@@ -1,0 +1,41 @@
+"""Plans of a planner in the place of arbitrary ones, for the batches of a certificate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.certify.batches import CONTEXT
+from megatron_epp.ir import Plan
+
+AMPLE_BYTES = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class PlansOf:
+    """The planner by name, for stages of ``layers``; of what other fields say see Frame. What ops
+    take is a large model's: it decides orders, and gradients do not depend on them."""
+
+    planner: str
+    layers: tuple[int, ...]
+    place: tuple[int, ...]
+    vocabulary_parallel: bool
+    splits: bool
+    whole: bool
+
+    def __call__(self, lengths: Sequence[int]) -> Plan:
+        """Plan of one replica's documents. ValueError: the planner has no such stages."""
+        from megatron_epp.cost.build import named_cost
+        from megatron_epp.cost.cost import Cost
+        from megatron_epp.planner import Options, planner_of
+        from megatron_epp.planner.options import TRAINING_LEVERS
+
+        profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).profile
+        cost = Cost(
+            profile,
+            self.layers,
+            (AMPLE_BYTES,) * len(self.layers),
+            vocabulary_parallel=self.vocabulary_parallel,
+            place=self.place,
+        )
+        levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
+        options = Options(CONTEXT, levers, whole=self.whole)
+        return planner_of(self.planner, self.whole)(lengths, cost, options).plan
