@@ -52,16 +52,16 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
     """The table's line of one model on ``ranks`` of eight devices each: how many times as fast as
     interleaved 1F1B on even layers."""
     even = named_cost(name, DEVICE, pp=ranks, tp=8, dp=REPLICAS)
-    even = dataclasses.replace(even, dp=1)  # the batches are those of one replica
+    every = [list(lengths) * REPLICAS for lengths in batches]  # to choose by
     dealt = named_placement("interleaved 2", ranks)
     assert dealt is not None
     base = seconds("1f1b", with_placement(even, dealt), batches, how)
     cells = [f"{base / len(batches):.3g} s"]
     for planner in ("1f1b", "adaptis"):
-        alone = seconds(planner, by_time(planner, even, batches, how), batches, how)
+        alone = seconds(planner, by_time(planner, even, every, how), batches, how)
         cells.append(f"{base / alone:.2f}")
     for planner in ("adaptis", "epp"):
-        found = placement_of(even, batches, how, planner)
+        found = placement_of(even, every, how, planner)
         ratio = base / seconds(planner, found.cost, batches, how)
         cells += [f"{ratio:.2f}", found.name]
     return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"

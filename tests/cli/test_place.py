@@ -103,3 +103,22 @@ def test_published_methods_make_plans_where_a_placement_is_given(
     capsys.readouterr()
     assert main(["plan", *words, *machine, "--planner", "zb-v"]) == 2
     assert "expected the placement v" in capsys.readouterr().err
+
+
+def test_tune_writes_the_placement_it_has_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four documents for eight ranks: without --placement auto one stage a rank."""
+    lengths, script = tmp_path / "lengths", tmp_path / "run.sh"
+    lengths.write_text("8000\n" * 4)
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "8")
+    layout = ("--tp", "8", "--pp", "8", "--dp", "1", "--levers", "none", "--effort", "0")
+    words = ("tune", "--lengths", lengths, *machine, *layout, "--script", script)
+    said(capsys, *words)
+    assert "--epp-placement" not in script.read_text()
+    told = said(capsys, *words, "--placement", "auto")
+    text = script.read_text()
+    assert "--epp-placement v" in told and "--epp-cost-model analytic" in text
+    found = re.search(r"--epp-placement 'place ([\d ]+) layers ([\d ]+)'", text)
+    assert found is not None and found[1] == "7 6 5 4 3 2 1 0 0 1 2 3 4 5 6 7"
+    assert sum(map(int, found[2].split())) == 32

@@ -10,8 +10,10 @@ from megatron_epp.ir import Kind, Plan, check
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.partition import expected_features, fastest_layers, layer_seconds
+from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import sketched_seconds
 from megatron_epp.planner.tuning.placements import PLACED_PAYS, placement_of, with_placement
+from megatron_epp.planner.tuning.survey import survey
 
 FEW, MANY = [8000] * 4, [8000] * 48
 QUICK = Options(context=8192, effort=0)
@@ -97,3 +99,21 @@ def test_a_method_on_other_stages_is_refused() -> None:
         planner_of("zb-v")(FEW, machine(), QUICK)
     with pytest.raises(ValueError, match="expected the placement one stage a rank, or interleaved"):
         planner_of("1f1b")(FEW, machine("v"), QUICK)
+
+
+def test_tune_weighs_several_stages_on_a_rank() -> None:
+    """For few long documents on eight ranks of one device, whole ones; the choice says where stages
+    lie, and fits."""
+    layout = Layout(8, 1, 8, 1)
+
+    def cost_for(layout: Layout) -> Cost:
+        return named_cost("llama3-8b", "h100-80g", pp=layout.pp, tp=layout.tp, logits_held=False)
+
+    how = dataclasses.replace(QUICK, effort=1, whole=True)
+    found = [
+        survey([layout], [FEW], cost_for, how, placement=wanted).choices for wanted in (False, True)
+    ]
+    (even, placed_one) = (min(choices, key=lambda c: c.seconds) for choices in found)
+    assert even.place == () and "place" not in even.facts()
+    assert len(placed_one.place) == 16 and placed_one.facts()["place"] == placed_one.place
+    assert placed_one.seconds < even.seconds * (1 - PLACED_PAYS) and sum(placed_one.layers) == 32

@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         top=arguments.top,
         partition=arguments.partition == "auto",
         vocabulary=arguments.vocab_parallel,
+        placement=arguments.placement == machine.AUTO_PLACEMENT,
         progress=bar,
     )
     if not made.choices:
@@ -166,6 +167,7 @@ def _dry_run(
                 choice_of(
                     *(first.layout, cost, first.layers, [batches[number]], options, first.planner),
                     cut=first.vocabulary_parallel,
+                    place=first.place,
                 )
             )
         except ValueError as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_epp.cli.compare import COLUMNS, PAYS
 from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.placements import placement_name
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, Choice, Survey
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
@@ -73,6 +74,8 @@ def _runs(choice: Choice) -> str:
     if choice.planner == STOCK:
         return "stock, packed"
     runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
+    if choice.place:
+        runs.append(f"--epp-placement {placement_name(choice.place)}")
     return ", ".join(filter(None, runs))
 
 
@@ -83,7 +86,7 @@ def _verdict(made: Survey) -> list[str]:
         f"{tokens_text(round(first.tokens_per_second))} tokens a second."
     )
     lines = [said, *_why(made.choices)]
-    flags = layout_flags(first.layers)
+    flags = [] if first.place else layout_flags(first.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
     elastic = next((c for c in made.choices if c.planner == ELASTIC), None)

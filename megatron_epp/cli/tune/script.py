@@ -103,7 +103,7 @@ def layout_words(choice: Choice) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if found := layout_flags(choice.layers):
+    if not choice.place and (found := layout_flags(choice.layers)):
         flags.append(found)
     return flags
 
@@ -126,6 +126,10 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     flags = [["--epp"]]
     if choice.layout.pp > 1:  # auto may choose otherwise, by fewer batches
         flags.append(["--epp-vocab-parallel", "on" if choice.vocabulary_parallel else "off"])
+    if choice.place:
+        place, layers = (" ".join(map(str, each)) for each in (choice.place, choice.layers))
+        flags.append(["--epp-placement", f"place {place} layers {layers}"])
+        flags.append(["--epp-cost-model", "analytic"])
     levers = arguments.levers
     if choice.offload and "offload" not in levers:
         levers += ",offload"

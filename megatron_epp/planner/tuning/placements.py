@@ -47,6 +47,12 @@ class PlacementChoice:
         return f"against one stage a rank with layers by time: {', '.join(parts)}"
 
 
+def placement_name(place: tuple[int, ...]) -> str:
+    """The name of ``NAMES`` that places stages so."""
+    made = {name: named_placement(name, max(place) + 1) for name in NAMES}
+    return next(name for name, each in made.items() if each is not None and each.place == place)
+
+
 def with_placement(cost: Cost, made: Placement) -> Cost:
     """``cost`` of one stage a rank with those of ``made`` instead, of layers as it says, or even
     ones. ValueError: more stages than layers."""

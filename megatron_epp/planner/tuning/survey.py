@@ -14,13 +14,14 @@ cut over all where that is asked for, or pays.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
+from megatron_epp.ir.placement import Placement, named_placement
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
@@ -34,6 +35,7 @@ from megatron_epp.planner.registry import BLOCKS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
+from megatron_epp.planner.tuning.placements import NAMES, PLACED_PAYS, with_placement
 from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
 from megatron_epp.planner.tuning.vocabulary import ruled_out
 from megatron_epp.sim.exchange import exchange
@@ -63,6 +65,7 @@ class Choice:
     ep                  devices that share a layer's experts; 1: every device has all, or none
     shares              of seconds: compute, recompute, communication, bubbles, replicas
     vocabulary_parallel   whether the output layer is cut over the stages
+    place               the rank of every stage; () where stage i lies on rank i
     """
 
     layout: Layout
@@ -80,6 +83,7 @@ class Choice:
     batches: int
     ep: int = 1
     vocabulary_parallel: bool = False
+    place: tuple[int, ...] = ()
 
     @property
     def shares(self) -> dict[str, float]:
@@ -105,6 +109,8 @@ class Choice:
             del own["ep"]
         if not self.vocabulary_parallel:
             del own["vocabulary_parallel"]
+        if not self.place:
+            del own["place"]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
             **own,
@@ -133,13 +139,15 @@ def survey(
     top: int = 10,
     partition: bool = True,
     vocabulary: str = "off",
+    placement: bool = False,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
 ) -> Survey:
     """The best ``top`` choices among the layouts, and what became of the others.
 
     ``cost_for`` says what a layout costs with even layers; a ValueError: that it cannot run.
     ``vocabulary``: whether layouts of several stages cut the output layer over them for our own
-    planner: off, on, or auto, as pays.
+    planner: off, on, or auto, as pays. ``placement``: whether several stages on a rank are tried
+    for the best of them.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -191,7 +199,7 @@ def survey(
         if made:
             refused.pop(layout, None)
         choices += _best_of(made)
-    choices = _finals(choices, batches, costs, options, vocabulary, progress)
+    choices = _finals(choices, batches, costs, options, vocabulary, placement, progress)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
 
 
@@ -211,6 +219,7 @@ def _finals(
     costs: dict[Layout, Cost],
     options: Options,
     vocabulary: str,
+    placement: bool,
     progress: Callable[[Iterable, int, str], Iterable],
 ) -> list[Choice]:
     """``choices`` with those that may be the best planned with the whole effort."""
@@ -223,13 +232,19 @@ def _finals(
     made = []
     for choice in progress(work, len(work), "finals"):
         cost = costs[choice.layout]
-        for layers, offload, cut in _variants(choice, cost, vocabulary):
+        variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
+        variants = [(*each, ()) for each in _variants(choice, cost, vocabulary)]
+        if placement and choice.planner == ELASTIC:
+            variants += _placements(choice, cost, batches[0])
+        for layers, offload, cut, place in variants:
             levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
             chosen = dataclasses.replace(options, levers=levers)
             try:
                 made.append(
                     choice_of(
-                        *(choice.layout, cost, layers, batches, chosen, choice.planner), cut=cut
+                        *(choice.layout, cost, layers, batches, chosen, choice.planner),
+                        cut=cut,
+                        place=place,
                     )
                 )
             except ValueError:  # a later batch does not fit: then the choice is none
@@ -257,13 +272,15 @@ def _on_all(
 def _best_of(made: Sequence[Choice]) -> list[Choice]:
     """For every layout and planner; what is not simply faster must pay."""
     best: dict[tuple, Choice] = {}
-    for choice in sorted(made, key=lambda choice: (choice.vocabulary_parallel, choice.offload)):
+    for choice in sorted(made, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
         key = choice.layout, choice.planner
         asked = 1.0
         if key in best and choice.offload > best[key].offload:
             asked -= OFFLOAD_PAYS
         if key in best and choice.vocabulary_parallel > best[key].vocabulary_parallel:
             asked -= CUT_PAYS
+        if key in best and bool(choice.place) > bool(best[key].place):
+            asked -= PLACED_PAYS
         if key not in best or choice.seconds < best[key].seconds * asked:
             best[key] = choice
     return list(best.values())
@@ -289,6 +306,20 @@ def _variants(
     if tight and choice.planner == ELASTIC:
         made.append((choice.layers, True, choice.vocabulary_parallel))
     return made
+
+
+def _placements(
+    choice: Choice, cost: Cost, lengths: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
+    """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
+    with the output layer on the last stage."""
+    for name in NAMES if cost.ranks > 1 else ():
+        made = named_placement(name, cost.ranks)
+        if made is None or made.stages > sum(cost.layers) - cost.pinned_layers + 1:
+            continue
+        here = with_placement(cost.with_vocabulary(False), made)
+        if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
+            yield layers, choice.offload, False, made.place
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
@@ -341,8 +372,12 @@ def choice_of(
     planner: str,
     *,
     cut: bool = False,
+    place: tuple[int, ...] = (),
 ) -> Choice:
-    """A PlanError where a batch does not fit; ``cut``: with the output layer over all stages."""
+    """A PlanError where a batch does not fit; ``cut``: with the output layer over all stages;
+    ``place``: the rank of every stage, where a rank has several."""
+    if place:
+        even = with_placement(even, Placement(place, layers))
     cost = dataclasses.replace(even, layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
     made = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
@@ -370,6 +405,7 @@ def choice_of(
         batches=len(batches),
         ep=cost.ep,
         vocabulary_parallel=cut,
+        place=place,
     )
 
 
