@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_epp.certify.batches import CONTEXT
 from megatron_epp.ir import Plan
 
-AMPLE_BYTES = 1e15
+STAGE_BYTES = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PlansOf:
         cost = Cost(
             profile,
             self.layers,
-            (AMPLE_BYTES,) * len(self.layers),
+            (STAGE_BYTES,) * len(self.layers),
             vocabulary_parallel=self.vocabulary_parallel,
             place=self.place,
         )
