@@ -39,7 +39,7 @@ def host() -> None:
     cpu_host.install_cpu_host()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def engine() -> None:
     if not has_engine():
         pytest.skip("needs a GPU and Transformer Engine")

@@ -40,14 +40,21 @@ def stage(alone):
     return build_stage(alone, 2, False, False)
 
 
+@pytest.fixture(scope="module")
+def keeping(alone):
+    """(model, its gradients) with nothing offloaded."""
+    model = stage(alone)
+    run(alone, model)  # whatever happens only once
+    return model, run(alone, model)
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
 @pytest.mark.parametrize(
     "letters", [("oo",) * SLICES, ("ok", "ko", "kk", "oo"), ("of", "co", "oa", "bo")], ids="-".join
 )
-def test_gradients_are_those_of_keeping(alone, letters, split) -> None:
-    model = stage(alone)
-    run(alone, model)  # whatever happens only once
-    assert off(run(alone, model, lettered(*letters, split=split)), run(alone, model)) < 1e-3
+def test_gradients_are_those_of_keeping(alone, keeping, letters, split) -> None:
+    model, expected = keeping
+    assert off(run(alone, model, lettered(*letters, split=split)), expected) < 1e-3
 
 
 def test_the_guard_can_fail(alone) -> None:

@@ -33,29 +33,39 @@ def halves(weights):
     return split
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.fixture(
+    scope="module",
+    params=[(biased, fused) for biased in (False, True) for fused in (False, True)],
+    ids=["", "fused", "biased", "biased, fused"],
+)
+def whole(alone, engine, request):
+    """(world, model, its gradients) with whole backwards."""
+    from scripts.bench.single_stage import build_stage
+
+    args = copy.copy(alone.args)
+    args.add_bias_linear, args.gradient_accumulation_fusion = request.param
+    args.add_qkv_bias = args.add_bias_linear
+    world = replace(alone, args=args)
+    model = build_stage(world, 2, False, False)
+    return world, model, run(world, model)
+
+
 @pytest.mark.parametrize("weights", ORDERS)
-def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
-    alone, engine, weights, biased, fused
-) -> None:
+def test_halves_add_up_to_the_whole_from_the_first_iteration_on(whole, weights) -> None:
     import torch
 
     from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
     from scripts.bench.single_stage import build_stage
 
-    args = copy.copy(alone.args)
-    args.gradient_accumulation_fusion, args.add_bias_linear = fused, biased
-    args.add_qkv_bias = biased
-    world = replace(alone, args=args)
-    whole, split = (build_stage(world, 2, False, False) for _ in range(2))
+    world, model, expected = whole
+    split = build_stage(world, 2, False, False)
     with torch.no_grad():
-        for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        for mine, theirs in zip(split.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
     refuse_split(split)
     assert len(Deferral(split).engines) == 8  # else W would have nothing to do
     for _ in range(2):
-        assert off(run(world, split, halves(ORDERS[weights])), run(world, whole)) < 1e-2
+        assert off(run(world, split, halves(ORDERS[weights])), expected) < 1e-2
 
 
 def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:

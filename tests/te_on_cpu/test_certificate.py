@@ -17,6 +17,7 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.model.kinds.window import WINDOW
+from megatron_epp.mcore.patching.engine_on_cpu import VARIABLE, require_reference
 from tests.mcore.certified import certified
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 
@@ -143,23 +144,31 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
             assert sum(getattr(one, what) for one in seen) > 0, what
 
 
-@pytest.mark.parametrize("device", [None, "b200"])
-def test_the_command_has_its_processes_run_so(device) -> None:
-    """From an environment that does not say it, or names a device."""
-    words = f"--pp 1 --batches 1 {EXPERTS}{GROUPED}{ENGINE}".split()
-    environment = {name: value for name, value in os.environ.items() if name != "EPP_TE_ON_CPU"}
-    environment |= {"EPP_TE_ON_CPU": device} if device else {}
+def by_command(words: str, device: str | None = None) -> list[str]:
+    """Lines of ``certify`` with ``words``, from an environment that names ``device``, or none."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {VARIABLE: device} if device else {}
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_epp", "certify", *words],
+        [sys.executable, "-m", "megatron_epp", "certify", *words.split()],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    first, *_, last = done.stdout.splitlines()
-    assert first == (
-        "Transformer Engine's layers over a reference of its kernels "
-        f"(EPP_TE_ON_CPU={device or 'h100'})"
-    )
+    return done.stdout.splitlines()
+
+
+def test_the_command_has_its_processes_run_so() -> None:
+    """On the device that the environment names; where it names none: test_fp8_certificate.py."""
+    first, *_, last = by_command(f"--pp 1 --batches 1 {EXPERTS}{GROUPED}{ENGINE}", "b200")
+    assert first == f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}=b200)"
     assert re.match(r"certified: 1 batches, worst error .*e-1[56] ", last)
+
+
+def test_an_h100_is_what_nobody_names(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "b200")
+    assert require_reference().endswith(f"({VARIABLE}=b200)")
+    monkeypatch.delenv(VARIABLE)
+    assert require_reference().endswith(f"({VARIABLE}=h100)")
+    assert os.environ[VARIABLE] == "h100"  # for the processes to come
 
 
 def test_adapters_around_its_linears_are_refused() -> None:

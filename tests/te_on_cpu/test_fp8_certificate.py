@@ -1,9 +1,6 @@
 """The certificate in fp8: plans against whole documents, both quantised."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +13,18 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.certified import certified
 from tests.mcore.sabotages import first_seed, judged_alone
-from tests.te_on_cpu.test_certificate import DEEPSEEK, ENGINE, EXPERTS, GROUPED, V3, models
+from tests.te_on_cpu.test_certificate import (
+    DEEPSEEK,
+    ENGINE,
+    EXPERTS,
+    GROUPED,
+    V3,
+    by_command,
+    models,
+)
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 SABOTAGE = Path(__file__).with_name("sabotage_fp8.py")
 HYBRID = " --fp8-format hybrid --fp8-recipe blockwise"
 E4M3 = " --fp8-format e4m3 --fp8-recipe blockwise"
@@ -54,14 +58,7 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
 def test_mxfp8_by_the_command() -> None:
     """An environment that names no device is given one that knows the recipe."""
     flags = f"{LLAMA} --num-layers 2{ENGINE} --sequence-parallel"
-    words = f"--tp 2 --batches 2 {flags}{MXFP8}".split()
-    environment = {name: value for name, value in os.environ.items() if name != "EPP_TE_ON_CPU"}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_epp", "certify", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, *_, last = done.stdout.splitlines()
+    first, *_, last = by_command(f"--tp 2 --batches 2 {flags}{MXFP8}")
     assert first.endswith("(EPP_TE_ON_CPU=b200)")
     shown = r"certified: 2 batches, worst error .*e-1[56] .*; of weights in fp8 .*e-0[67] \(bound"
     assert re.match(shown, last)
