@@ -144,6 +144,7 @@ def divide(
     device: str = "h100-80g",
     profile: Any = None,
     same_count: bool = False,
+    prefixes: Any = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Divide samples of these ``lengths`` (tokens) over data-parallel replicas by the seconds that
     they take: the longest first, each to the replica that is done first, as --epp divides.
@@ -156,12 +157,15 @@ def divide(
     profile      a file that ``python -m megatron_epp profile`` measured, in the place of the
                  device's assumptions
     same_count   as many samples on every replica, as loops want whose steps count them
+    prefixes     what ``megatron_epp.corpus.shared_prefixes.shared_prefixes`` finds in the samples:
+                 what they share is computed once on each replica that has any of them, and so
+                 paid again where a group is split
 
     A ValueError says in one line what cannot be divided.
     """
     from megatron_epp.planner.division import divided
 
-    return divided(lengths, replicas, model, device, profile, same_count)
+    return divided(lengths, replicas, model, device, profile, same_count, prefixes)
 
 
 def attach(

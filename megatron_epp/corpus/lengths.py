@@ -181,9 +181,11 @@ def read_lengths(path: Path) -> np.ndarray:
         length = int(word) if _LENGTH.fullmatch(word) else 0
         if not 1 <= length <= MOST_LENGTH:
             shown = word if len(word) <= 40 else word[:37] + "..."
+            shares = "; what documents share is planned for training loops alone (docs/loops.md)"
             raise ValueError(
                 f"{path}, line {number}: {shown!r} is no document length; expected a positive "
                 f"whole number of tokens, at most {MOST_LENGTH}, on each line"
+                f"{shares if word.startswith('prefix') else ''}"
             )
         lengths.append(length)
     if not lengths:

@@ -5,11 +5,19 @@ A sample's time is not its length: attention grows with the square. No torch is 
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.profile import Profile
+from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.replicas import Deals, balance_replicas
+
+_TRIES, _NEAR = 16, 1e-3  # of bounds; so near is good enough
 
 
 def divided(
@@ -19,6 +27,7 @@ def divided(
     device: str,
     profile: str | Path | None,
     same_count: bool,
+    prefixes: PrefixForest | None = None,
 ) -> Deals:
     """As :func:`megatron_epp.divide`."""
     if any(length < 1 for length in lengths):
@@ -36,4 +45,115 @@ def divided(
     # Seconds alone are asked for: whether the model fits on one device is another question.
     cost = named_cost(model, device, pp=1, profile=measured, memory_budget_gib=math.inf)
     most = len(lengths) // replicas if same_count else None
-    return balance_replicas(lengths, cost, replicas, most=most)
+    if prefixes is None:
+        return balance_replicas(lengths, cost, replicas, most=most)
+    try:
+        prefixes.require(lengths)
+    except ValueError as error:
+        raise ValueError(f"divide(prefixes=): {error}") from None
+    return divided_trees(prefixes, rates_of(cost), replicas, most)
+
+
+def divided_trees(
+    forest: PrefixForest, rates: Rates, replicas: int, most: int | None = None
+) -> Deals:
+    """Samples of every replica, at most ``most`` of them, at least one. What several of a replica
+    share costs it once, so groups stay together where that is no later than splitting them.
+
+    Tries how early all can be done: those that take longest go first, each to the replica that is
+    done first; a group that would end too late there goes on elsewhere, and pays again for what it
+    shares.
+    """
+    dealing = _Dealing(forest, node_seconds(forest, rates), replicas, most)
+    found = dealing.within(math.inf)
+    assert found is not None
+    latest, best = found
+    earliest = max(dealing.total / replicas, dealing.longest)
+    for _ in range(_TRIES):
+        bound = (earliest + latest) / 2
+        found = dealing.within(bound)
+        if found is None:
+            earliest = bound
+        elif found[0] < latest:
+            latest, best = found
+        if latest - earliest < _NEAR * latest:
+            break
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class _Dealing:
+    """seconds: of every node of ``forest``, behind what it continues."""
+
+    forest: PrefixForest
+    seconds: Sequence[float]
+    replicas: int
+    most: int | None
+    paths: list[tuple[int, ...]] = field(init=False)
+    groups: list[list[int]] = field(init=False)  # samples that begin alike, subtrees together
+
+    def __post_init__(self) -> None:
+        paths = [self.forest.path(sample) for sample in range(len(self.forest.last))]
+        groups: dict[int, list[int]] = {}
+        for sample in sorted(range(len(paths)), key=lambda s: (paths[s], s)):
+            groups.setdefault(paths[sample][0], []).append(sample)
+        object.__setattr__(self, "paths", paths)
+        takes = {root: self._of(group, paths) for root, group in groups.items()}
+        order = sorted(groups, key=lambda root: (-takes[root], root))
+        object.__setattr__(self, "groups", [groups[root] for root in order])
+
+    def _of(self, samples: Sequence[int], paths: Sequence[tuple[int, ...]]) -> float:
+        return sum(self.seconds[n] for n in {n for sample in samples for n in paths[sample]})
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def longest(self) -> float:
+        return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
+
+    def within(self, bound: float) -> tuple[float, Deals] | None:
+        """(seconds of the slowest replica, its and all others' samples) where none takes longer
+        than ``bound``; None: not found."""
+        taken = [0.0] * self.replicas
+        deals: list[list[int]] = [[] for _ in taken]
+        has = [set[int]() for _ in taken]
+        left = len(self.paths)
+
+        def more(sample: int, replica: int) -> float:
+            new = (n for n in self.paths[sample] if n not in has[replica])
+            return taken[replica] + sum(self.seconds[n] for n in new)
+
+        def first(samples: int) -> int:
+            """The replica that is done first, of those with room; so that all get one."""
+            empty = [replica for replica, deal in enumerate(deals) if not deal]
+            able = empty if left <= len(empty) else range(self.replicas)
+            room = [r for r in able if self.most is None or len(deals[r]) + samples <= self.most]
+            return min(room, key=lambda r: (taken[r], r), default=-1)
+
+        for group in self.groups:
+            replica = first(len(group))
+            alone = replica < 0 or taken[replica] + self._of(group, self.paths) > bound
+            if alone or left - len(group) < sum(not deal for deal in deals) - 1:
+                replica = first(1)
+            for sample in group:
+                full = self.most is not None and len(deals[replica]) >= self.most
+                forced = left <= sum(not deal for deal in deals)
+                if full or (forced and deals[replica]) or more(sample, replica) > bound:
+                    replica = first(1)
+                if (seconds := more(sample, replica)) > bound:
+                    return None
+                taken[replica] = seconds
+                deals[replica].append(sample)
+                has[replica].update(self.paths[sample])
+                left -= 1
+        return max(taken), tuple(tuple(sorted(deal)) for deal in deals)
+
+
+def node_seconds(forest: PrefixForest, rates: Rates) -> list[float]:
+    """Seconds of every node behind what it continues."""
+    ends = rates.document_seconds(np.array([node.stop for node in forest.nodes]))
+    starts = rates.document_seconds(np.array([node.start for node in forest.nodes]))
+    seconds: list[float] = (ends - starts).tolist()
+    return seconds

@@ -75,8 +75,10 @@ def predicted_bytes(way: str, tokens: int, words: int, hidden: int, element: int
     from megatron_epp.mcore.model.early_head import rows_at_once
 
     block = min(tokens, rows_at_once(words, element == 2)) * words * 4
-    # The logits and their exponentials, or, behind these, the weight's share of a block.
-    return max(2 * block + weight, block + 2 * weight) + hiddens
+    # The logits and their exponentials; or, behind these, a block's share of the weight's gradient,
+    # and slopes that are rounded for it.
+    rounded = 0 if element == 4 else block * element // 4
+    return max(2 * block + weight, block + rounded + weight + weight * element // 4) + hiddens
 
 
 def main() -> int:

@@ -33,6 +33,13 @@ def test_a_bad_length_names_its_line(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+def test_prefixes_are_for_loops(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("4000\n900\nprefix 1: 0[0:4000]\n")
+    with pytest.raises(ValueError, match=r"line 3: .* planned for training loops alone \(docs/loo"):
+        open_corpus(str(path))
+
+
 @pytest.mark.parametrize("data", [b"", b"\n\n# nothing\n"])
 def test_an_empty_file_is_refused(tmp_path, data):
     path = tmp_path / "empty.txt"

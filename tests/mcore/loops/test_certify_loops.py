@@ -85,8 +85,8 @@ def test_loops_compute_what_the_plain_model_computes(
 @pytest.mark.parametrize(
     ("degrees", "llama", "kind"),
     [
-        (Degrees(2, 2, 1), "", "encoder"),
-        (Degrees(1, 1, 1, cp=2), AUXILIARY, "subclass"),
+        (Degrees(1, 2, 1), AUXILIARY, "encoder"),
+        (Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass"),
     ],
 )
 def test_slices_of_models_of_others(degrees, llama, kind) -> None:

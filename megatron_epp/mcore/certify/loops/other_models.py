@@ -67,6 +67,7 @@ class WithEncoder(MegatronModule):
         labels: Tensor | None = None,
         packed_seq_params: Any = None,
         pixels: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         hidden = None
         if self.pre_process:
@@ -82,6 +83,7 @@ class WithEncoder(MegatronModule):
             decoder_input=hidden,
             labels=labels,
             packed_seq_params=packed_seq_params,
+            padding_mask=padding_mask,
         )
         return output
 

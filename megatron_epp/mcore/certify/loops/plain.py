@@ -168,7 +168,12 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
         places, mask = batch["position_ids"], batch["attention_mask"]
         padding_BS = places >= torch.tensor(batch["lengths"])[:, None] if sliced else None
         whole_BS: Tensor = model(
-            batch["tokens"], places, mask, labels=batch["labels"], padding_mask=padding_BS
+            batch["tokens"],
+            places,
+            mask,
+            labels=batch["labels"],
+            padding_mask=padding_BS,
+            **{name: batch[name] for name in ("pixels",) if name in batch},
         )
         return whole_BS
     out_BS = torch.zeros(samples, rows)

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""What samples that begin alike share, computed once, on this host's CPU: Megatron's schedule, in
+slices, and in slices of trees.
+
+    scripts/bench/cpu_trees.py [--pp 2] [--groups 3] [--question 1024] [--answers 8] [--turns 8]
+                               [--scale 4] [--repeats 2] [-o RESULT.md]
+
+The loop and the model of cpu_loops.py, the samples of trees.py; answers and turns are ``scale``
+times shorter, the question of a group is not. In one run, in turn, on the same samples and weights:
+
+    stock    Megatron's 1F1B; a micro-batch is one sample
+    slices   megatron_epp.attach; a micro-batch is a group, in a row
+    trees    the same with share_from=64
+
+The bound is the busiest stage's seconds for all that must be computed, each token once, at the
+seconds per token and pair that stock's forwards and backwards took: no stage waits, no op costs
+anything besides. Seconds are whole calls', planning included, the slowest rank's, the median of the
+repeats. Peaks: bytes that autograd saved and kept K and V, the most on a stage. Every call must end
+in stock's loss and gradients.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import cpu_loops
+import numpy as np
+from headline import heading, host, write
+from trees import Group, answers_to, trajectory
+
+VARIANTS = ("stock", "slices", "trees")
+SHARE_FROM = 64
+WARM_UP = 3  # calls of one group: the first is not measured, by the second the third is planned
+HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "bound / trees",
+        "gain of trees", "that the bound allows", "peak MiB: stock", "slices", "trees")  # fmt: skip
+
+
+def shrunk(group: Group, scale: int, first: int | None = None) -> Group:
+    """``group`` with parts a ``scale``-th as long, the first of them of ``first`` tokens."""
+    lengths = [max(1, length // scale) for length in group.lengths]
+    return Group((first or lengths[0], *lengths[1:]), group.parents, group.samples)
+
+
+def samples_of(group: Group, random: Random) -> list[list[int]]:
+    """Tokens of every sample, and one behind the last that is no input."""
+    parts = [[random.randrange(cpu_loops.WORDS) for _ in range(n)] for n in group.lengths]
+    made = []
+    for part in group.samples:
+        words: list[int] = []
+        while part >= 0:
+            words = parts[part] + words
+            part = group.parents[part]
+        made.append([*words, 0])
+    return made
+
+
+def in_a_row(samples: Sequence[Sequence[int]]) -> dict:
+    """A micro-batch of documents one behind the other."""
+    import torch
+
+    borders = np.cumsum([0, *(len(sample) - 1 for sample in samples)])
+    return {
+        "tokens": torch.tensor([[word for sample in samples for word in sample[:-1]]]),
+        "labels": torch.tensor([[word for sample in samples for word in sample[1:]]]),
+        "cu_seqlens": torch.from_numpy(borders),
+    }
+
+
+def tokens_and_pairs(group: Group) -> np.ndarray:
+    """[2]: of all parts, each once behind what it continues."""
+    ends, found = [], np.zeros(2)
+    for length, parent in zip(group.lengths, group.parents, strict=True):
+        begin = ends[parent] if parent >= 0 else 0
+        ends.append(begin + length)
+        found += length, length * (length + 1) / 2 + begin * length
+    return found
+
+
+def bound_seconds(
+    ops: Sequence[tuple[str, int, float]], lengths: Sequence[int], once: np.ndarray
+) -> float:
+    """Seconds of one stage for ``once`` tokens and pairs, as its ``ops`` of micro-batches of
+    ``lengths`` took them."""
+    sizes = np.array([(n, n * (n + 1) / 2) for n in lengths])
+    total = 0.0
+    for kind in "FB":
+        taken = np.array([(number, seconds) for which, number, seconds in ops if which == kind])
+        at = sizes[taken[:, 0].astype(int)]
+        scale = at.max(0)
+        columns = np.column_stack((at / scale, np.ones(len(at))))
+        fit, _, rank, _ = np.linalg.lstsq(columns, taken[:, 1], rcond=None)
+        per = fit[:2] / scale
+        if rank < 3 or per.min() < 0:  # samples of one length do not tell the two apart
+            per = np.array([taken[:, 1].sum() / at[:, 0].sum(), 0.0])
+        total += float(per @ once)
+    return total
+
+
+# ------------------------------------------------------------------ inside the processes
+
+
+def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
+    """One stage."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
+    from megatron_epp.mcore.loops.attached import attach_to
+    from megatron_epp.mcore.loops.install import Installation
+    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.settings import Settings
+    from megatron_epp.runtime.kv_store import Store
+    from megatron_epp.runtime.memory_meter import SavedBytesMeter
+
+    torch.set_num_threads(1)
+    meeting = (Path(folder) / "meeting").as_uri()
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=chosen.pp)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=chosen.pp)
+    model_parallel_cuda_manual_seed(1)
+    longest = max(max(group.whole) for _, groups in cases for group in groups)
+    model = cpu_loops.build_model(chosen.pp, rank, longest)
+    model.config.calculate_per_token_loss = True  # whatever a micro-batch is
+    ran: list[Any] = []
+    settings = Settings(
+        observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
+    )
+    installation = Installation(settings)
+    stock = installation.schedule.stock
+    schedules = {variant: LoopSchedule(settings, stock) for variant in VARIANTS[1:]}
+    adapters = {
+        "slices": PackedDocuments(cpu_loops.token_loss),
+        "trees": PackedDocuments(cpu_loops.token_loss, share_from=SHARE_FROM),
+    }
+    sliced = attach_to(model, adapters["trees"], "auto", head_again=True)
+    stock_ops = cpu_loops.watch_stock(time.perf_counter)
+
+    def call(variant: str, groups: Sequence[list[list[int]]]) -> dict[str, Any]:
+        apart = [in_a_row([sample]) for group in groups for sample in group]
+        batches = apart if variant == "stock" else [in_a_row(group) for group in groups]
+        sliced.slicing = variant != "stock"
+        sliced.adapter = adapters.get(variant, sliced.adapter)
+        keywords = {
+            "forward_step_func": cpu_loops.forward_step,
+            "data_iterator": iter(batches),
+            "model": [model],
+            "num_microbatches": len(batches),
+            "seq_length": 1,
+            "micro_batch_size": 1,
+        }
+        model.zero_grad(set_to_none=True)
+        stock_ops.clear()
+        dist.barrier()
+        began = time.perf_counter()
+        if variant == "stock":
+            meter = SavedBytesMeter(model.parameters())
+            with meter.watch(Store({})):
+                losses = stock[True](**keywords)
+            meter.op_peak()
+            peak = meter.peak_bytes
+        else:
+            losses = schedules[variant](True, keywords)
+            peak = ran[-1].peak_bytes
+        seconds = time.perf_counter() - began
+        *of_batches, gradient = cpu_loops.outcome(model, losses)
+        every: list[Any] = [None] * chosen.pp
+        dist.all_gather_object(every, (seconds, peak, list(stock_ops), sum(of_batches), gradient))
+        return {
+            "variant": variant,
+            "seconds": max(one[0] for one in every),
+            "peak": max(one[1] for one in every),
+            "ops": [one[2] for one in every],
+            "outcome": [every[-1][3], *(one[4] for one in every)],
+        }
+
+    results = []
+    for number, (name, groups) in enumerate(cases):
+        drawn = [samples_of(group, Random(f"{number} {n}")) for n, group in enumerate(groups)]
+        for turn in range(chosen.repeats + WARM_UP):
+            warms, expected = turn < WARM_UP, None
+            for variant in VARIANTS:
+                made = call(variant, drawn[:1] if warms else drawn)
+                expected = expected or made["outcome"]
+                pairs = zip(made["outcome"], expected, strict=True)
+                far = max(abs(a / b - 1) for a, b in pairs)
+                assert far < cpu_loops.TOLERANCE, f"{name}, {variant}: {made}, stock {expected}"
+                if not warms:
+                    results.append({"case": name, **made})
+                if rank == 0:
+                    said = "warming up" if warms else f"turn {turn - WARM_UP + 1}"
+                    print(f"  {name}, {said}: {variant} {made['seconds']:.2f} s",
+                          file=sys.stderr, flush=True)  # fmt: skip
+    if rank == 0:
+        (Path(folder) / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+
+
+# ------------------------------------------------------------------ the table
+
+
+def row(name: str, groups: Sequence[Group], results: Sequence[dict]) -> list[str]:
+    of = {v: [r for r in results if r["variant"] == v] for v in VARIANTS}
+    seconds = {v: statistics.median(r["seconds"] for r in of[v]) for v in VARIANTS}
+    lengths = [length for group in groups for length in group.whole]
+    once = sum(map(tokens_and_pairs, groups))
+    stages = range(len(of["stock"][0]["ops"]))
+    ops = [[op for r in of["stock"] for op in r["ops"][stage]] for stage in stages]
+    bound = max(bound_seconds(each, lengths, once) for each in ops)
+    return [
+        name,
+        str(sum(lengths)),
+        f"{once[0]:.0f}",
+        *(f"{seconds[v]:.2f} s" for v in VARIANTS),
+        f"{bound:.2f} s",
+        f"{bound / seconds['trees']:.2f}",
+        f"{seconds['slices'] / seconds['trees']:.2f}",
+        f"{seconds['slices'] / bound:.2f}",
+        *(f"{max(r['peak'] for r in of[v]) / 2**20:.0f}" for v in VARIANTS),
+    ]
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    for name, default, what in (
+        ("pp", 2, "pipeline stages"),
+        ("groups", 3, "of a call"),
+        ("question", 1024, "tokens that a group's samples share"),
+        ("answers", 8, "of a group"),
+        ("turns", 8, "of a trajectory"),
+        ("scale", 4, "answers and turns are so many times shorter"),
+        ("repeats", 2, "measured calls of each"),
+        ("seed", 1, "of lengths"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    chosen = parser.parse_args()
+    sizes = chosen.groups, chosen.question, chosen.answers, chosen.turns, chosen.scale
+    if min(*sizes, chosen.repeats) < 1 or chosen.pp < 2 or cpu_loops.LAYERS % chosen.pp:
+        parser.error(f"expected sizes of at least 1, and --pp of 2 or more that divides "
+                     f"{cpu_loops.LAYERS}")  # fmt: skip
+    random = Random(chosen.seed)
+    cases = [
+        (f"{chosen.question} tokens and {chosen.answers} answers",
+         [shrunk(answers_to(1, chosen.answers, random), chosen.scale, chosen.question)
+          for _ in range(chosen.groups)]),
+        (f"trajectories of {chosen.turns} turns",
+         [shrunk(trajectory(chosen.turns, random), chosen.scale) for _ in range(chosen.groups)]),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (cases, chosen, folder), nprocs=chosen.pp)
+        results = json.loads((Path(folder) / "results.json").read_text())
+    expected = len(cases) * len(VARIANTS) * chosen.repeats
+    assert len(results) == expected, f"{len(results)} of {expected} results were seen"
+    lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    for name, groups in cases:
+        cells = row(name, groups, [result for result in results if result["case"] == name])
+        lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines) + "\n\n"
+    print(text)
+    write(chosen.output, heading(host()) + text)
+
+
+if __name__ == "__main__":
+    main()
