@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
@@ -152,31 +153,72 @@ def attend_within_documents(model: Any) -> None:
         layer.self_attention.core_attention.forward = attention
 
 
-def compare(rank: int, train: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+def compare(
+    rank: int,
+    train: Callable[[], Sequence[Mapping[str, Any]]],
+    slice_it: Callable[[], Any] | None = None,
+) -> None:
     """Call ``train``, which gives the tensors of each of its calls to the schedule, with Megatron's
-    schedule and with ours. For all stages to call; SystemExit: they differ."""
+    schedule and with ours; then, behind ``slice_it``, in slices, cut and ordered by plans that are
+    drawn. For all stages to call; SystemExit: they differ."""
     import megatron_epp
 
     expected = train()
     ran: list[Any] = []
-    megatron_epp.install_schedule(observe=ran.append)
-    ours = train()
-    errors = [
+    installation = megatron_epp.install_schedule(observe=ran.append)
+    errors = _differences(train(), expected)
+    # The first shows that the framework's micro-batches are read rightly.
+    assert len(ran) == len(expected) - 1, f"{len(ran)} of {len(expected)} calls came by ours"
+    show_order(rank, errors, ran)
+    if slice_it is not None:
+        ran.clear()
+        installation.remove()
+        _install_drawn_slices(ran)
+        slice_it()
+        in_slices = _differences(train(), expected)
+        assert len(ran) == len(expected), f"{len(ran)} of {len(expected)} calls came in slices"
+        spans = [[one for chunk in done.plan.chunks for one in chunk.spans] for done in ran]
+        cut = sum(any(one.start > 0 for one in of_call) for of_call in spans)
+        show_order(rank, in_slices, ran, f"in slices ({cut} of {len(ran)} calls cut documents): ")
+        assert cut, "no document was cut"
+        errors += in_slices
+    require_equal(rank, errors)
+
+
+def _install_drawn_slices(ran: list[Any]) -> None:
+    """Our schedule, whose plans for slices are drawn: any that compute the right thing."""
+    from megatron_epp.certify.loops.micro_batches import arbitrary_sliced_plan
+    from megatron_epp.ir import FULL, KEEP
+    from megatron_epp.mcore.loops.install import Installation
+    from megatron_epp.mcore.loops.settings import Settings
+
+    def draw(
+        lengths: Any, layers: Any, rates: Any, options: Any, forward_only: bool, *trees: Any
+    ) -> Any:
+        random = Random(len(ran))  # alike on every rank
+        return arbitrary_sliced_plan(
+            lengths, layers, random, options.split, forward_only, KEEP + FULL, *trees
+        )
+
+    Installation(Settings(observe=ran.append, make_sliced_plan=draw))
+
+
+def _differences(
+    ours: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Largest differences of each tensor, as shares of its largest entry."""
+    return [
         float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max())
         for made, wanted in zip(ours, expected, strict=True)
         for name in wanted
     ]
-    # The first shows that the framework's micro-batches are read rightly.
-    assert len(ran) == len(expected) - 1, f"{len(ran)} of {len(expected)} calls came by ours"
-    show_order(rank, errors, ran)
-    require_equal(rank, errors)
 
 
-def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any]) -> None:
+def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any], how: str = "") -> None:
     """How far a stage's gradients are, and the order of its last call."""
     order = " ".join(map(str, ran[-1].plan.orders[rank]))
     worst = f"{len(errors)} tensors, worst difference {max(errors):.1e}"
-    print(f"stage {rank}: {worst}; ran {order}", flush=True)
+    print(f"stage {rank}: {how}{worst}; ran {order}", flush=True)
 
 
 def require_equal(rank: int, errors: Sequence[float]) -> None:

@@ -5,14 +5,20 @@
     git clone --depth 1 https://github.com/THUDM/slime
     scripts/upstream/slime_loop.py --slime slime
 
-Executes backends/megatron_utils of that checkout: train_one_step of model.py with its forward step,
-get_batch and DataIterator of data.py, slice_with_cp of cp_utils.py, in two processes with a stage
-each of a tiny GPT in float64. The rest of slime is mocks; the loss, the optimizer and, on a host
-without a GPU, the attention over packed documents are of our own. Nothing tells us rows: they are
-known by slime's rules. Prints losses and the largest difference of a gradient, and fails above
-1e-12. Nothing of slime is copied into this project.
+Executes backends/megatron_utils of that checkout: train_one_step and forward_only of model.py with
+their forward steps, get_batch and DataIterator of data.py, loss.py with utils/ppo_utils.py (a
+policy's clipped loss with entropies, and log-probabilities; their asserts of float32 left out), in
+two processes with a stage each of a tiny GPT in float64. The rest of slime is mocks; the optimizer
+and, on a host without a GPU, the attention over packed documents are of our own.
+
+Whole micro-batches run first (level 0), and nothing tells us rows: they are known by slime's rules.
+Then slices run (level 1), switched on by slime's own hooks. Prints the largest difference of a
+gradient or a log-probability, and fails above 1e-12. Nothing of slime is copied into this project.
 """
 
+import importlib
+import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -22,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstream")]
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # parts of ppo_utils.py are compiled else
 
 import rl_loop
 import torch
@@ -35,46 +42,58 @@ from framework_runs import (
 )
 
 PACKAGE = "slime.backends.megatron_utils"
+HOOKS = "megatron_epp.mcore.loops.adapters.slime_samples"
 MICRO_BATCHES, STEPS = 5, 4
-# As far as the step asks slime's arguments.
+ORDER = "cp_utils", "data", "loss", "model"
+# As far as the steps and the loss ask slime's arguments.
 ARGS = SimpleNamespace(
     data_pad_size_multiplier=16, allgather_cp=False, enable_mtp_training=False, rollout_top_p=1.0,
     custom_megatron_before_train_step_hook_path=None, save_debug_train_data=None, ci_test=False,
+    custom_megatron_before_log_prob_hook_path=None, context_parallel_size=1,
     seq_length=1, micro_batch_size=1, decoder_seq_length=None, calculate_per_token_loss=False,
-    check_for_nan_in_loss_and_grad=True,
+    check_for_nan_in_loss_and_grad=True, use_dynamic_batch_size=False, use_rollout_entropy=True,
+    loss_type="policy_loss", rollout_temperature=0.8, log_probs_chunk_size=-1, entropy_coef=0.01,
+    use_rollout_logprobs=False, use_opsm=False, advantage_estimator="grpo", eps_clip=0.2,
+    eps_clip_high=0.28, eps_clip_c=None, get_mismatch_metrics=False, use_tis=False,
+    use_kl_loss=False, recompute_loss_function=True,
 )  # fmt: skip
 
 
-def load(checkout: Path) -> tuple[Any, Any]:
-    """(model.py, data.py) of the checkout; what else of slime they import is mocks."""
-    folder = checkout / PACKAGE.replace(".", "/")
+def load(checkout: Path) -> SimpleNamespace:
+    """What is executed of the checkout; what else of slime it imports is mocks."""
     mocked = "observability utils utils.memory_utils utils.types utils.misc backends"
+    mocked += " utils.distributed_utils"
     for name in ("slime", *(f"slime.{part}" for part in mocked.split()), PACKAGE):
         sys.modules[name] = Anything(name)
     utils: Any = sys.modules["slime.utils"]
     utils.accelerator = SimpleNamespace(device=lambda: "cpu", current_device=lambda: "cpu")
-    for part in ("checkpoint", "loss", "model_provider", "stateless_adam"):
+    utils.misc.load_function = lambda path: getattr(
+        importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2]
+    )
+    sys.modules["slime.utils.misc"] = utils.misc
+    for part in ("checkpoint", "model_provider", "stateless_adam"):
         sys.modules[f"{PACKAGE}.{part}"] = Anything(f"{PACKAGE}.{part}")
-    sys.modules[f"{PACKAGE}.loss"].ROLLOUT_TOP_P_TOKEN_KEYS = ()  # type: ignore[attr-defined]
-    made = [_executed(folder / f"{part}.py") for part in ("cp_utils", "data", "model")]
-    return made[2], made[1]
+    parts = "utils.ppo_utils", *(f"backends.megatron_utils.{name}" for name in ORDER)
+    return SimpleNamespace(
+        **{part.split(".")[-1]: _executed(checkout, f"slime.{part}") for part in parts}
+    )
 
 
-def _executed(file: Path) -> Any:
-    name = f"{PACKAGE}.{file.stem}"
+def _executed(checkout: Path, name: str) -> Any:
+    file = checkout / f"{name.replace('.', '/')}.py"
     module: Any = types.ModuleType(name)
-    module.__package__ = PACKAGE
+    module.__package__ = name.rpartition(".")[0]
     sys.modules[name] = module
-    exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
+    exec(compile(file.read_text(), str(file), "exec", optimize=1), module.__dict__)
     return module
 
 
 def rollout(data: Any, number: int) -> Any:
     """slime's DataIterator over samples of very different lengths, in micro-batches of a few."""
     random, indices = Random(number), []
-    samples: dict[str, list[Any]] = {
-        key: [] for key in ("tokens", "loss_masks", "total_lengths", "response_lengths")
-    }
+    made = torch.Generator().manual_seed(number)
+    keys = "tokens loss_masks total_lengths response_lengths log_probs advantages"
+    samples: dict[str, list[Any]] = {key: [] for key in keys.split()}
     for _ in range(MICRO_BATCHES):
         count, first = random.randint(1, 3), len(samples["tokens"])
         indices.append(list(range(first, first + count)))
@@ -84,37 +103,41 @@ def rollout(data: Any, number: int) -> Any:
             tokens = [random.randrange(rl_loop.WORDS) for _ in range(length)]
             samples["tokens"].append(torch.tensor(tokens))
             samples["loss_masks"].append(torch.ones(response))
+            noise = torch.randn(response, generator=made, dtype=torch.float64)
+            samples["log_probs"].append(0.2 * noise - math.log(rl_loop.WORDS))
+            samples["advantages"].append(torch.full((response,), random.gauss(0, 1)))
             samples["total_lengths"].append(length)
             samples["response_lengths"].append(response)
     return data.DataIterator(samples, indices)
 
 
-def loss(args: Any, batch: Any, micro_batches: int, samples: int, logits_1TV: torch.Tensor) -> Any:
-    """Log-probabilities of the answers' tokens, as slime's masks say."""
-    following = torch.roll(batch["tokens"], -1, 1)[..., None]
-    chosen_1T = logits_1TV.log_softmax(-1).gather(-1, following)[..., 0]
-    value = -(chosen_1T * batch["full_loss_masks"]).sum() / samples
-    return value, torch.tensor(1), {"keys": ["loss"], "values": value.detach()}
-
-
-def train(loop: Any, data: Any, model: Any) -> list[dict[str, torch.Tensor]]:
+def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step, and log-probabilities and entropies of a pass of forwards."""
     optimizer = GradientKeeper(model, "grad")
     scheduler = SimpleNamespace(step=lambda increment: None)
+    counts = MICRO_BATCHES, MICRO_BATCHES
     for number in range(STEPS):
-        loop.train_one_step(
-            *(ARGS, 0, number, [rollout(data, number)], [model], optimizer, scheduler),
-            MICRO_BATCHES,
-            MICRO_BATCHES,
-        )
-    return optimizer.gradients
+        samples = [rollout(its.data, number)]
+        its.model.train_one_step(ARGS, 0, number, samples, [model], optimizer, scheduler, *counts)
+    samples = [rollout(its.data, STEPS)]
+    f = its.loss.get_log_probs_and_entropy
+    with torch.no_grad():
+        found = its.model.forward_only(f, ARGS, [model], samples, [MICRO_BATCHES])
+    named = {f"{key} {n}": x for key, values in found.items() for n, x in enumerate(values)}
+    return [*optimizer.gradients, named]
+
+
+def switch_slices_on() -> None:
+    ARGS.custom_megatron_before_train_step_hook_path = f"{HOOKS}.before_train_step"
+    ARGS.custom_megatron_before_log_prob_hook_path = f"{HOOKS}.before_log_probs"
 
 
 def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as ((loop, data), model):
-        loop.get_args, loop.loss_function = lambda: ARGS, loss
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+        its.model.get_args = lambda: ARGS
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)
         attend_within_documents(model)
-        compare(rank, lambda: train(loop, data, model))
+        compare(rank, lambda: train(its, model), switch_slices_on)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ Imports swift of that checkout, with what it needs but for mcore_bridge, which w
 and is mocks. Its PackingDataset packs samples of very different lengths, its template collates
 them, and train_step of its MegatronTrainer takes them through its forward step and its loss, in two
 processes with a stage each of a tiny GPT in float64, in Megatron's wrapper for replicas. The
-optimizer and, on a host without a GPU, the attention over packed documents are of our own. Nothing
-tells us rows: they are known by swift's rules. Prints the largest difference of a gradient, and
-fails above 1e-12. Nothing of ms-swift is copied into this project.
+optimizer and, on a host without a GPU, the attention over packed documents are of our own.
+
+Whole micro-batches run first (level 0), and nothing tells us rows: they are known by swift's rules.
+Then slices run (level 1). Prints the largest difference of a gradient, and fails above 1e-12
+(--float32: 1e-6). Nothing of ms-swift is copied into this project.
 """
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -35,6 +38,8 @@ from framework_runs import (
     run_stages,
     stage_in_float64,
 )
+
+import megatron_epp
 
 TRAINER = "swift/megatron/trainers/trainer.py"
 STEPS, SAMPLES, CONTEXT, MICRO_BATCHES = 4, 80, 260, 5
@@ -139,8 +144,12 @@ def wrapped(model: Any) -> Any:
 def work(rank: int, meeting: str, checkout: Path) -> None:
     with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
         attend_within_documents(model)
+        from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
+
         trainer = trainer_around(its, wrapped(model))
-        compare(rank, lambda: train(its, trainer))
+        models = trainer.wrapped_models
+        slice_it = partial(megatron_epp.attach, models, SwiftPacks())
+        compare(rank, lambda: train(its, trainer), slice_it)
 
 
 if __name__ == "__main__":

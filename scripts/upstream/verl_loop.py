@@ -15,6 +15,7 @@ known by verl's rules. Prints the largest difference of a gradient or a log prob
 above 1e-12. Nothing of verl is copied into this project.
 """
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -36,14 +37,21 @@ STEPS, SAMPLES, MOST_TOKENS = 4, 12, 260  # of a micro-batch
 def load(checkout: Path) -> SimpleNamespace:
     """What is used of the checkout, which is imported."""
     sys.path.insert(0, str(checkout))
+    from megatron_epp.mcore.loops.adapters import verl_samples
+
+    verl_samples.register_engine()
+    # verl asks for engines of the device that it sees; ours is one of cuda.
+    os.environ |= {"VERL_ENGINE_VENDOR": verl_samples.VENDOR, "VERL_ENGINE_DEVICE": "cuda"}
     from verl.utils import tensordict_utils
     from verl.workers.config import McoreEngineConfig
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
     from verl.workers.utils.losses import sft_loss
 
     return SimpleNamespace(
         make_data=tensordict_utils.get_tensordict, Config=McoreEngineConfig,
-        Engine=MegatronEngineWithLMHead, loss=sft_loss,
+        Engine=EngineRegistry.get_engine_cls("language_model", "megatron"), loss=sft_loss,
+        Base=MegatronEngine,
     )  # fmt: skip
 
 
@@ -98,7 +106,9 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
     with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
         attend_within_documents(model)
         engine = engine_around(its, model)
-        compare(rank, lambda: train(its, engine))
+        # The rest of its initialize() builds a model of a checkpoint and an optimizer.
+        its.Base.initialize = lambda engine: None
+        compare(rank, lambda: train(its, engine), engine.initialize)
 
 
 if __name__ == "__main__":

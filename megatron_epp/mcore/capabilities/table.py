@@ -68,6 +68,15 @@ def _positions(model: Any) -> str | None:
     return None if known else f"slices do not compute positions of type {kind}"
 
 
+def _follows_length(model: Any) -> str | None:
+    """ms-swift's models turn rows by the longest sequence of a call, which a slice is not."""
+    scaling = getattr(model.config, "rope_scaling", None)
+    kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
+    if kind not in ("dynamic", "longrope"):
+        return None
+    return f"slices do not compute rotary embeddings that follow a call's length (rope_type {kind})"
+
+
 def _graphs(call: Any) -> str | None:
     local = getattr(call.config, "cuda_graph_impl", "none") == "local"
     return "CUDA graphs (cuda_graph_impl local)" if local else None
@@ -216,6 +225,12 @@ TABLE: tuple[Limit, ...] = (
         "use one of these",
         lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
         slices=_positions,
+    ),
+    Limit(
+        "rotary embeddings that follow a call's length (rope_type dynamic or longrope, in models "
+        "of ms-swift)",
+        _LOOPS,
+        slices=_follows_length,
     ),
     Limit(
         "micro-batches of several samples (--micro-batch-size above 1)",

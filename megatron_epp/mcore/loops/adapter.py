@@ -1,7 +1,8 @@
 """Three functions by which slices know the micro-batches of a loop of others, and a fourth for
 models that see documents whole before their layers do."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,14 @@ class Adapter(Protocol):
 
     What several share is then computed once, drawn as rows of one of them; ``loss`` gets outputs of
     every document whole, so that it decides how often they count.
+
+    Where the loop's forward step returns logits, or makes its micro-batches of what it draws, a
+    slice cannot be drawn by it. Then there is a function
+
+        sliced(forward_step, model) -> the forward step that computes slices in its place
+
+    called at the start of every call to the schedule. ``loss`` may then ask the loop's own for its
+    loss function (:func:`loss_function_of`).
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
@@ -57,6 +66,28 @@ class Adapter(Protocol):
         they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,
         report); with ``non_loss_data`` anything, which is collected.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStandIn:
+    """A loop's ``model`` to all who ask it, which computes nothing when it is called."""
+
+    model: Any
+
+    def __call__(self, *any: Any, **named: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def loss_function_of(
+    forward_step: Callable[..., Any], source: Any, model: Any
+) -> Callable[..., Any]:
+    """The loss function that a loop's ``forward_step`` returns for the micro-batch which it draws
+    from ``source``, without the forward."""
+    function: Callable[..., Any] = forward_step(source, ModelStandIn(model))[1]
+    return function
 
 
 # Outputs of a token depend on it, on those before it, and on its label.

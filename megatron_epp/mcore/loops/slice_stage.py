@@ -56,7 +56,10 @@ class SliceStage(ModelStage):
         self._of, self._nodes = [number for number, _ in nodes], [node for _, node in nodes]
         store = store_for(plan, self._slices, attached.stores_last_slice)
         builder: Any = NoBatchBuilder(stage, this_device())
-        super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
+        step = call.forward_step_func
+        if (sliced := getattr(attached.adapter, "sliced", None)) is not None:
+            step = sliced(step, call.one_model)
+        super().__init__(call.one_model, call.config, step, builder, plan, store)
         self.batches, self.groups, self.share = batches, groups, share
         self.data: dict[int, list[Any]] = {}
         self._documents = [

@@ -159,6 +159,11 @@ def test_slices_side_by_side_are_padded_together() -> None:
             {"position_embedding_type": "relative"},
             "slices do not compute positions of type relative",
         ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8}}, None),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 8}},
+            "slices do not compute rotary embeddings that follow a call's length (rope_type dyn",
+        ),
     ],
 )
 def test_attach_says_what_slices_do_not_compute(changed, says) -> None:

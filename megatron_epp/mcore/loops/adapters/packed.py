@@ -1,7 +1,7 @@
 """Micro-batches of documents one behind the other (THD), packed before the iterator gives them.
 
 Those of ms-swift, slime and verl are packed inside of the forward step and tell no borders before:
-they need an adapter of their own.
+they have adapters of their own (swift_packs.py, slime_samples.py, verl_samples.py).
 
 input_ids, labels, ...                 [1, T]
 packed_seq_params, or cu_seqlens       where documents begin and end

@@ -1,0 +1,78 @@
+"""Samples that a framework keeps as their tokens alone, each of its own length: what slime's and
+verl's adapters have in common.
+
+A token's label is the next one of its sample, as both shift them; behind the last there is 0, and
+no loss of theirs reads it. t tokens of a slice
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
+from megatron_epp.mcore.loops.token_log_probs import model_log_probs
+from megatron_epp.mcore.model.attention import this_device
+
+
+class TokenSamples:
+    """tokens_of(micro-batch): [L] of every sample. share_from: as of samples (samples.py)."""
+
+    def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]], share_from: int = 0):
+        self._tokens_of, self.share_from = tokens_of, share_from
+
+    def lengths(self, micro_batch: Any) -> Sequence[int]:
+        return tuple(map(len, self._tokens_of(micro_batch)))
+
+    def prefixes(self, micro_batch: Any) -> PrefixForest:
+        samples = self._tokens_of(micro_batch)
+        if not self.share_from:
+            return PrefixForest.apart(tuple(map(len, samples)))
+        rows = [torch.stack([one, pad(one[1:], (0, 1))], dim=-1).cpu().numpy() for one in samples]
+        return shared_prefixes(rows, self.share_from)
+
+    def rows(
+        self, micro_batch: Any, document: int, start: int, stop: int
+    ) -> Mapping[str, Tensor | None]:
+        tokens = self._tokens_of(micro_batch)[document]
+        following = tokens[start + 1 : stop + 1]
+        labels = pad(following, (0, stop - start - len(following)))
+        return {"tokens": tokens[None, start:stop], "labels": labels[None]}
+
+
+def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
+    """A forward step for slices: log-probabilities of the labels, [1, t], or with entropies of
+    the words' distributions [1, t, 2]. Rows named ``temperature`` come before the argument."""
+
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, None]:
+        drawn = on_this_device(next(data_iterator))
+        made = model_log_probs(
+            model,
+            drawn["labels"],
+            drawn.get("temperature", temperature),
+            entropy,
+            {"input_ids": drawn["tokens"], "position_ids": None, "attention_mask": None},
+        )
+        return (torch.stack(made, dim=-1) if isinstance(made, tuple) else made), None
+
+    return forward_step
+
+
+def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """``rows`` that were drawn, where the model is."""
+    device = this_device()
+    return {
+        name: one if one is None else one.to(device, non_blocking=True)
+        for name, one in rows.items()
+    }
+
+
+def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """[T] each of samples one behind the other, from outputs of :func:`log_prob_step`."""
+    whole = torch.cat(list(outputs))
+    if whole.dim() == 1:
+        return whole, None
+    log_probs, entropies = whole.unbind(-1)
+    return log_probs, entropies

@@ -1,0 +1,230 @@
+"""Adapters of frameworks, on micro-batches and forward steps of their shapes: what they cut, what
+their losses meet, and what they refuse. scripts/upstream runs the frameworks' own steps."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.mcore.loops.adapter import loss_function_of
+from megatron_epp.mcore.loops.adapters.slime_samples import SlimeSamples
+from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
+from megatron_epp.mcore.loops.adapters.verl_samples import VerlSamples
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
+
+LENGTHS = (3, 5)
+TOKENS = [torch.tensor([7, 8, 9]), torch.tensor([7, 8, 1, 2, 3])]
+
+
+def with_two_columns() -> list[torch.Tensor]:
+    """Outputs of two samples: log-probabilities and entropies of their tokens."""
+    return [torch.randn(length, 2, requires_grad=True) for length in LENGTHS]
+
+
+def spans(adapter, batch) -> list[list[list[int]]]:
+    """Tokens and labels of the second sample's rows 1 to 5."""
+    rows = adapter.rows(batch, 1, 1, 5)
+    return [rows[name].tolist() for name in ("tokens", "labels")]
+
+
+def model() -> SimpleNamespace:
+    return SimpleNamespace(training=True, module=SimpleNamespace(vp_stage=None))
+
+
+# ------------------------------------------------------------------ slime
+
+
+class Source:
+    """As slime's DataIterator: keys are read at an offset."""
+
+    offset, micro_batch_indices = 0, ((0, 1),)
+
+    def get_next(self, keys):
+        self.offset += 1
+        return {key: TOKENS if key == "tokens" else None for key in keys}
+
+
+def slime_args(**changed) -> SimpleNamespace:
+    known = {
+        "context_parallel_size": 1, "rollout_top_p": 1.0, "loss_type": "policy_loss",
+        "rollout_temperature": 1.0, "recompute_loss_function": True,
+    }  # fmt: skip
+    return SimpleNamespace(**known | changed)
+
+
+def calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=False, **others):
+    raise AssertionError("made of logits that nobody has")
+
+
+def slimes_loss(args, batch, logits):
+    """As slime's: it asks for log-probabilities by name, and could be made again in a backward."""
+    assert logits.dtype == torch.float32 and not args.recompute_loss_function
+    found, entropy = calculate_log_probs_and_entropy(
+        logits[0], None, None, with_entropy=True, with_entropy_grad=False
+    )
+    return (found[:, 0] ** 2).sum() + entropy.sum(), {"rows": len(found)}
+
+
+def slimes_step(data_iterator, model):
+    assert model.module.vp_stage is None
+    batch, args = data_iterator.get_next(["tokens"]), slime_args()
+    return model(batch["tokens"]), functools.partial(slimes_loss, args, batch)
+
+
+def test_slimes_loss_finds_log_probabilities_in_the_place_of_logits() -> None:
+    batch, adapter = MicroBatches(Source(), 1).item(0), SlimeSamples(slime_args())
+    assert adapter.lengths(batch) == LENGTHS
+    assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 0]]]
+    adapter.sliced(slimes_step, model())
+    outputs = with_two_columns()
+    loss, report = adapter.loss(batch, outputs)
+    assert report == {"rows": 8}
+    loss.backward()
+    for one in outputs:
+        assert torch.equal(one.grad[:, 0], 2 * one[:, 0].detach())
+        assert not one.grad[:, 1].any()  # its entropies carry no gradient
+    with pytest.raises(AssertionError, match="nobody has"):  # the name is slime's own again
+        calculate_log_probs_and_entropy(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"context_parallel_size": 2}, "ask for context_parallel_size above 1; slices do not"),
+        ({"rollout_top_p": 0.9}, "ask for rollout_top_p below 1, which leaves words out"),
+        ({"loss_type": "custom_loss"}, "ask for loss_type custom_loss, which takes logits"),
+        ({"use_routing_replay": True}, "ask for routing replay"),
+    ],
+)
+def test_slimes_arguments_that_slices_do_not_serve(changed, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        SlimeSamples(slime_args(**changed))
+
+
+# ------------------------------------------------------------------ ms-swift
+
+
+def pack() -> dict:
+    tokens = torch.cat(TOKENS)[None]
+    places = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": places}
+
+
+class MegatronTrainer:
+    """As ms-swift's: its forward step shifts labels where they are, for its loss."""
+
+    def __init__(self, **args):
+        self.args = SimpleNamespace(**{"task_type": "causal_lm", "context_parallel_size": 1} | args)
+
+    def forward_step(self, data_iterator, model):
+        assert model.module.vp_stage is None
+        data = next(data_iterator)
+        data["labels"] = torch.roll(data["labels"], -1, dims=-1)
+        return model(**data), lambda output: (output * data["labels"]).sum()
+
+
+def test_swifts_documents_begin_where_positions_do() -> None:
+    batch, adapter = pack(), SwiftPacks()
+    assert adapter.lengths(batch) == LENGTHS
+    rows = adapter.rows(batch, 0, 1, 3)
+    assert rows["input_ids"].tolist() == [[8, 9]]
+    assert rows["labels"].tolist() == [[9, 7]]  # shifted along the pack, as swift does
+    adapter.sliced(MegatronTrainer().forward_step, model())
+    outputs = [torch.ones(length, requires_grad=True) for length in LENGTHS]
+    adapter.loss(batch, outputs).backward()
+    assert outputs[0].grad.tolist() == [8, 9, 7]
+    assert outputs[1].grad.tolist() == [8, 1, 2, 3, 7]
+    assert torch.equal(batch["labels"], batch["input_ids"])  # as they were
+
+
+def test_swift_micro_batches_and_trainers_that_slices_do_not_serve() -> None:
+    adapter, whole = SwiftPacks(), pack()
+    with pytest.raises(ValueError, match=r"has pixel_values; its slices are of text"):
+        adapter.lengths({**whole, "pixel_values": torch.ones(1)})
+    beside = {name: one.expand(2, -1) for name, one in whole.items()}
+    with pytest.raises(ValueError, match=r"input_ids \[2, 8\].*expected packed samples"):
+        adapter.lengths(beside)
+    with pytest.raises(ValueError, match="the forward step is slimes_step; expected Megatron"):
+        adapter.sliced(slimes_step, model())
+    with pytest.raises(ValueError, match="ask for task_type seq_cls"):
+        adapter.sliced(MegatronTrainer(task_type="seq_cls").forward_step, model())
+
+
+# ------------------------------------------------------------------ verl
+
+
+class Batch(dict):
+    """As far as a TensorDict is asked."""
+
+    def to(self, device):
+        return self
+
+
+class Engine:
+    enable_routing_replay = False
+
+    def __init__(self, **changed):
+        known = ["context_parallel_size", "dynamic_context_parallel", "use_fused_kernels"]
+        self.engine_config = SimpleNamespace(**dict.fromkeys(known, 0) | changed)
+
+    def forward_step(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func):
+        raise AssertionError("slices are drawn by ours")
+
+    def step(self, loss):
+        finish = functools.partial(self.finish, loss)
+        return functools.partial(
+            self.forward_step, logits_processor_func=loss, postprocess_micro_batch_func=finish
+        )
+
+    def finish(self, loss, output, data):
+        return loss(output, data), {"keys": sorted(output)}
+
+
+def verls_batch(**others) -> Batch:
+    nested = torch.nested.as_nested_tensor(TOKENS, layout=torch.jagged)
+    return Batch(input_ids=nested, temperature=torch.tensor([1.0, 0.5]), **others)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
+    batch, adapter = verls_batch(calculate_entropy=entropy), VerlSamples(share_from=2)
+    assert tuple(adapter.lengths(batch)) == LENGTHS
+    assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 0]]]
+    assert adapter.rows(batch, 1, 1, 5)["temperature"].tolist() == [[0.5] * 4]
+    # Of two tokens alike the second is followed by another one.
+    assert not adapter.prefixes(batch).shares and VerlSamples(1).prefixes(batch).shares
+
+    def loss(output, data):
+        assert output["log_probs"].offsets().tolist() == [0, 3, 8]
+        return (output["log_probs"].values() * torch.arange(8.0)).sum()
+
+    adapter.sliced(Engine().step(loss), model())
+    outputs = with_two_columns()
+    made, report = adapter.loss(batch, outputs)
+    assert report["keys"] == (["entropy", "log_probs"] if entropy else ["log_probs"])
+    made.backward()
+    assert [one.grad[:, 0].tolist() for one in outputs] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+
+
+def test_verls_engines_and_micro_batches_that_slices_do_not_serve() -> None:
+    adapter = VerlSamples()
+    for name in ("use_fused_kernels", "dynamic_context_parallel"):
+        with pytest.raises(ValueError, match=f"its engine asks for {name}"):
+            adapter.sliced(Engine(**{name: True}).step(None), model())
+    with pytest.raises(ValueError, match="is not its Megatron engine's"):
+        adapter.sliced(functools.partial(slimes_step), model())
+    with pytest.raises(ValueError, match="asks for distillation_use_topk; slices give"):
+        adapter.lengths(verls_batch(distillation_use_topk=True))
+    with pytest.raises(ValueError, match="asks for multi_modal_inputs"):
+        adapter.lengths(verls_batch(multi_modal_inputs=[{"pixel_values": 1}]))
+
+
+def test_a_loss_function_is_had_without_a_forward() -> None:
+    seen = []
+
+    def step(source, model):
+        return model(input_ids=next(source)), seen.append
+
+    loss_function_of(step, iter([1]), model())("outputs")
+    assert seen == ["outputs"]
