@@ -42,7 +42,7 @@ from framework_runs import (
 import megatron_epp
 
 TRAINER = "swift/megatron/trainers/trainer.py"
-STEPS, SAMPLES, CONTEXT, MICRO_BATCHES = 4, 80, 260, 5
+STEPS, SAMPLES, CONTEXT, MICRO_BATCHES = 4, 80, 256, 5
 # As far as the step asks ms-swift's arguments.
 ARGS = SimpleNamespace(
     task_type="causal_lm", padding_free=True, model_type="qwen3", attention_backend="auto",

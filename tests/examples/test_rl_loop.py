@@ -18,5 +18,10 @@ def test_slices_and_megatrons_own_schedule_agree() -> None:
     assert done.stdout.count("equal (to 1e-12)") == 2
     (found,) = re.findall(r"4 micro-batches, (\d+) chunks", done.stdout)
     assert int(found) > 4  # the long answer was cut
+    ((given, computed),) = re.findall(r"(\d+) tokens given, (\d+) computed", done.stdout)
+    answers, prompts = 160 + 9 + 40 + 12 + 7 + 30 + 22 + 5 + 16 + 60, 4
+    assert int(given) == answers + 10 * 32
+    # The prompt's last token has another label in front of every answer.
+    assert int(computed) == answers + 10 + (prompts - 1) * 31 + 31
     losses = re.findall(r"loss of prompt \d: (\S+) stock, (\S+) in slices", done.stdout)
     assert len(losses) == 4 and len({a for a, _ in losses}) == 4

@@ -99,3 +99,9 @@ def installed() -> Installation | None:
     """The installation that stands in for Megatron's schedules now."""
     function = getattr(schedules, TARGETS[True])
     return getattr(function, "__megatron_epp__", None)
+
+
+def install_where_none() -> None:
+    """Put our schedule in place, with its defaults, where none of ours is."""
+    if installed() is None:
+        Installation(Settings())

@@ -165,8 +165,9 @@ class Engine:
     enable_routing_replay = False
 
     def __init__(self, **changed):
-        known = ["context_parallel_size", "dynamic_context_parallel", "use_fused_kernels"]
-        self.engine_config = SimpleNamespace(**dict.fromkeys(known, 0) | changed)
+        off = "context_parallel_size", "dynamic_context_parallel", "use_fused_kernels"
+        known = dict.fromkeys((*off, "pad_to_length"), 0) | {"use_remove_padding": True}
+        self.engine_config = SimpleNamespace(**known | changed)
 
     def forward_step(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func):
         raise AssertionError("slices are drawn by ours")
@@ -190,10 +191,12 @@ def verls_batch(**others) -> Batch:
 def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
     batch, adapter = verls_batch(calculate_entropy=entropy), VerlSamples(share_from=2)
     assert tuple(adapter.lengths(batch)) == LENGTHS
-    assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 0]]]
+    # Labels are shifted along the pack; samples of 5 tokens are padded for 2 tensor ranks.
+    assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 7]]]
+    assert spans(VerlSamples(tensor_ranks=2), batch)[1] == [[1, 2, 3, 0]]
     assert adapter.rows(batch, 1, 1, 5)["temperature"].tolist() == [[0.5] * 4]
     # Of two tokens alike the second is followed by another one.
-    assert not adapter.prefixes(batch).shares and VerlSamples(1).prefixes(batch).shares
+    assert not adapter.prefixes(batch).shares and VerlSamples(share_from=1).prefixes(batch).shares
 
     def loss(output, data):
         assert output["log_probs"].offsets().tolist() == [0, 3, 8]
@@ -209,7 +212,7 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
 
 def test_verls_engines_and_micro_batches_that_slices_do_not_serve() -> None:
     adapter = VerlSamples()
-    for name in ("use_fused_kernels", "dynamic_context_parallel"):
+    for name in ("use_fused_kernels", "dynamic_context_parallel", "pad_to_length"):
         with pytest.raises(ValueError, match=f"its engine asks for {name}"):
             adapter.sliced(Engine(**{name: True}).step(None), model())
     with pytest.raises(ValueError, match="is not its Megatron engine's"):

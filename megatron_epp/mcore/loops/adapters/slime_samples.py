@@ -15,7 +15,6 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-import megatron_epp
 from megatron_epp.mcore.loops.adapter import loss_function_of
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
@@ -23,7 +22,8 @@ from megatron_epp.mcore.loops.adapters.token_samples import (
     log_probs_and_entropies,
     on_this_device,
 )
-from megatron_epp.mcore.loops.attached import attached
+from megatron_epp.mcore.loops.attached import attach_to, attached
+from megatron_epp.mcore.loops.install import install_where_none
 
 _MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
 
@@ -51,7 +51,7 @@ class SlimeSamples(TokenSamples):
 
     @property
     def _has_entropies(self) -> bool:
-        """Of the call that begins: slime's passes of forwards are in evaluation mode."""
+        """Whether the call that begins wants them: passes of forwards are in evaluation mode."""
         (inner,) = unwrap_model([self._model])
         training = inner.training and self._args.loss_type == "policy_loss"
         return training or bool(getattr(self._args, "use_rollout_entropy", False))
@@ -72,7 +72,8 @@ def before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
 
 def _attach(args: Any, model: Any) -> None:
     if attached(model[0]) is None:
-        megatron_epp.attach(model, SlimeSamples(args))
+        attach_to(model, SlimeSamples(args))
+        install_where_none()
 
 
 def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:

@@ -1,8 +1,7 @@
 """Samples that a framework keeps as their tokens alone, each of its own length: what slime's and
 verl's adapters have in common.
 
-A token's label is the next one of its sample, as both shift them; behind the last there is 0, and
-no loss of theirs reads it. t tokens of a slice
+A token's label is the next one of its sample, as both shift them. t tokens of a slice
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +29,24 @@ class TokenSamples:
         samples = self._tokens_of(micro_batch)
         if not self.share_from:
             return PrefixForest.apart(tuple(map(len, samples)))
-        rows = [torch.stack([one, pad(one[1:], (0, 1))], dim=-1).cpu().numpy() for one in samples]
-        return shared_prefixes(rows, self.share_from)
+        rows = [
+            torch.stack([one, pad(one[1:], (0, 1), value=self.behind(samples, number))], dim=-1)
+            for number, one in enumerate(samples)
+        ]
+        return shared_prefixes([one.cpu().numpy() for one in rows], self.share_from)
+
+    def behind(self, samples: Sequence[Tensor], number: int) -> int:
+        """The label of a sample's last token; no loss of an answer reads it."""
+        return 0
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        tokens = self._tokens_of(micro_batch)[document]
-        following = tokens[start + 1 : stop + 1]
-        labels = pad(following, (0, stop - start - len(following)))
+        samples = self._tokens_of(micro_batch)
+        tokens = samples[document]
+        labels = tokens[start + 1 : stop + 1]
+        if stop == len(tokens):
+            labels = pad(labels, (0, 1), value=self.behind(samples, document))
         return {"tokens": tokens[None, start:stop], "labels": labels[None]}
 
 

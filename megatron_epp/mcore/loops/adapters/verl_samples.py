@@ -12,22 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import megatron_epp
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
     log_prob_step,
     log_probs_and_entropies,
 )
+from megatron_epp.mcore.loops.attached import attach_to
+from megatron_epp.mcore.loops.install import install_where_none
 from megatron_epp.mcore.model.attention import this_device
 
 VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
 
 
 class VerlSamples(TokenSamples):
-    """share_from: as of samples (samples.py)."""
+    """tensor_ranks: to a multiple of which verl pads samples. share_from: as of samples
+    (samples.py)."""
 
-    def __init__(self, share_from: int = 0):
+    def __init__(self, tensor_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
+        self._tensor_ranks = tensor_ranks
+
+    def behind(self, samples: Sequence[Tensor], number: int) -> int:
+        """As verl shifts labels along a pack: padding, or the next sample's first token."""
+        padded = len(samples[number]) % self._tensor_ranks
+        return 0 if padded else int(samples[(number + 1) % len(samples)][0])
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
         _require_text(micro_batch)
@@ -58,6 +66,8 @@ class VerlSamples(TokenSamples):
             "dynamic_context_parallel": config.dynamic_context_parallel,
             "use_fused_kernels": config.use_fused_kernels,
             "router_replay": engine.enable_routing_replay,
+            "pad_to_length": config.pad_to_length,
+            "use_remove_padding=False": not config.use_remove_padding,
         }
         for what, wanted in asked.items():
             if wanted:
@@ -82,18 +92,18 @@ class VerlSamples(TokenSamples):
 
 
 def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
-    """Put an engine into verl's registry whose language models compute slices: taken for
-    ``backend: megatron`` where VERL_ENGINE_VENDOR is ``megatron_epp``. ``memory_gib``: as of
-    :func:`megatron_epp.attach`."""
+    """Put an engine into verl's registry whose language models compute slices: taken in the place
+    of verl's own for Megatron where VERL_ENGINE_VENDOR is ``megatron_epp``. memory_gib: as of
+    :func:`megatron_epp.attach`; share_from: as of samples (samples.py)."""
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     class SlicedEngine(MegatronEngineWithLMHead):  # type: ignore[misc, no-any-unimported]
         def initialize(self) -> None:
             super().initialize()
-            megatron_epp.attach(
-                self.module, VerlSamples(share_from=share_from), memory_gib=memory_gib
-            )
+            samples = VerlSamples(self.engine_config.tensor_model_parallel_size, share_from)
+            attach_to(self.module, samples, memory_gib=memory_gib)
+            install_where_none()
 
     EngineRegistry.register(model_type="language_model", backend="megatron", vendor=VENDOR)(
         SlicedEngine
