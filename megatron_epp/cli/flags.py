@@ -4,6 +4,7 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar
 
 from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
@@ -34,6 +35,13 @@ def whole_or_auto(text: str) -> int:
         return whole_number(1)(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
+def file_to_write(text: str) -> str:
+    """Told before there is anything to write: a plan may take minutes."""
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected a file name")
+    return text
 
 
 # A metavar and what reads the word.
@@ -322,7 +330,7 @@ class PlanFlags:
     )
     forward_only: bool = flag(False, "a plan of forwards alone, for evaluation")
     output: str | None = flag(
-        None, "write the plan here instead of to stdout", ("PLAN", str), short="-o"
+        None, "write the plan here instead of to stdout", ("PLAN", file_to_write), short="-o"
     )
 
 
@@ -335,7 +343,7 @@ class SimulateFlags:
     )
     seed: int = flag(0, "of the noise", NUMBER)
     output: str | None = flag(
-        None, "write the timed records here, for draw", ("RECORDS", str), short="-o"
+        None, "write the timed records here, for draw", ("RECORDS", file_to_write), short="-o"
     )
 
 
@@ -345,7 +353,7 @@ class DrawFlags:
         None,
         "x.svg, x.png, x.html, x.txt, x.json (Chrome trace, for ui.perfetto.dev) or x.csv "
         "(torch.distributed.pipelining); without it, text on stdout",
-        FILE,
+        ("FILE", file_to_write),
         short="-o",
     )
     records: str | None = flag(

@@ -102,6 +102,10 @@ NUMBERS = {
 }
 
 
+# What a command chose, said before it plans.
+SAID = "placement:", "partition:", "vocabulary parallelism:"
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A command line and what may come of it. ``entry``: see :meth:`CommandServer.run`."""
@@ -128,7 +132,7 @@ def judge(line: Line, ended: Ended) -> str | None:
         return f"still running after {line.seconds:.0f} s"
     if ended.status not in (0, 2):
         return f"exit status {ended.status}{said}"
-    ours = ended.lines
+    ours = [one for one in ended.lines if not one.startswith(SAID)]
     if line.entry == "pretrain":  # torch and Megatron say and warn of much
         ours = [one for one in ours if "megatron_epp" in one and "site-packages" not in one]
     for word in ("Traceback", "Warning"):
