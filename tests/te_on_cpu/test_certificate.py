@@ -78,7 +78,7 @@ EVERY_DEGREE = {
             GPT_OSS,
             HYBRID,
         ),
-        batches=16,
+        batches=8,
     ),
     "tensor-parallel ranks": Trial(
         Degrees(1, 2, 1),
@@ -91,7 +91,7 @@ EVERY_DEGREE = {
             f"{V3} --sequence-parallel",
             LITE,
         ),
-        batches=14,
+        batches=7,
         overlap=True,
     ),
     "stages and replicas": Trial(
@@ -101,7 +101,7 @@ EVERY_DEGREE = {
             f"{GPT} --num-layers 4",
             f"{DEEPSEEK}{PATTERN}*-*E|*-*E".replace("--moe-layer-freq ([0]*1+[1]*1) ", ""),
         ),
-        batches=6,
+        batches=3,
         overlap=True,
     ),
     "context-parallel ranks": Trial(Degrees(1, 1, 1, cp=2), models(DENSE, V3, GPT_OSS), batches=6),
