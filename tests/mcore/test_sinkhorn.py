@@ -122,5 +122,6 @@ def test_a_planner_that_cuts_is_refused(corpus) -> None:
     assert run.status and set(run.statuses) <= {2, -15}, run.output
     (line,) = run.errors
     assert line.endswith(
-        "planner 'seq1f1b' cuts documents, which must stay whole here; expected one of epp, packing"
+        "planner 'seq1f1b' cuts documents, which must stay whole here; "
+        "expected one of epp, packing, 1f1b, zb-v, adaptis"
     )

@@ -4,15 +4,16 @@ interpreter."""
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "upstream" / "state_kernels.py"
-# The script says how they are put into a folder of PYTHONPATH.
-INSTALLED = all(find_spec(name) is not None for name in ("mamba_ssm", "fla"))
+# The script says how they are put into a folder of PYTHONPATH. Not importlib.util.find_spec, which
+# finds the stand-ins that other modules of this process may have put in their place.
+INSTALLED = all(PathFinder.find_spec(name) is not None for name in ("mamba_ssm", "fla"))
 
 
 def run_script(*words: str) -> subprocess.CompletedProcess:
