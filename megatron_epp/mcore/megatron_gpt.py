@@ -44,6 +44,7 @@ from megatron.training.utils import (
 from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.data.documents import dataset_fields
+from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.asked import place_of
 
 # What a batch may hold; a dataset leaves out what it does not make.
@@ -314,16 +315,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     }
     if not args.fim_data:
         return GPTDatasetConfig(**fields)
-    special = ("prefix", "middle", "suffix", "pad", "eod")
-    return GPTFIMDatasetConfig(
-        **fields,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in special},
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-    )
+    return GPTFIMDatasetConfig(**fields, **fim_fields(args))
 
 
 # ------------------------------------------------------------------ placement

@@ -384,6 +384,8 @@ class Job:
         """Documents of training, validation and test."""
         context, overlong = args.seq_length, self.config.epp_overlong
         if self.hooks.items is not None:
+            if args.fim_data:
+                raise ValueError("--fim-data: documents from Python are read as they are")
             return [
                 None
                 if items is None

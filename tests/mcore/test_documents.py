@@ -284,10 +284,7 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
             and (tokens[:-1] == numpy.arange(1, length + 1) % VOCABULARY).all()
         )
         assert (documents.tokens(document, 5, 9) == tokens[5:9]).all()
-    flags.mock_data, flags.fim_data = False, True
-    with pytest.raises(ValueError, match="--fim-data makes its own samples"):
-        config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
-    flags.fim_data, flags.dataloader_fast_cache_load = False, True
+    flags.mock_data, flags.dataloader_fast_cache_load = False, True
     with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
 

@@ -243,14 +243,15 @@ TABLE: tuple[Limit, ...] = (
         lambda args: not args.calculate_per_token_loss,
     ),
     Limit(
-        "data paths with a layout of their own (--fim-data, ...)",
-        "give --data-path with a .bin/.idx corpus (scripts/prepare_corpus.py makes one)",
-        given(
-            "fim_data",
-            "dataloader_inter_document_masking",
-            "reset_position_ids",
-            "reset_attention_mask",
-        ),
+        "documents within a sample (--dataloader-inter-document-masking, --reset-position-ids, "
+        "--reset-attention-mask)",
+        "leave them out: a document is a sample, and attends to itself alone",
+        given("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask"),
+    ),
+    Limit(
+        "fill-in-the-middle of chats and mock data (--fim-data with --sft or --mock-data)",
+        "leave --fim-data out: Megatron's own data sets for these do not look at it",
+        lambda args: getattr(args, "fim_data", False) and (args.sft or args.mock_data),
     ),
     Limit(
         "Megatron's own reinforcement learning (--perform-rl-step)",

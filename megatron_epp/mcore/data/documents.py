@@ -21,8 +21,9 @@ know only how many items were consumed.
 
 import argparse
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
 
+# Documents written anew that are kept because a later slice of them will be asked for.
+_KEPT_DOCUMENTS = 64
+
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
@@ -67,6 +71,9 @@ class DocumentConfig(GPTDatasetConfig):
 
     vocabulary_size: int | None = None
     """Rows of the embedding, padding included; tokens beyond are refused. None: not checked."""
+
+    rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = field(default=None, repr=False)
+    """A document's tokens anew, as many, of them and its item; None: they stay as they are."""
 
     indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
     """What ``check_corpora`` has found for each corpus and split, so that it is found once."""
@@ -104,6 +111,7 @@ class DocumentDataset(MegatronDataset):
         if found.masks is not None:
             self._masks = IndexedDataset(found.masks, mmap=config.mmap_bin_files)
         self._orders: dict[int, numpy.ndarray] = {}
+        self._anew = lru_cache(_KEPT_DOCUMENTS)(self._written_anew)
 
     @staticmethod
     def numel_low_level_dataset(
@@ -162,9 +170,10 @@ class DocumentDataset(MegatronDataset):
         return int(self.lengths([item])[0])
 
     def tokens(self, item: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Tokens [start, stop) of an item that has ``length + 1``; only they are read: int64.
+        """Tokens [start, stop) of an item that has ``length + 1``: int64.
 
-        The inputs of a span [a, b) are tokens [a, b), its labels tokens [a + 1, b + 1).
+        Only they are read, but where documents are written anew. The inputs of a span [a, b) are
+        tokens [a, b), its labels tokens [a + 1, b + 1).
         """
         document = int(self.documents([item])[0])
         tokens_there = int(self.index.inputs[document]) + 1
@@ -175,6 +184,18 @@ class DocumentDataset(MegatronDataset):
             )
         if start == stop:
             return numpy.empty(0, numpy.int64)
+        if self.config.rewrite is not None:
+            return self._anew(item)[start:stop]
+        return self._stored(document, start, stop)
+
+    def _written_anew(self, item: int) -> numpy.ndarray:
+        document = int(self.documents([item])[0])
+        assert self.config.rewrite is not None
+        whole = self._stored(document, 0, int(self.index.inputs[document]) + 1)
+        return self.config.rewrite(whole, item)
+
+    def _stored(self, document: int, start: int, stop: int) -> numpy.ndarray:
+        """Tokens [start, stop) of a document as the corpus has them: int64."""
         read = self.dataset.get(
             int(self.index.sequences[document]),
             offset=int(self.index.starts[document]) + start,
@@ -278,15 +299,12 @@ def config_from_args(
     vocabulary_size   rows of the embedding, or None for no check of the tokens
     chats             the corpora to read in the place of chat files (chat_cache.py)
 
-    ValueError: a flag asks for a data path that has no documents
+    ValueError: a flag asks for a data path that has no documents; documents that cannot be written
+    anew as --fim-data says
     """
     # Here and not above: to read documents, no trainer need be imported.
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    if getattr(args, "fim_data", False):
-        raise ValueError(
-            "--fim-data makes its own samples; --epp trains on the documents of --data-path"
-        )
     for flag in (
         "dataloader_fast_cache_load",
         "dataloader_defer_npy_index_mmap",
@@ -303,16 +321,22 @@ def config_from_args(
     if chats:
         blend = _in_place_of(chats, blend)
         blend_per_split = blend_per_split and [_in_place_of(chats, one) for one in blend_per_split]
-    return DocumentConfig(
+    fields: dict[str, Any] = {
         **dataset_fields(args, tokenizer),
-        blend=blend,
-        blend_per_split=blend_per_split,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
         # Every document is alone with its positions and its attention, whatever these two say.
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        create_attention_mask=False,
-        overlong=overlong,
-        vocabulary_size=vocabulary_size,
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "create_attention_mask": False,
+    }
+    rewrite = None
+    if getattr(args, "fim_data", False):
+        from megatron_epp.mcore.data.fill_in_middle import FillInMiddle
+
+        rewrite = FillInMiddle.of(args, fields, vocabulary_size)
+    return DocumentConfig(
+        **fields, overlong=overlong, vocabulary_size=vocabulary_size, rewrite=rewrite
     )
 
 
@@ -358,6 +382,11 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         if prefix not in examined:
             files = examine(prefix)
             examined[prefix] = files, examine_masks(files)
+            if config.rewrite is not None and examined[prefix][1] is not None:
+                raise ValueError(
+                    f"{prefix}_mask.idx: loss masks of documents that --fim-data writes anew; "
+                    "leave the flag out, or rename the masks"
+                )
             if config.vocabulary_size is not None:
                 examine_vocabulary(files, config.vocabulary_size)
             if files.is_split_into_sentences:

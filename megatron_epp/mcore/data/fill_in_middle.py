@@ -1,0 +1,115 @@
+"""Documents written anew to fill in their middle (``--fim-data``), by Megatron's GPTFIMDataset.
+
+    as it was    a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
+    PSM          P a b S f g h M    P, S, M are --fim-prefix-token and its kin
+    SPM          P S f g h M a b    what does not fit is cut; what lacks is --fim-pad-token
+
+So a document stays as long as its index says. Megatron's class draws from one stream of random
+numbers, and what becomes of a sample depends on all that were read before it. Here item i is what
+that class makes of the document as the first sample of a data set whose seed is ``--seed`` + i:
+every stage and replica, and a resumed run, read the same.
+"""
+
+import argparse
+import inspect
+from typing import Any
+
+import numpy
+from megatron.core.datasets.utils import Split
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+
+_SPECIAL = ("prefix", "middle", "suffix", "pad", "eod")
+_SEEDS = 1 << 32  # of numpy's RandomState
+
+
+def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields that Megatron's GPTFIMDatasetConfig has beside GPTDatasetConfig's, of its flags."""
+    return {
+        "fim_rate": args.fim_rate,
+        "fim_spm_rate": args.fim_spm_rate,
+        "fim_extra_tokens": {name: getattr(args, f"fim_{name}_token") for name in _SPECIAL},
+        "fim_split_sample": args.fim_split_sample,
+        "fim_fragment_rate": args.fim_fragment_rate,
+        "fim_no_prefix": args.fim_no_prefix,
+    }
+
+
+class FillInMiddle:
+    """A document's tokens anew: called with them and with its item, see ``DocumentConfig``.
+
+    ``words``: rows of the embedding; None: not checked. ValueError: a tokenizer whose text cannot
+    be cut, tokens that it lacks, rates that are none.
+    """
+
+    def __init__(self, config: GPTFIMDatasetConfig, words: int | None):
+        _require(config, words)
+        self._sample = _OneSample(
+            _OneDocument(numpy.zeros(1)), None, numpy.arange(1), 1, Split.train, config
+        )
+
+    @classmethod
+    def of(
+        cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
+    ) -> "FillInMiddle":
+        """As Megatron's flags say; ``fields``: those of its GPTDatasetConfig."""
+        return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
+
+    def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:
+        """[n] int64 in the place of the [n] ``tokens``."""
+        sample = self._sample
+        sample.dataset = _OneDocument(tokens)
+        sample.sample_index = _bounds(tokens)
+        sample.np_rng = numpy.random.RandomState((sample.config.random_seed + item) % _SEEDS)
+        return sample._query_document_sample_shuffle_indices(0)[0]
+
+
+class _OneDocument:
+    """What GPTFIMDataset asks of a corpus."""
+
+    def __init__(self, tokens: numpy.ndarray):
+        self.tokens = tokens
+
+    def get(self, document: int, offset: int, length: int) -> numpy.ndarray:
+        return self.tokens[offset : offset + length]
+
+
+class _OneSample(GPTFIMDataset):
+    """Megatron's data set, of one sample that is the one document of its corpus."""
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[numpy.ndarray, ...]:
+        return numpy.zeros(1, int), _bounds(self.dataset.tokens), numpy.zeros(1, int)
+
+
+def _bounds(tokens: numpy.ndarray) -> numpy.ndarray:
+    """(document, first token) and (document, last token) of the one sample: [2, 2] int64."""
+    return numpy.array([[0, 0], [0, len(tokens) - 1]])
+
+
+def _require(config: GPTFIMDatasetConfig, words: int | None) -> None:
+    """Raise a ValueError, one line, where documents cannot be written anew."""
+    tokenizer = config.tokenizer
+    library = getattr(tokenizer, "_tokenizer", tokenizer)
+    if "remove_special_tokens" not in inspect.signature(library.ids_to_text).parameters:
+        raise ValueError(
+            f"--fim-data: {type(library).__name__} gives no text without its special tokens; "
+            "expected --tokenizer-type HuggingFaceTokenizer, GPT2BPETokenizer or TikTokenizer"
+        )
+    rates = {"fim-rate": config.fim_rate, "fim-spm-rate": config.fim_spm_rate}
+    if config.fim_split_sample is not None:
+        rates["fim-fragment-rate"] = config.fim_fragment_rate
+    for flag, rate in rates.items():
+        if rate is None or not 0 <= rate <= 1:
+            raise ValueError(f"--{flag} {rate}: expected a probability, from 0 to 1")
+    special = {f"fim-{name}-token": config.fim_extra_tokens[name] for name in _SPECIAL}
+    if config.fim_split_sample is not None:
+        special["fim-split-sample"] = config.fim_split_sample
+    for flag, token in special.items():
+        try:
+            (number,) = library.tokens_to_ids([token])
+        except KeyError:  # of tiktoken
+            number = None
+        if number is None or (words is not None and number >= words):
+            raise ValueError(
+                f"--{flag} {token}: token {number} of the tokenizer; expected one that it has, "
+                f"within the {words} of the model"
+            )
