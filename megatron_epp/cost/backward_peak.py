@@ -30,9 +30,10 @@ def backward_workspace_bytes(
     cost: ChunkMemory, kind: Kind, loads: Loads, runs: Iterable[LayerRun]
 ) -> np.ndarray:
     """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
-    the gradients of K and V that a last slice's makes, and beyond what I leaves for W. At
-    most 0 where no layer is recomputed: what the last layer held is gone before the first
-    makes its gradients, and I turns activations into weight inputs layer by layer.
+    the gradients of K and V that a last slice's makes, beyond what I leaves for W, and beyond
+    what the layer works with that needs most. At most 0 where no layer is recomputed: what the
+    last layer held is gone before the first makes its gradients, and I turns activations into
+    weight inputs layer by layer. Below 0 where the layer that needs most is not the last one.
 
     ``runs`` come in the order of backward.
     """
@@ -51,13 +52,19 @@ def backward_workspace_bytes(
         ]
         made = cost.output_layer.weight_input_bytes(loads)
     held = held + made
-    peak = np.maximum(held, 0.0)
     by_kind = np.stack(made_KC)
+    # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
+    works = [cost.workspace_of(of.workspace_bytes[kind], loads) for of in cost.figures]
+    less_KSC = np.stack(works)[:, None] - cost.most_over_stages(works)
+    before, stage = np.maximum(held, 0.0), np.arange(cost.stages)
+    peak = np.full_like(held, -np.inf)
     for run in runs:
-        shrinks = run.saved - by_kind[run.kind]
+        shrinks, less = run.saved - by_kind[run.kind], less_KSC[run.kind, stage]
         most = run.again + np.maximum(held, held - (run.count - 1) * shrinks)
+        most = np.where(np.isinf(peak), np.maximum(most, before), most)
         held = held - run.count * shrinks
-        peak = np.maximum(peak, np.where(run.count > 0, np.maximum(most, held), 0.0))
+        peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
+    peak = np.where(np.isinf(peak), before, peak)
     return np.ceil(peak - made - cost.over_stages(made_KC))
 
 
