@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.data.global_batches import Documents, build_documents
 from megatron_epp.mcore.flags import prepare_parser
+from megatron_epp.mcore.setup import Job
 from tests.mcore.runs import flags, train
 from tests.mcore.test_documents import write_corpus
 
@@ -171,6 +173,15 @@ def test_what_cannot_be_filled_in_is_one_line(folder, changes, said, monkeypatch
     with pytest.raises(ValueError, match=said) as refusal:
         documents_of(args)
     assert "\n" not in str(refusal.value)
+
+
+def test_documents_from_python_are_read_as_they_are() -> None:
+    job = SimpleNamespace(
+        hooks=SimpleNamespace(items=list), config=SimpleNamespace(epp_overlong="truncate")
+    )
+    args = argparse.Namespace(seq_length=8, fim_data=True)
+    with pytest.raises(ValueError, match="--fim-data: documents from Python"):
+        Job._documents(job, args, [1])
 
 
 def test_masks_of_a_document_written_anew(folder, tmp_path, monkeypatch) -> None:
