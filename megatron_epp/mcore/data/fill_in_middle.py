@@ -64,7 +64,7 @@ class FillInMiddle:
 
 
 class _OneDocument:
-    """What GPTFIMDataset asks of a corpus."""
+    """A corpus, as far as GPTFIMDataset asks."""
 
     def __init__(self, tokens: numpy.ndarray):
         self.tokens = tokens
