@@ -2,13 +2,13 @@
 """Log-probabilities and entropies of tokens, from logits and by blocks of them: seconds and peaks.
 
     scripts/bench/log_probs.py
-    scripts/bench/log_probs.py --tokens 32768 --words 150000 --hidden 64 --threads 2 --ways blocks
+    scripts/bench/log_probs.py --tokens 32768 --words 150000 --threads 2 --ways blocks --bf16
 
 Each way runs alone in a process of this host: hidden states [T, H] and an output weight [V, H] in
-float32, forward and backward of a loss of log-probabilities and entropies, as a loop's loss wants
-them. The peak is what the process holds above what it held before the forward; beside it is what
-is predicted, and the same for 32K tokens of 150K words in bf16, hidden 4096. Ends with 1 where a
-peak is more than 5% off what is predicted.
+float32 or bf16, forward and backward of a loss of log-probabilities and entropies, as a loop's loss
+wants them. The peak is what the process holds above what it held before the forward; beside it is
+what is predicted, and the same for 32K tokens of 150K words in bf16, hidden 4096, with the larger
+blocks of a GPU. Ends with 1 where a peak is more than 5% off what is predicted.
 
     plain    logits, their log-softmax, exponentials, products and the gradients of these
     blocks   two tensors of a block's logits, and the weight's gradient; or one, and that twice
@@ -34,7 +34,9 @@ def held_bytes(peak: bool) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measured(way: str, tokens: int, words: int, hidden: int, threads: int) -> tuple[float, int]:
+def measured(
+    way: str, tokens: int, words: int, hidden: int, bf16: bool, threads: int
+) -> tuple[float, int]:
     """(seconds of forward and backward, bytes at the peak above those before)."""
     import torch
 
@@ -44,13 +46,14 @@ def measured(way: str, tokens: int, words: int, hidden: int, threads: int) -> tu
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    hidden_TH = torch.randn(tokens, hidden).requires_grad_()
-    weight_VH = (torch.randn(words, hidden) / hidden**0.5).requires_grad_()
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    hidden_TH = torch.randn(tokens, hidden, dtype=dtype).requires_grad_()
+    weight_VH = (torch.randn(words, hidden, dtype=dtype) / hidden**0.5).requires_grad_()
     labels_T = torch.randint(words, (tokens,))
 
     def loss(rows: int) -> torch.Tensor:
         if way == "plain":
-            every = (hidden_TH[:rows] @ weight_VH.t()).log_softmax(1)
+            every = (hidden_TH[:rows] @ weight_VH.t()).float().log_softmax(1)
             made = every.gather(1, labels_T[:rows, None])[:, 0]
             entropies = -(every.exp() * every).sum(1)
         else:
@@ -66,18 +69,21 @@ def measured(way: str, tokens: int, words: int, hidden: int, threads: int) -> tu
     return time.perf_counter() - began, held_bytes(peak=True) - before
 
 
-def predicted_bytes(way: str, tokens: int, words: int, hidden: int, element: int) -> float:
-    """Peak of a way, in elements of so many bytes; statistics and softmaxes are float32."""
+def predicted_bytes(
+    way: str, tokens: int, words: int, hidden: int, bf16: bool, on_gpu: bool
+) -> float:
+    """Peak of a way; statistics and softmaxes are float32."""
+    element = 2 if bf16 else 4
     weight = words * hidden * 4
     hiddens = tokens * hidden * element  # their gradient
     if way == "plain":  # log-softmax, its exponentials, and the gradients of their product
-        return 5 * tokens * words * 4 + hiddens + weight
+        return 5 * tokens * words * 4 + hiddens + weight * element // 4
     from megatron_epp.mcore.model.early_head import rows_at_once
 
-    block = min(tokens, rows_at_once(words, element == 2)) * words * 4
+    block = min(tokens, rows_at_once(words, on_gpu)) * words * 4
     # The logits and their exponentials; or, behind these, a block's share of the weight's gradient,
     # and slopes that are rounded for it.
-    rounded = 0 if element == 4 else block * element // 4
+    rounded = block * element // 4 if bf16 else 0
     return max(2 * block + weight, block + rounded + weight + weight * element // 4) + hiddens
 
 
@@ -86,18 +92,22 @@ def main() -> int:
     for name, default in (("tokens", 4096), ("words", 32768), ("hidden", 256), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--bf16", action="store_true", help="in the place of float32")
     chosen = parser.parse_args()
     sizes = chosen.tokens, chosen.words, chosen.hidden
     if min(*sizes, chosen.threads) < 1:
         parser.error("expected sizes of at least 1")
-    print(f"{chosen.tokens} tokens, {chosen.words} words, hidden {chosen.hidden}, float32")
+    print(
+        f"{chosen.tokens} tokens, {chosen.words} words, hidden {chosen.hidden}, "
+        f"{'bf16' if chosen.bf16 else 'float32'}"
+    )
     print("way     seconds  peak GiB  predicted GiB  off by  GiB predicted: 32K x 150K, bf16")
     most = 0.0
     for way in chosen.ways:
         with get_context("spawn").Pool(1) as alone:
-            seconds, peak = alone.apply(measured, (way, *sizes, chosen.threads))
-        here = predicted_bytes(way, *sizes, 4)
-        large = predicted_bytes(way, 32 * 1024, 150_000, 4096, 2) / GIB
+            seconds, peak = alone.apply(measured, (way, *sizes, chosen.bf16, chosen.threads))
+        here = predicted_bytes(way, *sizes, chosen.bf16, on_gpu=False)
+        large = predicted_bytes(way, 32 * 1024, 150_000, 4096, True, on_gpu=True) / GIB
         most = max(most, abs(peak / here - 1))
         print(
             f"{way:<7} {seconds:7.2f} {peak / GIB:9.3f} {here / GIB:14.3f} {peak / here - 1:+7.1%} "
