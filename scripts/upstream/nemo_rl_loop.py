@@ -3,19 +3,28 @@
 """NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
 
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
+    python -m pip install pydantic
     scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL
 
-Executes nemo_rl/models/megatron/train.py of that checkout: its megatron_forward_backward, forward
-step and loss post-processing, in two processes with a stage each of a tiny GPT in float64. What
-that file imports from the rest of NeMo-RL (Ray, vLLM and more behind it) is replaced by stand-ins:
-a loss of our own on the logits, no draft model, no router replay. Prints the losses and the largest
-difference of a gradient, and fails above 1e-12. Nothing of NeMo-RL is copied into this project.
+Executes of that checkout nemo_rl/models/megatron/train.py, its losses (algorithms/loss) and its
+log-probabilities over vocabulary shards (distributed/model_utils.py), their roundings to float32
+left out: megatron_forward_backward with its forward step, the clipped policy loss with a divergence
+from a reference, and passes of log-probabilities, in two processes with a stage each of a tiny GPT
+in float64. Its temperature divides what a last stage makes, and not hidden states of other stages
+too, as it does. The rest of NeMo-RL (Ray, vLLM and more) is mocks: no draft model, no replay.
+
+Whole micro-batches run first (level 0), and nothing tells us rows: they are known by NeMo-RL's
+rules. Then slices run (level 1). Prints the largest difference of a gradient or a log-probability,
+and fails above 1e-12. Nothing of NeMo-RL is copied into this project.
 """
 
+import re
 import sys
 import types
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +32,27 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-from framework_runs import Anything, require_equal, run_stages, show_order, stage_in_float64
+from framework_runs import (
+    Anything,
+    compare,
+    gradients_of,
+    mock,
+    run_stages,
+    stage_in_float64,
+)
 
 import megatron_epp
 
 SOURCE = "nemo_rl/models/megatron/train.py"
-LENGTHS = (20, 130, 9, 33, 64)
+# In the order in which they import each other; a package behind its parts.
+EXECUTED = (
+    "algorithms.logits_sampling_utils", "algorithms.utils", "distributed.model_utils",
+    "algorithms.loss.interfaces", "algorithms.loss.loss_functions", "algorithms.loss.utils",
+    "algorithms.loss.wrapper", "algorithms.loss", "models.megatron.train",
+)  # fmt: skip
+STEPS, MICRO_BATCHES, SAMPLES = 4, 5, 2
+CONFIG = {"sequence_packing": {"enabled": False}}
+SAMPLING = SimpleNamespace(top_k=None, top_p=1.0, temperature=0.8)
 
 
 class Batch(dict):
@@ -47,108 +71,108 @@ class ProcessedMicroBatch(types.SimpleNamespace):
         return None
 
 
-def stand_ins() -> None:
-    """Modules of NeMo-RL that its loop imports, by name; everything in them is a mock, but for
-    what runs here."""
-    for name in (
-        "nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.logits_sampling_utils",
-        "nemo_rl.algorithms.loss", "nemo_rl.algorithms.loss.interfaces",
-        "nemo_rl.algorithms.utils", "nemo_rl.distributed", "nemo_rl.distributed.batched_data_dict",
-        "nemo_rl.distributed.model_utils", "nemo_rl.models", "nemo_rl.models.megatron",
-        "nemo_rl.models.megatron.config", "nemo_rl.models.megatron.data",
-        "nemo_rl.models.megatron.draft", "nemo_rl.models.megatron.draft.hidden_capture",
-        "nemo_rl.models.megatron.router_replay", "nemo_rl.models.policy",
-    ):  # fmt: skip
+def load(checkout: Path) -> SimpleNamespace:
+    """What is executed of the checkout; whatever else it imports of NeMo-RL is a mock."""
+    from megatron.core import parallel_state as mpu
+
+    for name in ("nemo_rl", "nemo_rl.distributed.batched_data_dict"):
         sys.modules[name] = Anything(name)
-    loss: Any = sys.modules["nemo_rl.algorithms.loss"]
-    loss.wrap_loss_fn_with_input_preparation = lambda logits, *, loss_fn, data, **others: loss_fn(
-        data, logits
-    )
-    capture: Any = sys.modules["nemo_rl.models.megatron.draft.hidden_capture"]
-    capture.get_capture_context = lambda model, enabled: (nullcontext(), None)
+    mock("nemo_rl")
     batched: Any = sys.modules["nemo_rl.distributed.batched_data_dict"]
     batched.BatchedDataDict = dict  # it is written BatchedDataDict[Any]
+    parts = {}
+    for part in EXECUTED:
+        name = f"nemo_rl.{part}"
+        file = checkout / f"{name.replace('.', '/')}.py"
+        if not file.exists():
+            file = checkout / name.replace(".", "/") / "__init__.py"
+        module: Any = types.ModuleType(name)
+        module.__path__ = []
+        sys.modules[name] = parts[part.rpartition(".")[2]] = module
+        source = re.sub(r"\.to\((dtype=)?torch\.float32\)", "", file.read_text())
+        exec(compile(source, str(file), "exec"), module.__dict__)
+    # Its context for drafts, which is entered without any.
+    parts["train"].get_capture_context = lambda model, enabled: (nullcontext(), None)
+    scale = parts["train"].apply_temperature_scaling
+    parts["train"].apply_temperature_scaling = lambda made, sampling: (
+        scale(made, sampling) if mpu.is_pipeline_last_stage() else made
+    )
+    return SimpleNamespace(**parts)
 
 
-def load(checkout: Path) -> types.ModuleType:
-    """The loop's module; whatever else it imports of NeMo-RL is a mock."""
-    stand_ins()
-    source = (checkout / SOURCE).read_text()
-    module = types.ModuleType("nemo_rl.models.megatron.train")  # known by its name
-    module.__dict__["suspend_activation_offload_for_forward_only"] = None
-    for line in source.splitlines():
-        words = line.split()
-        if words[:1] == ["from"] and words[1].startswith("nemo_rl"):
-            assert words[1] in sys.modules, f"{SOURCE} imports {words[1]}, which has no stand-in"
-    exec(compile(source, str(checkout / SOURCE), "exec"), module.__dict__)
-    module.suspend_activation_offload_for_forward_only = lambda *any: nullcontext()  # type: ignore[attr-defined]
-    return module
-
-
-def micro_batches() -> list[Any]:
-    torch.manual_seed(0)
-    made = []
-    for length in LENGTHS:
-        tokens = torch.randint(rl_loop.WORDS, (2, length + 1))
-        inputs = tokens[:, :-1]
-        made.append(
+def micro_batches(number: int) -> list[Any]:
+    """Samples of very different lengths, padded to the longest: a prompt, and an answer."""
+    random, made = Random(number), torch.Generator().manual_seed(number)
+    found = []
+    for _ in range(MICRO_BATCHES):
+        lengths = [max(4, min(200, int(random.lognormvariate(3.8, 1.0)))) for _ in range(SAMPLES)]
+        shape = SAMPLES, max(lengths)
+        ends = torch.tensor(lengths)
+        places = torch.arange(shape[1]).expand(shape)
+        tokens = torch.randint(rl_loop.WORDS, shape, generator=made)
+        answers = (places >= ends[:, None] // 3) & (places < ends[:, None])
+        log_probs = {
+            f"{whose}_logprobs": -4.5 + 0.2 * torch.randn(shape, generator=made)
+            for whose in ("prev", "generation", "reference_policy")
+        }
+        data = Batch(
+            input_ids=tokens, input_lengths=ends, token_mask=answers.double(),
+            sample_mask=torch.ones(SAMPLES), advantages=torch.randn(shape, generator=made),
+            **log_probs,
+        )  # fmt: skip
+        found.append(
             ProcessedMicroBatch(
-                data_dict=Batch(targets=tokens[:, 1:], input_ids=inputs),
-                input_ids=inputs,
-                input_ids_cp_sharded=inputs,
-                attention_mask=torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
-                position_ids=torch.arange(length).expand(2, length),
+                data_dict=data,
+                input_ids=tokens,
+                input_ids_cp_sharded=tokens,
+                attention_mask=torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool).triu(1),
+                position_ids=places,
             )
         )
+    return found
+
+
+def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step, and at last log-probabilities of answers."""
+    losses = its.loss
+    clipped = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
+    of_loss = its.train.LossPostProcessor(clipped, CONFIG, num_microbatches=MICRO_BATCHES)
+
+    def forward_backward(number: int, processor: Any, forward_only: bool) -> Any:
+        batches = micro_batches(number)
+        valid = sum(one.data_dict["token_mask"].sum() for one in batches)
+        found = its.train.megatron_forward_backward(
+            model=model, data_iterator=iter(batches), num_microbatches=MICRO_BATCHES, seq_length=1,
+            mbs=SAMPLES, post_processing_fn=processor, forward_only=forward_only,
+            global_valid_seqs=torch.tensor(MICRO_BATCHES * SAMPLES), global_valid_toks=valid,
+            sampling_params=SAMPLING,
+        )  # fmt: skip
+        return zip(batches, found, strict=bool(found))
+
+    made = []
+    for number in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        forward_backward(number, of_loss, False)
+        made.append(gradients_of(model))
+    of_log_probs = its.train.LogprobsPostProcessor(CONFIG, SAMPLING)
+    with torch.no_grad():
+        found = forward_backward(STEPS, of_log_probs, True)
+    of_answers = (
+        one["logprobs"] * batch.data_dict["token_mask"] for batch, one in found
+    )  # what it says of padding is nobody's
+    made.append({f"log-probabilities {n}": one for n, one in enumerate(of_answers)})
     return made
 
 
-def loss(data: Any, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict]:
-    """A mean over each sequence, then over the sequences."""
-    chosen_BS = logits_BSV.log_softmax(-1).gather(-1, data["targets"][..., None])[..., 0]
-    value = -chosen_BS.mean(1).mean()
-    return value, {"loss": value.item()}
-
-
-def train(loop: Any, model: Any) -> list[dict]:
-    model.zero_grad(set_to_none=True)
-    processor = loop.LossPostProcessor(
-        lambda data, logits: loss(data, logits),
-        {"sequence_packing": {"enabled": False}},
-        num_microbatches=len(LENGTHS),
-    )
-    # The post-processor hands its arguments on by name; ours is given logits and data.
-    return loop.megatron_forward_backward(
-        model=model,
-        data_iterator=iter(micro_batches()),
-        num_microbatches=len(LENGTHS),
-        seq_length=1,
-        mbs=2,
-        post_processing_fn=processor,
-    )
-
-
 def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (loop, model):
-        stock = train(loop, model)
-        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-        ran: list[Any] = []
-        megatron_epp.install_schedule(observe=ran.append)
-        # The first shows that its micro-batches are read rightly, seconds are measured in the
-        # second; later ones run by them.
-        for _ in range(4):
-            ours = train(loop, model)
-    errors = [
-        float((p.grad - expected[name]).abs().max() / expected[name].abs().max())
-        for name, p in model.named_parameters()
-    ]
-    assert len(ran) == 3, "the loop did not come by our schedule"
-    show_order(rank, errors, ran)
-    if rank == rl_loop.STAGES - 1:
-        for number, (a, b) in enumerate(zip(stock, ours, strict=True)):
-            print(f"loss of micro-batch {number}: {a['loss']:.15f} stock, {b['loss']:.15f} ours")
-            errors.append(abs(a["loss"] - b["loss"]))
-    require_equal(rank, errors)
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+        from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
+
+        compare(
+            rank,
+            lambda: train(its, model),
+            lambda: megatron_epp.attach(model, NemoSamples()),
+        )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
     git clone --depth 1 https://github.com/THUDM/slime
     scripts/upstream/slime_loop.py --slime slime
+    scripts/upstream/slime_loop.py --slime slime --cp 2
 
 Executes backends/megatron_utils of that checkout: train_one_step and forward_only of model.py with
 their forward steps, get_batch and DataIterator of data.py, loss.py with utils/ppo_utils.py (a
@@ -21,6 +22,7 @@ import math
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -88,8 +90,9 @@ def _executed(checkout: Path, name: str) -> Any:
     return module
 
 
-def rollout(data: Any, number: int) -> Any:
-    """slime's DataIterator over samples of very different lengths, in micro-batches of a few."""
+def rollout(its: SimpleNamespace, number: int) -> Any:
+    """slime's DataIterator over samples of very different lengths, in micro-batches of a few; what
+    is known of answers is this rank's part, as its rollouts cut it."""
     random, indices = Random(number), []
     made = torch.Generator().manual_seed(number)
     keys = "tokens loss_masks total_lengths response_lengths log_probs advantages"
@@ -104,11 +107,14 @@ def rollout(data: Any, number: int) -> Any:
             samples["tokens"].append(torch.tensor(tokens))
             samples["loss_masks"].append(torch.ones(response))
             noise = torch.randn(response, generator=made, dtype=torch.float64)
-            samples["log_probs"].append(0.2 * noise - math.log(rl_loop.WORDS))
-            samples["advantages"].append(torch.full((response,), random.gauss(0, 1)))
+            cut = partial(
+                its.cp_utils.slice_log_prob_with_cp, total_length=length, response_length=response
+            )
+            samples["log_probs"].append(cut(0.2 * noise - math.log(rl_loop.WORDS)))
+            samples["advantages"].append(cut(torch.full((response,), random.gauss(0, 1))))
             samples["total_lengths"].append(length)
             samples["response_lengths"].append(response)
-    return data.DataIterator(samples, indices)
+    return its.data.DataIterator(samples, indices)
 
 
 def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
@@ -117,9 +123,9 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     scheduler = SimpleNamespace(step=lambda increment: None)
     counts = MICRO_BATCHES, MICRO_BATCHES
     for number in range(STEPS):
-        samples = [rollout(its.data, number)]
+        samples = [rollout(its, number)]
         its.model.train_one_step(ARGS, 0, number, samples, [model], optimizer, scheduler, *counts)
-    samples = [rollout(its.data, STEPS)]
+    samples = [rollout(its, STEPS)]
     f = its.loss.get_log_probs_and_entropy
     with torch.no_grad():
         found = its.model.forward_only(f, ARGS, [model], samples, [MICRO_BATCHES])
@@ -132,8 +138,9 @@ def switch_slices_on() -> None:
     ARGS.custom_megatron_before_log_prob_hook_path = f"{HOOKS}.before_log_probs"
 
 
-def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
+    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+        ARGS.context_parallel_size = cp
         its.model.get_args = lambda: ARGS
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)
         attend_within_documents(model)
@@ -141,4 +148,5 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(__doc__, "slime", f"{PACKAGE.replace('.', '/')}/model.py", work))
+    file = f"{PACKAGE.replace('.', '/')}/model.py"
+    sys.exit(run_stages(__doc__, "slime", file, work, shares_rows=True))

@@ -5,6 +5,7 @@
     git clone --depth 1 https://github.com/modelscope/ms-swift
     python -m pip install -r ms-swift/requirements/framework.txt
     scripts/upstream/swift_loop.py --ms-swift ms-swift
+    scripts/upstream/swift_loop.py --ms-swift ms-swift --cp 2
 
 Imports swift of that checkout, with what it needs but for mcore_bridge, which wants a GPU's kernels
 and is mocks. Its PackingDataset packs samples of very different lengths, its template collates
@@ -13,10 +14,11 @@ processes with a stage each of a tiny GPT in float64, in Megatron's wrapper for 
 optimizer and, on a host without a GPU, the attention over packed documents are of our own.
 
 Whole micro-batches run first (level 0), and nothing tells us rows: they are known by swift's rules.
-Then slices run (level 1). Prints the largest difference of a gradient, and fails above 1e-12
-(--float32: 1e-6). Nothing of ms-swift is copied into this project.
+Then slices run (level 1). Prints the largest difference of a gradient, and fails above 1e-12.
+Nothing of ms-swift is copied into this project.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -50,7 +52,7 @@ ARGS = SimpleNamespace(
     context_parallel_size=1, cp_partition_mode="zigzag", sequence_parallel=False, fp8_recipe=None,
     micro_batch_size=1, global_batch_size=MICRO_BATCHES, num_microbatches=MICRO_BATCHES,
     seq_length=CONTEXT, enable_dft_loss=False, enable_channel_loss=False,
-    dataloader_num_workers=0, dataloader_pin_memory=False,
+    dataloader_num_workers=0, dataloader_pin_memory=False, is_multimodal=False,
 )  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def load(checkout: Path) -> SimpleNamespace:
     """What is used of the checkout, which is imported."""
     sys.path.insert(0, str(checkout))
     mock("mcore_bridge")
+    importlib.import_module("mcore_bridge").split_cp_inputs = rows_of_this_rank  # type: ignore[attr-defined]
     from swift.dataset.packing import PackingDataset
     from swift.megatron.trainers.trainer import MegatronTrainer
     from swift.template import Template
@@ -94,7 +97,8 @@ def trainer_around(its: SimpleNamespace, model: Any) -> Any:
     template = object.__new__(its.Template)
     template.__dict__ |= {
         "task_type": "causal_lm", "mode": "train", "max_length": CONTEXT, "use_megatron": True,
-        "padding_side": "right", "sequence_parallel_size": 1, "remove_unused_columns": True,
+        "padding_side": "right", "remove_unused_columns": True,
+        "sequence_parallel_size": ARGS.context_parallel_size,
         "processor": SimpleNamespace(pad_token_id=0),
     }  # fmt: skip
     trainer = object.__new__(its.Trainer)
@@ -122,15 +126,12 @@ def wrapped(model: Any) -> Any:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.module import Float16Module, MegatronModule
 
-    class InItsPrecision(MegatronModule):
+    class InItsPrecision(Float16Module):
         def __init__(self) -> None:
-            super().__init__(model.config)
+            MegatronModule.__init__(self, model.config)
             self.module = model
-
-        def set_input_tensor(self, tensor: torch.Tensor) -> None:
-            self.module.set_input_tensor(tensor)
 
         def forward(self, *any: Any, **named: Any) -> torch.Tensor:
             return self.module(*any, **named)
@@ -141,8 +142,17 @@ def wrapped(model: Any) -> Any:
     return DistributedDataParallel(model.config, settings, InItsPrecision())
 
 
-def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+def rows_of_this_rank(inputs: torch.Tensor, borders: Any, dim: int) -> torch.Tensor:
+    """In the place of mcore_bridge's: of every document [1, T] those of this rank."""
+    from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
+
+    documents = inputs[0].split(borders.diff().tolist())
+    return torch.cat([zigzag_part(one) for one in documents])[None]
+
+
+def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
+    ARGS.context_parallel_size = cp
+    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
         attend_within_documents(model)
         from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
 
@@ -153,4 +163,4 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(__doc__, "ms-swift", TRAINER, work))
+    sys.exit(run_stages(__doc__, "ms-swift", TRAINER, work, shares_rows=True))

@@ -5,14 +5,16 @@
     git clone --depth 1 https://github.com/verl-project/verl
     python -m pip install tensordict hydra-core codetiming datasets peft torchdata ray
     scripts/upstream/verl_loop.py --verl verl
+    scripts/upstream/verl_loop.py --verl verl --cp 2
 
 Imports verl of that checkout, with what it needs, and calls forward_backward_batch of its
 MegatronEngineWithLMHead: its micro-batches by tokens, its forward step, THD packing and log
 probabilities, its supervised loss, and a pass of forwards. Two processes have a stage each of a
 tiny GPT in float64, which stands where the engine would have built one of a checkpoint; on a host
 without a GPU the attention over packed documents is of our own. Nothing tells us rows: they are
-known by verl's rules. Prints the largest difference of a gradient or a log probability, and fails
-above 1e-12. Nothing of verl is copied into this project.
+known by verl's rules. With --cp so many ranks share each stage's rows. Prints the largest
+difference of a gradient or a log probability, and fails above 1e-12. Nothing of verl is copied into
+this project.
 """
 
 import os
@@ -28,7 +30,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-from framework_runs import attend_within_documents, compare, run_stages, stage_in_float64
+from framework_runs import (
+    attend_within_documents,
+    compare,
+    gradients_of,
+    run_stages,
+    stage_in_float64,
+)
 
 ENGINE = "verl/workers/engine/megatron/transformer_impl.py"
 STEPS, SAMPLES, MOST_TOKENS = 4, 12, 260  # of a micro-batch
@@ -59,8 +67,9 @@ def engine_around(its: SimpleNamespace, model: Any) -> Any:
     """verl's engine as its initialize() leaves it, as far as a batch asks it."""
     engine = object.__new__(its.Engine)
     engine.engine_config = its.Config(
-        pipeline_model_parallel_size=rl_loop.STAGES, sequence_parallel=False
-    )
+        pipeline_model_parallel_size=rl_loop.STAGES, sequence_parallel=False,
+        context_parallel_size=model.config.context_parallel_size,
+    )  # fmt: skip
     engine.model_config = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
         mtp=SimpleNamespace(enable=False, enable_train=False),
@@ -93,8 +102,7 @@ def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
     for number in range(STEPS):
         model.zero_grad(set_to_none=True)
         engine.forward_backward_batch(batch(its, number), partial(its.loss, None))
-        named = model.named_parameters()
-        made.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        made.append(gradients_of(model))
     with torch.no_grad():
         found = engine.forward_backward_batch(batch(its, STEPS), None, forward_only=True)
     named_samples = enumerate(found["model_output"]["log_probs"].unbind()) if found else ()
@@ -102,8 +110,8 @@ def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
+    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
         attend_within_documents(model)
         engine = engine_around(its, model)
         # The rest of its initialize() builds a model of a checkpoint and an optimizer.
@@ -112,4 +120,4 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(__doc__, "verl", ENGINE, work))
+    sys.exit(run_stages(__doc__, "verl", ENGINE, work, shares_rows=True))

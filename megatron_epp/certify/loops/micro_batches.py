@@ -154,13 +154,6 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
     return {**row, "cu_seqlens": borders, "side by side": batch, "loss": batch["loss"]}
 
 
-def zigzag(rows: int, ranks: int) -> list[Tensor]:
-    """Rows of a sequence that each context-parallel rank has: of 2 x ranks equal parts the first
-    and the last, the second and the last but one, ..."""
-    pieces = torch.arange(rows).chunk(2 * ranks)
-    return [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks)]
-
-
 # ------------------------------------------------------------------ the loop's own functions
 
 

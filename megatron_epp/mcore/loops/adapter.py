@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
 
 
 class Adapter(Protocol):
@@ -33,7 +33,15 @@ class Adapter(Protocol):
                                  (megatron_epp.corpus.shared_prefixes)
 
     What several share is then computed once, drawn as rows of one of them; ``loss`` gets outputs of
-    every document whole, so that it decides how often they count.
+    every document whole, so that it decides how often they count. All that rows of them draw must
+    be equal, but for what the loss alone reads: the names in ``loss_keys``, by default a loss mask.
+
+    Over context-parallel ranks ``loss`` is called on each, and is of whole documents. Where that of
+    a loop is of a rank's own part, there is
+
+        partial_loss = True
+
+    and gradients with respect to ``outputs`` are added up over these ranks, and so are tokens.
 
     Where the loop's forward step returns logits, or makes its micro-batches of what it draws, a
     slice cannot be drawn by it. Then there is a function
@@ -90,15 +98,28 @@ def loss_function_of(
     return function
 
 
-# Outputs of a token depend on it, on those before it, and on its label.
-ALIKE = ("tokens", "input_ids", "labels")
+LOSS_KEYS = ("loss_mask",)
 
 
-def alike(micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]) -> Any:
-    """[L, keys] of a document at ``where``, as far as the micro-batch has such tensors [B, S]: what
-    must be equal for its outputs to be those of another."""
-    found = parts_of(micro_batch, keys, where).values()
-    return torch.stack([part[0].cpu() for part in found if part is not None], dim=-1).numpy()
+def found_prefixes(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
+    """Documents of a micro-batch, by ``lengths`` and ``rows`` of an adapter, and what they share
+    from ``least`` tokens on: begins for which equal rows are drawn. 0: nothing is shared."""
+    lengths = adapter.lengths(micro_batch)
+    if not least:
+        return PrefixForest.apart(lengths)
+    rows = []
+    for document, length in enumerate(lengths):
+        drawn = _compared(adapter, adapter.rows(micro_batch, document, 0, length))
+        # As float64, which tells tokens and labels up to 2^53 apart.
+        columns = [one[0].reshape(length, -1).double() for one in drawn.values()]
+        rows.append(torch.cat(columns, dim=1).cpu().numpy())
+    return shared_prefixes(rows, least)
+
+
+def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those that outputs of a token may depend on, as they do on its label."""
+    left_out = getattr(adapter, "loss_keys", LOSS_KEYS)
+    return {name: x for name, x in rows.items() if x is not None and name not in left_out}
 
 
 def parts_of(
@@ -131,7 +152,8 @@ def rows_of(
 def side_by_side(
     parts: Sequence[Mapping[str, Tensor | None]], rows: int
 ) -> dict[str, Tensor | None]:
-    """Slices one behind the other, [1, rows, ...] each; zeros behind them, up to ``rows``."""
+    """Slices one behind the other, [1, rows, ...] each; behind them, up to ``rows``, the last row
+    again: whatever it holds, a model can compute."""
     joined: dict[str, Tensor | None] = {}
     for name in parts[0]:
         tensors = [part[name] for part in parts]
@@ -141,7 +163,7 @@ def side_by_side(
         whole = torch.cat([tensor for tensor in tensors if tensor is not None], dim=1)
         missing = rows - whole.shape[1]
         if missing:
-            whole = torch.cat([whole, whole.new_zeros(1, missing, *whole.shape[2:])], dim=1)
+            whole = torch.cat([whole, whole[:, -1:].expand(1, missing, *whole.shape[2:])], dim=1)
         joined[name] = whole
     return joined
 
@@ -176,14 +198,14 @@ def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: Pref
             if node.sequence == document:
                 continue
             own, shared = (
-                rows_of(adapter, micro_batch, number, each, node.start, node.stop)
+                _compared(
+                    adapter, rows_of(adapter, micro_batch, number, each, node.start, node.stop)
+                )
                 for each in (document, node.sequence)
             )
-            for name in ALIKE:
-                mine, others = own.get(name), shared.get(name)
-                if mine is not None and others is not None:
-                    pairs.append((document, node, name))
-                    unlike.append((mine != others).any())
+            for name in filter(shared.__contains__, own):
+                pairs.append((document, node, name))
+                unlike.append((own[name] != shared[name]).any())
     if unlike and bool(torch.stack(unlike).any()):
         document, node, name = next(
             pair for pair, differs in zip(pairs, unlike, strict=True) if differs

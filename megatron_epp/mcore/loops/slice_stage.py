@@ -61,6 +61,7 @@ class SliceStage(ModelStage):
             step = sliced(step, call.one_model)
         super().__init__(call.one_model, call.config, step, builder, plan, store)
         self.batches, self.groups, self.share = batches, groups, share
+        self._partial = share.parts > 1 and getattr(attached.adapter, "partial_loss", False)
         self.data: dict[int, list[Any]] = {}
         self._documents = [
             [d for d, other in enumerate(self._of) if other == number]
@@ -224,19 +225,22 @@ class SliceStage(ModelStage):
         )
         self.batches.let_go(number)
         self.data[number] = data
-        if self.share.part == 0:  # all ranks of a document see the whole of it: counted once
+        # Where all ranks of a document see the whole of it, it is counted once.
+        if self._partial or self.share.part == 0:
             self.tokens = self.tokens + tokens
         if not self.training:
             return
         loss = scalar(loss, f"micro-batch {number}")
-        if len(returned[0]) == 3 and not self.config.calculate_per_token_loss:
+        counted = len(returned[0]) == 3 and not self.config.calculate_per_token_loss
+        if counted and not self._partial:
             # Megatron takes the mean of context-parallel ranks' means; each here is of all rows.
             loss = loss * self.share.parts
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
-        gradients = torch.autograd.grad(loss, whole, allow_unused=True)
-        for document, outputs, gradient in zip(documents, whole, gradients, strict=True):
-            self._gradients[document] = torch.zeros_like(outputs) if gradient is None else gradient
+        gradients = torch.autograd.grad(loss, whole, allow_unused=True, materialize_grads=True)
+        if self._partial:
+            gradients = _of_all_parts(gradients, self.groups.cp)
+        self._gradients.update(zip(documents, gradients, strict=True))
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         if not self.is_last:
@@ -289,6 +293,13 @@ def _of_all_ranks(mine: Tensor, group: Any) -> Tensor:
     whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
     return whole
+
+
+def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
+    """[L, ...] of every document, summed over the context-parallel ranks. Collective."""
+    every = torch.cat(gradients)
+    dist.all_reduce(every, group=group)
+    return tuple(every.split([len(one) for one in gradients]))
 
 
 def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.mcore.loops.adapter import lengths_of, rows_of, side_by_side
+from megatron_epp.corpus.shared_prefixes import shared_prefixes
+from megatron_epp.mcore.loops.adapter import forest_of, lengths_of, rows_of, side_by_side
 from megatron_epp.mcore.loops.adapters.packed import PackedDocuments, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
 
@@ -87,6 +88,41 @@ def test_borders_beyond_the_rows_are_refused() -> None:
         documents_of({"x": 1})
 
 
+def test_rows_that_are_drawn_decide_what_is_shared() -> None:
+    """A temperature, positions, features: outputs may depend on all but what the loss alone reads.
+    That tokens and labels are alike is not enough."""
+    tokens = torch.arange(8).expand(2, 8)
+    mask, heat = torch.ones(2, 8), torch.ones(2, 8)
+    mask[1, 2], heat[1, 5] = 0, 0.5
+    features = torch.zeros(2, 8, 3)
+    features[1, 6, 2] = 1
+    whole = {"tokens": tokens, "labels": tokens + 1, "loss_mask": mask}
+    batch = {**whole, "temperature": heat, "features": features, "lengths": (8, 8)}
+    keys = ("tokens", "labels", "loss_mask")
+
+    def shared(*more: str, loss_keys=("loss_mask",)) -> int:
+        found = Samples(keys=(*keys, *more), share_from=1, loss_keys=loss_keys).prefixes(batch)
+        return found.nodes[0].stop if found.shares else 0
+
+    assert shared() == 8 and shared("temperature") == 5 and shared("features") == 6
+    assert shared("temperature", loss_keys=("loss_mask", "temperature")) == 8
+    assert shared(loss_keys=()) == 2
+
+    class Claims(Samples):
+        """Looks at tokens alone."""
+
+        def prefixes(self, micro_batch):
+            return shared_prefixes(list(tokens.numpy()), 1)
+
+    assert forest_of(Claims(), batch, 0, 8).shares
+    with pytest.raises(ValueError) as error:
+        forest_of(Claims(keys=(*keys, "temperature")), batch, 0, 8)
+    assert str(error.value) == (
+        "the adapter's prefixes of micro-batch 0: 'temperature' of document 1 in [0:8] are not "
+        "those of document 0; expected equal rows (shared_prefixes finds them)"
+    )
+
+
 class Lying:
     def __init__(self, lengths: list[int]):
         self._lengths = lengths
@@ -123,12 +159,13 @@ def test_lengths_that_cannot_be_are_refused(lengths, says) -> None:
 
 
 def test_slices_side_by_side_are_padded_together() -> None:
+    """With a row that there is: a temperature of 0 would divide by it."""
     parts = [
         {"tokens": torch.ones(1, 2), "labels": None},
         {"tokens": 2 * torch.ones(1, 1), "labels": None},
     ]
     made = side_by_side(parts, 4)
-    assert made["tokens"].tolist() == [[1, 1, 2, 0]] and made["labels"] is None
+    assert made["tokens"].tolist() == [[1, 1, 2, 2]] and made["labels"] is None
 
 
 # ------------------------------------------------------------------ models that cannot be cut

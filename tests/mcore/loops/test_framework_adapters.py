@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from megatron_epp.mcore.loops.adapter import loss_function_of
+from megatron_epp.mcore.loops.adapters import token_samples
+from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
 from megatron_epp.mcore.loops.adapters.slime_samples import SlimeSamples
 from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
+from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
 from megatron_epp.mcore.loops.adapters.verl_samples import VerlSamples
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 
@@ -30,6 +33,23 @@ def spans(adapter, batch) -> list[list[list[int]]]:
 
 def model() -> SimpleNamespace:
     return SimpleNamespace(training=True, module=SimpleNamespace(vp_stage=None))
+
+
+@pytest.fixture(params=[0, 1])
+def rank(request, monkeypatch) -> int:
+    """This process is one of two context-parallel ranks."""
+    for name, value in (("world_size", 2), ("rank", request.param)):
+        found = f"get_context_parallel_{name}"
+        monkeypatch.setattr(token_samples.mpu, found, lambda value=value: value)
+    return request.param
+
+
+def test_rows_of_a_context_parallel_rank(rank) -> None:
+    whole = torch.arange(1.0, 6.0, requires_grad=True)
+    assert zigzag_part(whole).tolist() == [[1, 2, 0, 0], [3, 4, 5, 0]][rank]
+    zigzag_part(whole).sum().backward()
+    assert whole.grad.tolist() == [[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]][rank]
+    assert zigzag_part(torch.ones(2, 3)).sum() == 3  # one row each, the others are padding
 
 
 # ------------------------------------------------------------------ slime
@@ -91,7 +111,7 @@ def test_slimes_loss_finds_log_probabilities_in_the_place_of_logits() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"context_parallel_size": 2}, "ask for context_parallel_size above 1; slices do not"),
+        ({"context_parallel_size": 2, "allgather_cp": True}, "ask for allgather_cp, which lays"),
         ({"rollout_top_p": 0.9}, "ask for rollout_top_p below 1, which leaves words out"),
         ({"loss_type": "custom_loss"}, "ask for loss_type custom_loss, which takes logits"),
         ({"use_routing_replay": True}, "ask for routing replay"),
@@ -138,6 +158,25 @@ def test_swifts_documents_begin_where_positions_do() -> None:
     assert torch.equal(batch["labels"], batch["input_ids"])  # as they were
 
 
+def test_swifts_loss_is_of_the_rows_that_it_cuts_for_a_rank(rank) -> None:
+    """Documents that it pads to twice the ranks, with documents of nothing behind them."""
+    places = torch.cat([torch.arange(4), torch.arange(8), torch.arange(4)])[None]
+    batch = {name: 100 + torch.arange(16)[None] for name in ("input_ids", "labels")}
+    adapter, met = SwiftPacks(), []
+
+    class Trainer(MegatronTrainer):
+        def forward_step(self, data_iterator, model):
+            next(data_iterator)
+            return None, lambda output: met.append(output)
+
+    Trainer.forward_step.__qualname__ = "MegatronTrainer.forward_step"
+    adapter.sliced(Trainer(context_parallel_size=2).forward_step, model())
+    assert adapter.lengths({**batch, "position_ids": places}) == (4, 8, 4)
+    adapter.loss({**batch, "position_ids": places}, torch.arange(16.0).split([4, 8, 4]))
+    own = [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]][rank]
+    assert met[0].tolist() == [own] and adapter.partial_loss
+
+
 def test_swift_micro_batches_and_trainers_that_slices_do_not_serve() -> None:
     adapter, whole = SwiftPacks(), pack()
     with pytest.raises(ValueError, match=r"has pixel_values; its slices are of text"):
@@ -149,6 +188,9 @@ def test_swift_micro_batches_and_trainers_that_slices_do_not_serve() -> None:
         adapter.sliced(slimes_step, model())
     with pytest.raises(ValueError, match="ask for task_type seq_cls"):
         adapter.sliced(MegatronTrainer(task_type="seq_cls").forward_step, model())
+    others = {"context_parallel_size": 2, "cp_partition_mode": "contiguous"}
+    with pytest.raises(ValueError, match="ask for cp_partition_mode contiguous; leave it out"):
+        adapter.sliced(MegatronTrainer(**others).forward_step, model())
 
 
 # ------------------------------------------------------------------ verl
@@ -195,8 +237,11 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
     assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 7]]]
     assert spans(VerlSamples(tensor_ranks=2), batch)[1] == [[1, 2, 3, 0]]
     assert adapter.rows(batch, 1, 1, 5)["temperature"].tolist() == [[0.5] * 4]
-    # Of two tokens alike the second is followed by another one.
-    assert not adapter.prefixes(batch).shares and VerlSamples(share_from=1).prefixes(batch).shares
+    # Of two tokens alike the second is followed by another one; and what is sampled more coldly
+    # has other log-probabilities.
+    alike, from_one = Batch({**batch, "temperature": 1.0}), VerlSamples(share_from=1)
+    assert not adapter.prefixes(alike).shares and from_one.prefixes(alike).shares
+    assert not from_one.prefixes(batch).shares
 
     def loss(output, data):
         assert output["log_probs"].offsets().tolist() == [0, 3, 8]
@@ -210,6 +255,22 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
     assert [one.grad[:, 0].tolist() for one in outputs] == [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
+def test_verls_context_parallel_ranks_count_a_sample_once() -> None:
+    """A sample's last label is its first token, or padding of a short one; each of its ranks tells
+    a share of the tokens."""
+    batch, adapter = verls_batch(), VerlSamples(context_ranks=2)
+    assert spans(adapter, batch)[1] == [[1, 2, 3, 7]]
+    assert adapter.rows(batch, 0, 2, 3)["labels"].tolist() == [[0]]
+    assert adapter.lengths(batch) == LENGTHS
+
+    class OfTokens(Engine):
+        def finish(self, loss, output, data):
+            return output["log_probs"].values().sum(), torch.tensor(4), {}
+
+    adapter.sliced(OfTokens(context_parallel_size=2).step(None), model())
+    assert adapter.loss(batch, with_two_columns())[1] == 8
+
+
 def test_verls_engines_and_micro_batches_that_slices_do_not_serve() -> None:
     adapter = VerlSamples()
     for name in ("use_fused_kernels", "dynamic_context_parallel", "pad_to_length"):
@@ -221,6 +282,96 @@ def test_verls_engines_and_micro_batches_that_slices_do_not_serve() -> None:
         adapter.lengths(verls_batch(distillation_use_topk=True))
     with pytest.raises(ValueError, match="asks for multi_modal_inputs"):
         adapter.lengths(verls_batch(multi_modal_inputs=[{"pixel_values": 1}]))
+
+
+# ------------------------------------------------------------------ NeMo-RL
+
+
+class TheirLoss:
+    use_fused_linear_logprobs = False
+
+    def __init__(self, takes: str = "logprob"):
+        self.input_type = SimpleNamespace(value=takes)
+
+    def __call__(self, data, made):
+        assert self.use_fused_linear_logprobs
+        return (made[:, :-1] * data["weights"]).sum(), {}
+
+
+class LossPostProcessor:
+    """As NeMo-RL's, which is known by its name."""
+
+    def __init__(self, loss_fn, prepare_fn=None):
+        self.loss_fn, self.prepare_fn = loss_fn, prepare_fn
+
+    def __call__(self, data_dict, packed_seq_params, global_valid_seqs, global_valid_toks):
+        assert packed_seq_params is global_valid_seqs is None and global_valid_toks == 6
+        return functools.partial(self.loss_fn, data_dict)
+
+
+class LogprobsPostProcessor:
+    use_fused_linear_logprobs = False
+
+    def __call__(self, data_dict, input_ids, cu_seqlens_padded):
+        assert self.use_fused_linear_logprobs
+        return lambda made: (None, made)
+
+
+class MultimodalBatch(Batch):
+    def get_multimodal_dict(self, **how):
+        return self.get("pictures", {})
+
+
+def nemos_batch(**others) -> SimpleNamespace:
+    tokens = torch.stack([torch.tensor([7, 8, 9, 0, 0]), TOKENS[1]])
+    data = MultimodalBatch(input_ids=tokens, input_lengths=torch.tensor(LENGTHS), **others)
+    return SimpleNamespace(data_dict=data)
+
+
+def nemos_step(processor, **named):
+    return functools.partial(slimes_step, post_processing_fn=processor, **named)
+
+
+def test_nemo_rls_loss_gets_log_probabilities_side_by_side() -> None:
+    adapter, weights = NemoSamples(), torch.arange(8.0).view(2, 4)
+    batch, processor = nemos_batch(weights=weights), LossPostProcessor(TheirLoss())
+    assert tuple(adapter.lengths(batch)) == LENGTHS
+    assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 0]]]
+    adapter.sliced(nemos_step(processor, global_valid_toks=6), model())
+    outputs = [torch.ones(length, requires_grad=True) for length in LENGTHS]
+    loss, _ = adapter.loss(batch, outputs)
+    loss.backward()
+    assert [one.grad.tolist() for one in outputs] == [[0, 1, 2], [4, 5, 6, 7, 0]]
+    assert not processor.loss_fn.use_fused_linear_logprobs  # as it was
+    adapter.sliced(nemos_step(LogprobsPostProcessor()), model())
+    assert adapter.loss(batch, outputs)[1].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+
+
+@pytest.mark.parametrize(
+    ("processor", "named", "says"),
+    [
+        (None, {}, "post-processed by NoneType; expected LossPostProcessor or Logprobs"),
+        (LossPostProcessor(TheirLoss("logit")), {}, "asks for a loss of logits, where slices give"),
+        (LossPostProcessor(TheirLoss(), print), {}, "asks for a prepare_fn, which takes logits"),
+        (LogprobsPostProcessor(), {"draft_model": 1}, "asks for a draft model; leave it out, or"),
+        (LogprobsPostProcessor(), {"use_router_replay": True}, "asks for router replay"),
+        (
+            LogprobsPostProcessor(),
+            {"sampling_params": SimpleNamespace(top_k=None, top_p=0.9, temperature=1.0)},
+            "asks for top-k or top-p sampling, which leaves words out",
+        ),
+    ],
+)
+def test_nemo_rls_steps_that_slices_do_not_serve(processor, named, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        NemoSamples().sliced(nemos_step(processor, **named), model())
+
+
+def test_nemo_rls_pictures_and_context_parallel_ranks_are_refused(rank) -> None:
+    with pytest.raises(ValueError, match="has pixels; its slices are of text"):
+        NemoSamples().lengths(nemos_batch(pictures={"pixels": 1}))
+    with pytest.raises(ValueError, match="asks for context parallelism"):
+        NemoSamples().sliced(nemos_step(LogprobsPostProcessor()), model())
 
 
 def test_a_loss_function_is_had_without_a_forward() -> None:

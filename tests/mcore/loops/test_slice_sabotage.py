@@ -28,6 +28,8 @@ RANKS = (
     "gather from the wrong rank",
     "draw the neighbours rows",
     "start from the neighbours rows",
+    "nothing but losses of parts",
+    "leave parts apart",
 )
 TREES = (
     "nothing",

@@ -23,7 +23,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_epp.certify.loops.micro_batches import MicroBatch, loop_loss, zigzag
+from megatron_epp.certify.loops.micro_batches import MicroBatch, loop_loss
+from megatron_epp.layers.zigzag import zigzag
 
 _CUT = ("tokens", "labels", "position_ids")
 Parts = Sequence[Tensor]  # the rows of every rank

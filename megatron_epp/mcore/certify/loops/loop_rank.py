@@ -63,8 +63,9 @@ _OURS = (
     AllowedCollective(
         "outputs of a slice",
         "CONTEXT_PARALLEL_GROUP",
-        r"megatron_epp\.mcore\.loops\.slice_stage\._of_all_ranks",
-        "each rank computes some of its rows; the loop's loss sees whole documents, on every rank",
+        r"megatron_epp\.mcore\.loops\.slice_stage\._of_all_(ranks|parts)",
+        "each rank computes some of its rows; the loop's loss sees whole documents, on every rank, "
+        "where it may be of a part of them",
     ),
 )
 _NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")

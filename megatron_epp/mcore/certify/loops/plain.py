@@ -19,10 +19,10 @@ from megatron_epp.certify.loops.micro_batches import (
     LoopFrame,
     MicroBatch,
     loop_loss,
-    zigzag,
 )
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.certify.trial import ENCODER
+from megatron_epp.layers.zigzag import zigzag
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.loops.other_models import WithEncoder
 from megatron_epp.mcore.certify.model_flags import parsed

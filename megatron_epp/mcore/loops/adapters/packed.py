@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
-from megatron_epp.mcore.loops.adapter import ALIKE, alike, parts_of
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, found_prefixes, parts_of
 
 _TOKENS = ("input_ids", "tokens")
 
@@ -25,7 +25,7 @@ class PackedDocuments:
     """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
 
     keys         what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
-    share_from   as of samples (samples.py)
+    share_from, loss_keys   as of samples (samples.py)
     """
 
     def __init__(
@@ -33,21 +33,16 @@ class PackedDocuments:
         loss_of: Callable[..., Any],
         keys: Sequence[str] = ("input_ids", "tokens", "labels", "loss_mask", "position_ids"),
         share_from: int = 0,
+        loss_keys: Sequence[str] = LOSS_KEYS,
     ):
-        self.share_from = share_from
+        self.share_from, self.loss_keys = share_from, tuple(loss_keys)
         self.loss_of, self.keys = loss_of, tuple(keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
         return tuple(stop - start for start, stop in documents_of(micro_batch))
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        if not self.share_from:
-            return PrefixForest.apart(self.lengths(micro_batch))
-        rows = [
-            alike(micro_batch, ALIKE, (slice(None), slice(*border)))
-            for border in documents_of(micro_batch)
-        ]
-        return shared_prefixes(rows, self.share_from)
+        return found_prefixes(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
-from megatron_epp.mcore.loops.adapter import ALIKE, alike, parts_of
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, found_prefixes, parts_of
 
 # loss_of(micro-batch, outputs [B, S, ...]) as the loop's own loss function returns it
 LossOf = Callable[..., Any]
@@ -30,6 +30,7 @@ class Samples:
     keys         what forward steps draw, as far as micro-batches have it
     share_from   tokens that samples must have in common, from their first on, for what they share
                  to be computed once; 0: every sample is computed by itself
+    loss_keys    those of the keys that may differ in what is shared, as the loss alone reads them
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Samples:
         loss_of: LossOf | None = None,
         keys: Sequence[str] = ("tokens", "labels", "loss_mask"),
         share_from: int = 0,
+        loss_keys: Sequence[str] = LOSS_KEYS,
     ):
-        self.share_from = share_from
+        self.share_from, self.loss_keys = share_from, tuple(loss_keys)
         self.loss_of = masked_sum if loss_of is None else loss_of
         self.keys = tuple(keys)
 
@@ -54,14 +56,7 @@ class Samples:
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        lengths = self.lengths(micro_batch)
-        if not self.share_from:
-            return PrefixForest.apart(lengths)
-        rows = [
-            alike(micro_batch, ALIKE, (slice(sample, sample + 1), slice(0, length)))
-            for sample, length in enumerate(lengths)
-        ]
-        return shared_prefixes(rows, self.share_from)
+        return found_prefixes(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int

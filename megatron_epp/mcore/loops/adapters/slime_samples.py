@@ -21,6 +21,7 @@ from megatron_epp.mcore.loops.adapters.token_samples import (
     log_prob_step,
     log_probs_and_entropies,
     on_this_device,
+    zigzag_part,
 )
 from megatron_epp.mcore.loops.attached import attach_to, attached
 from megatron_epp.mcore.loops.install import install_where_none
@@ -31,6 +32,8 @@ _MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
 class SlimeSamples(TokenSamples):
     """args: slime's. share_from: as of samples (samples.py). ValueError: they ask for what slices
     do not give."""
+
+    partial_loss = True  # of the rows that slime's own cut gives a rank
 
     def __init__(self, args: Any, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
@@ -45,9 +48,10 @@ class SlimeSamples(TokenSamples):
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         function = loss_function_of(self._loops_own, micro_batch, self._model)
+        mine = [zigzag_part(one) for one in outputs]
         if self._args.loss_type == "value_loss":
-            return function(torch.cat(list(outputs))[None])
-        return _called_with(function, *log_probs_and_entropies(outputs))
+            return function(torch.cat(mine)[None])
+        return _called_with(function, *log_probs_and_entropies(mine))
 
     @property
     def _has_entropies(self) -> bool:
@@ -89,7 +93,8 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
 
 def _require_sliceable(args: Any) -> None:
     asked = {
-        "context_parallel_size above 1": args.context_parallel_size > 1,
+        "allgather_cp, which lays rows out otherwise": args.context_parallel_size > 1
+        and getattr(args, "allgather_cp", False),
         "rollout_top_p below 1, which leaves words out": args.rollout_top_p != 1.0,
         "loss_type custom_loss, which takes logits": args.loss_type == "custom_loss",
         "routing replay, which records whole micro-batches": getattr(

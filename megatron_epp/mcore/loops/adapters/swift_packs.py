@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import loss_function_of
-from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
-from megatron_epp.mcore.loops.adapters.token_samples import on_this_device
+from megatron_epp.mcore.loops.adapter import found_prefixes, loss_function_of, parts_of
+from megatron_epp.mcore.loops.adapters.packed import documents_of
+from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
 
 _STEP = "MegatronTrainer.forward_step"  # of pre-training and of supervised fine-tuning
@@ -29,19 +29,24 @@ class SwiftPacks:
     """Micro-batches of packing (--packing, or --padding_free). share_from: as of samples
     (samples.py)."""
 
+    partial_loss = True  # of the rows that swift's own cut gives a rank
+
     def __init__(self, share_from: int = 0):
-        self._packed = PackedDocuments(lambda batch, outputs: outputs, share_from=share_from)
+        self.share_from = share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        return self._packed.lengths(_with_borders(micro_batch))
+        return tuple(stop - start for start, stop in documents_of(_with_borders(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        return self._packed.prefixes(_with_borders(micro_batch))
+        return found_prefixes(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        return self._packed.rows(_with_borders(micro_batch), document, start, stop)
+        whole = _with_borders(micro_batch)
+        first, _ = documents_of(whole)[document]
+        mine = slice(None), slice(first + start, first + stop)
+        return parts_of(whole, ("input_ids", "labels"), mine)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
         """ValueError: another trainer's, or arguments, that slices do not serve."""
@@ -55,7 +60,8 @@ class SwiftPacks:
         args = trainer.args
         asked = {
             f"task_type {args.task_type}": args.task_type != "causal_lm",
-            f"context_parallel_size {args.context_parallel_size}": args.context_parallel_size > 1,
+            "cp_partition_mode contiguous": args.context_parallel_size > 1
+            and getattr(args, "cp_partition_mode", "zigzag") != "zigzag",
             "routing replay": getattr(trainer, "enable_routing_replay", False),
         }
         for what, wanted in asked.items():
@@ -68,10 +74,11 @@ class SwiftPacks:
         return _token_losses
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
-        whole_1T = self._packed.loss(_with_borders(micro_batch), outputs)
         # A copy: swift shifts a micro-batch's labels where they are.
         source = SingleValue(dict(micro_batch))
-        return loss_function_of(self._loops_own, source, self._model)(whole_1T)
+        # Its documents lie one behind the other, with no row between them.
+        mine_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
+        return loss_function_of(self._loops_own, source, self._model)(mine_1T)
 
 
 def _with_borders(micro_batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.layers.zigzag import zigzag
+from megatron_epp.mcore.loops.adapter import found_prefixes
 from megatron_epp.mcore.loops.token_log_probs import model_log_probs
 from megatron_epp.mcore.model.attention import this_device
 
@@ -26,14 +29,7 @@ class TokenSamples:
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        samples = self._tokens_of(micro_batch)
-        if not self.share_from:
-            return PrefixForest.apart(tuple(map(len, samples)))
-        rows = [
-            torch.stack([one, pad(one[1:], (0, 1), value=self.behind(samples, number))], dim=-1)
-            for number, one in enumerate(samples)
-        ]
-        return shared_prefixes([one.cpu().numpy() for one in rows], self.share_from)
+        return found_prefixes(self, micro_batch, self.share_from)
 
     def behind(self, samples: Sequence[Tensor], number: int) -> int:
         """The label of a sample's last token; no loss of an answer reads it."""
@@ -75,6 +71,17 @@ def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
         name: one if one is None else one.to(device, non_blocking=True)
         for name, one in rows.items()
     }
+
+
+def zigzag_part(whole_L: Tensor) -> Tensor:
+    """Rows [l, ...] of a sample that this context-parallel rank has where they are cut as Megatron
+    cuts them, zeros behind the sample's end among them; all of them where there is one rank."""
+    ranks = mpu.get_context_parallel_world_size()
+    if ranks <= 1:  # 0 without groups
+        return whole_L
+    missing = -len(whole_L) % (2 * ranks)
+    padded = torch.cat([whole_L, whole_L.new_zeros(missing, *whole_L.shape[1:])])
+    return padded[zigzag(len(padded), ranks)[mpu.get_context_parallel_rank()].to(padded.device)]
 
 
 def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

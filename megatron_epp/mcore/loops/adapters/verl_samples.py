@@ -25,16 +25,21 @@ VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
 
 
 class VerlSamples(TokenSamples):
-    """tensor_ranks: to a multiple of which verl pads samples. share_from: as of samples
-    (samples.py)."""
+    """tensor_ranks, context_ranks: of verl's engine, by which it pads samples. share_from: as of
+    samples (samples.py)."""
 
-    def __init__(self, tensor_ranks: int = 1, share_from: int = 0):
+    def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
-        self._tensor_ranks = tensor_ranks
+        self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
 
     def behind(self, samples: Sequence[Tensor], number: int) -> int:
-        """As verl shifts labels along a pack: padding, or the next sample's first token."""
-        padded = len(samples[number]) % self._tensor_ranks
+        """As verl shifts labels along a pack: padding, or the next sample's first token; the
+        sample's own first one where context-parallel ranks share it, unless it is short."""
+        length = len(samples[number])
+        if self._context_ranks > 1:
+            short = length < 2 * self._tensor_ranks * self._context_ranks
+            return 0 if short else int(samples[number][0])
+        padded = length % self._tensor_ranks
         return 0 if padded else int(samples[(number + 1) % len(samples)][0])
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
@@ -62,7 +67,6 @@ class VerlSamples(TokenSamples):
             )
         config = engine.engine_config
         asked = {
-            "context_parallel_size": config.context_parallel_size > 1,
             "dynamic_context_parallel": config.dynamic_context_parallel,
             "use_fused_kernels": config.use_fused_kernels,
             "router_replay": engine.enable_routing_replay,
@@ -88,7 +92,11 @@ class VerlSamples(TokenSamples):
             for name, whole in made.items()
             if whole is not None
         }
-        return self._finish(nested, data=micro_batch.to(this_device()))
+        made = self._finish(nested, data=micro_batch.to(this_device()))
+        if len(made) == 2:
+            return made
+        loss, tokens, report = made  # of every rank a share of what is counted once
+        return loss, tokens * self._context_ranks, report
 
 
 def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
@@ -101,7 +109,10 @@ def register_engine(memory_gib: float | None = None, share_from: int = 0) -> Non
     class SlicedEngine(MegatronEngineWithLMHead):  # type: ignore[misc, no-any-unimported]
         def initialize(self) -> None:
             super().initialize()
-            samples = VerlSamples(self.engine_config.tensor_model_parallel_size, share_from)
+            config = self.engine_config
+            samples = VerlSamples(
+                config.tensor_model_parallel_size, config.context_parallel_size, share_from
+            )
             attach_to(self.module, samples, memory_gib=memory_gib)
             install_where_none()
 
