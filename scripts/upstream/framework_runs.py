@@ -39,7 +39,7 @@ class _Mocks(MetaPathFinder, Loader):
         self.packages = packages
 
     def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
-        mocked = name.split(".")[0] in self.packages
+        mocked = any(name == one or name.startswith(f"{one}.") for one in self.packages)
         return ModuleSpec(name, self, is_package=True) if mocked else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:

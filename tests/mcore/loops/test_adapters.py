@@ -61,6 +61,9 @@ def test_packed_documents_lie_where_the_borders_say(padded) -> None:
     assert adapter.lengths(batch) == (3, 5)
     begin = 3 if padded is None else 4
     assert documents_of(batch) == [(0, 3), (begin, begin + 5)]
+    of_its_own = {name: batch[name] for name in ("input_ids", "labels")}
+    of_its_own |= {"cu_seqlens_q": torch.tensor([[0, 3, 8]]), "cu_seqlens_q_padded": padded}
+    assert documents_of(of_its_own) == documents_of(batch)
     made = adapter.rows(batch, 1, 1, 4)
     assert made["input_ids"].tolist() == [[begin + 1, begin + 2, begin + 3]]
     whole = adapter.loss(batch, [torch.ones(3), 2 * torch.ones(5)])

@@ -4,7 +4,8 @@ Those of ms-swift, slime and verl are packed inside of the forward step and tell
 they have adapters of their own (swift_packs.py, slime_samples.py, verl_samples.py).
 
 input_ids, labels, ...                 [1, T]
-packed_seq_params, or cu_seqlens       where documents begin and end
+packed_seq_params, or cu_seqlens       where documents begin and end; or cu_seqlens_q of the
+                                       micro-batch itself
 cu_seqlens_q_padded                    where each is padded to a multiple: the padding between
                                        two documents is computed by nobody here
 """
@@ -76,13 +77,16 @@ def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
     ValueError: the micro-batch does not tell, or tells of more rows than it has.
     """
     params = micro_batch.get("packed_seq_params")
-    ends = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
+    if params is None:
+        ends = micro_batch.get("cu_seqlens_q", micro_batch.get("cu_seqlens"))
+        padded = micro_batch.get("cu_seqlens_q_padded")
+    else:
+        ends, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     if ends is None:
         raise ValueError(
             "a micro-batch without packed_seq_params or cu_seqlens: where do its documents end? "
             f"(it has {', '.join(map(str, micro_batch))})"
         )
-    padded = None if params is None else params.cu_seqlens_q_padded
     lengths = torch.diff(torch.as_tensor(ends).flatten()).tolist()
     starts = torch.as_tensor(ends if padded is None else padded).flatten().tolist()
     found = [(a, a + length) for a, length in zip(starts, lengths, strict=False) if length > 0]

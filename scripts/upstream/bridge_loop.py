@@ -1,0 +1,121 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402  (the examples beside this are imported from their folders)
+"""Megatron-Bridge's own forward step and loss, run by Megatron's schedule and by ours.
+
+    git clone --depth 1 https://github.com/NVIDIA-NeMo/Megatron-Bridge
+    scripts/upstream/bridge_loop.py --megatron-bridge Megatron-Bridge
+
+Executes forward_step of training/gpt_step.py and masked_next_token_loss of training/losses.py of
+that checkout (its roundings to float32 left out), on samples side by side, with the arguments of
+its train_step, in two processes with a stage each of a tiny GPT in float64. The rest of
+Megatron-Bridge is mocks.
+
+Whole micro-batches run first (level 0), and nothing tells us rows: they are known by its rules.
+Then slices run (level 1), drawn by its forward step. Prints the largest difference of a gradient or
+a loss, and fails above 1e-12. Nothing of Megatron-Bridge is copied into this project.
+"""
+
+import sys
+import types
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstream")]
+
+import rl_loop
+import torch
+from framework_runs import compare, gradients_of, mock, run_stages, stage_in_float64
+
+import megatron_epp
+
+FOLDER, PACKAGE = "src/megatron/bridge/training", "megatron.bridge.training"
+STEPS, MICRO_BATCHES, SAMPLES = 4, 5, 2
+KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# As far as the step asks its configuration.
+CONFIG = SimpleNamespace(
+    model=SimpleNamespace(
+        virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_layout=None
+    ),
+    dataset=SimpleNamespace(skip_getting_attention_mask_from_dataset=True),
+    rerun_state_machine=SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False),
+)
+STATE = SimpleNamespace(cfg=CONFIG, timers=MagicMock(), straggler_timer=MagicMock())
+
+
+def load(checkout: Path) -> SimpleNamespace:
+    """What is executed of the checkout; whatever else it imports of Megatron-Bridge is a mock."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    mock("megatron.bridge", "modelopt")
+    made = {}
+    for part in ("losses", "gpt_step"):
+        file = checkout / FOLDER / f"{part}.py"
+        module: Any = types.ModuleType(f"{PACKAGE}.{part}")
+        sys.modules[module.__name__] = made[part] = module
+        source = file.read_text().replace(".float()", "")
+        exec(compile(source, str(file), "exec"), module.__dict__)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    made["gpt_step"].get_pg_collection = lambda model: groups
+    made["gpt_step"].get_model_chunk_vp_stage = lambda model: None
+    return SimpleNamespace(**made, groups=groups)
+
+
+def micro_batches(number: int) -> list[dict[str, Any]]:
+    """Samples of very different lengths, padded to the longest: a prompt, and an answer."""
+    random, made = Random(number), torch.Generator().manual_seed(number)
+    found = []
+    for _ in range(MICRO_BATCHES):
+        ends = torch.tensor(
+            [max(4, min(200, int(random.lognormvariate(3.8, 1.0)))) for _ in range(SAMPLES)]
+        )
+        rows = int(ends.max())
+        tokens = torch.randint(rl_loop.WORDS, (SAMPLES, rows + 1), generator=made)
+        places = torch.arange(rows).expand(SAMPLES, rows)
+        mask = (places >= ends[:, None] // 3) & (places < ends[:, None])
+        drawn = tokens[:, :-1], tokens[:, 1:], mask.double(), None, places
+        found.append(dict(zip(KEYS, drawn, strict=True)))
+    return found
+
+
+def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each step, and the losses of its micro-batches."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    made = []
+    for number in range(STEPS):
+        model.zero_grad(set_to_none=True)
+        found = get_forward_backward_func()(
+            forward_step_func=partial(its.gpt_step.forward_step, STATE),
+            data_iterator=iter(micro_batches(number)), model=[model],
+            num_microbatches=MICRO_BATCHES, seq_length=1, micro_batch_size=SAMPLES,
+            decoder_seq_length=1, forward_only=False, adjust_tensor_shapes_fn=None,
+            p2p_communicator=P2PCommunicator(its.groups.pp, model.config),
+            pg_collection=its.groups,
+        )  # fmt: skip
+        losses = {f"loss {n}": one["lm loss"] for n, one in enumerate(found)}
+        made.append({**gradients_of(model), **losses})
+    return made
+
+
+def work(rank: int, meeting: str, checkout: Path) -> None:
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+        from megatron_epp.mcore.loops.adapters.samples import Samples
+
+        def loss(batch: Any, losses: torch.Tensor, **named: Any) -> Any:
+            return its.losses.masked_next_token_loss(batch["loss_mask"], losses)
+
+        compare(
+            rank,
+            lambda: train(its, model),
+            lambda: megatron_epp.attach(model, Samples(loss, KEYS)),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run_stages(__doc__, "Megatron-Bridge", f"{FOLDER}/gpt_step.py", work))
