@@ -17,9 +17,10 @@ weights and kernels:
     packing  within  60% of that peak     the least uniform recompute that fits
     epp      within  60% of that peak
 
-and with --lines 100 the first two alone. What is timed is the schedule, from the first op to the
-last of any stage. Every kind of layer is measured alone at start. Predicted against measured:
-seconds as the median over iterations, memory as the worst stage of the worst iteration.
+and with --lines 100 the first two alone. Each runs once before, on the first batch: what touches
+memory for the first time waits for it. What is timed is the schedule, from the first op to the last
+of any stage. Every kind of layer is measured alone at start. Predicted against measured: seconds as
+the median over iterations, memory as the worst stage of the worst iteration.
 """
 
 import argparse
@@ -146,13 +147,15 @@ def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 
 def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
-    """Entries of every iteration behind the first, which warms up."""
-    iterations = 1 + arguments.batches * len(LINES[arguments.lines])
+    """Entries of every iteration behind those that warm up."""
+    turns = len(LINES[arguments.lines])
+    iterations = turns + arguments.batches * turns
     words = [*flags(case, corpus, iterations), "--epp-effort", str(arguments.effort)]
-    program = [str(Path(__file__).resolve()), WORK, arguments.lines, "1", str(arguments.first)]
+    program = [str(Path(__file__).resolve()), WORK, arguments.lines]
+    program += [str(turns), str(arguments.first)]
     name = str(case).replace(":", "-")
     text = torchrun(program, words, folder / f"{name}.log")
-    return entries_told(text, iterations)[1:]
+    return entries_told(text, iterations)[turns:]
 
 
 def rows(case: Case, variants: Sequence[Variant], entries: Sequence[dict]) -> list[list[str]]:

@@ -58,8 +58,9 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
     from megatron_epp.mcore.setup import TrainerParts
 
     def variant_of(iteration: int) -> int:
-        """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
-        return max(0, iteration - 1 - warm_up) % len(variants)
+        """Iterations that warm up take turns, too, from the first variant on."""
+        at = iteration - 1
+        return (at if at < warm_up else at - warm_up) % len(variants)
 
     entry.main(
         hybrid=any(word.startswith("--hybrid-layer-pattern") for word in sys.argv),

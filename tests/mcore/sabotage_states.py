@@ -4,7 +4,7 @@ Run inside a rank (``Trial.interfere``), as sabotage.py.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ import torch
 from megatron_epp.layers.states import carried
 from megatron_epp.layers.states.carried import CarriedStates
 from megatron_epp.mcore.model.states import mamba
+from megatron_epp.mcore.patching import cpu_kernels
 
 
 def forget_the_rows_in_front() -> AbstractContextManager:
@@ -87,6 +88,32 @@ def run_over_documents() -> AbstractContextManager:
     return patch.object(CarriedStates, "sequences", lambda *args: None)
 
 
+@contextmanager
+def take_few_elements_a_call() -> Iterator[None]:
+    """Nothing is broken: the kernels get no more than they can count, whatever the documents."""
+    most, scan, norm = 512, mamba.mamba_mixer.mamba_split_conv1d_scan_combined, cpu_kernels.RMSNorm
+    plain, rows = norm.forward, []
+
+    def scanned(x: torch.Tensor, **others: Any):
+        taps = others["conv1d_weight"].shape[1]
+        assert (x.shape[1] - (taps - 1)) * x.shape[2] <= most, x.shape  # without rows in front
+        rows.append(x.shape[1])
+        return scan(x, **others)
+
+    def normed(self: Any, x: torch.Tensor):
+        assert x.numel() <= most, x.shape
+        return plain(self, x)
+
+    with (
+        patch.object(carried, "MOST_ELEMENTS", most),
+        patch.object(carried, "BLOCK_ROWS", 1),
+        patch.object(mamba.mamba_mixer, "mamba_split_conv1d_scan_combined", scanned),
+        patch.object(norm, "forward", normed),
+    ):
+        yield
+    assert rows, "no layer has scanned anything"
+
+
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     nullcontext,
     forget_the_rows_in_front,
@@ -96,7 +123,7 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     let_time_pass_in_front,
     begin_in_the_middle_of_a_call,
     run_over_documents,
-    nullcontext,
+    take_few_elements_a_call,
 )
 
 

@@ -71,7 +71,7 @@ WAYS = (
     "let time pass in front",
     "begin in the middle of a call",
     "run over documents",
-    "nothing again",
+    "nothing, in short calls",
 )
 FRAME = Frame(61, (4,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
