@@ -8,6 +8,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -164,11 +165,20 @@ class GradientKeeper:
 
 
 def attention(
-    query: Any, key: Any, value: Any, *any: Any, packed_seq_params: Any, **others: Any
+    plain: Callable[..., Any],
+    query: Any,
+    key: Any,
+    value: Any,
+    *any: Any,
+    packed_seq_params: Any = None,
+    **others: Any,
 ) -> Any:
-    """Within documents one behind the other, [T, heads, D]: Megatron's wants a GPU for it."""
+    """Within documents one behind the other, [T, heads, D]: Megatron's, ``plain``, wants a GPU for
+    it, and computes samples side by side without."""
     import torch
 
+    if packed_seq_params is None:
+        return plain(query, key, value, *any, **others)
     borders = packed_seq_params.cu_seqlens_q
     place = torch.arange(len(query))
     document = torch.bucketize(place, borders[1:], right=True)
@@ -185,7 +195,8 @@ def attend_within_documents(model: Any) -> None:
         attend_over_ranks(model)
         return
     for layer in model.decoder.layers:
-        layer.self_attention.core_attention.forward = attention
+        core = layer.self_attention.core_attention
+        core.forward = partial(attention, core.forward)
 
 
 def compare(

@@ -5,13 +5,18 @@
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
     python -m pip install pydantic
     scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL
+    scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL --cp 2
 
-Executes of that checkout nemo_rl/models/megatron/train.py, its losses (algorithms/loss) and its
-log-probabilities over vocabulary shards (distributed/model_utils.py), their roundings to float32
-left out: megatron_forward_backward with its forward step, the clipped policy loss with a divergence
-from a reference, and passes of log-probabilities, in two processes with a stage each of a tiny GPT
-in float64. Its temperature divides what a last stage makes, and not hidden states of other stages
-too, as it does. The rest of NeMo-RL (Ray, vLLM and more) is mocks: no draft model, no replay.
+Executes of that checkout train.py of nemo_rl/models/megatron and the packing of data.py, its losses
+(algorithms/loss) and its log-probabilities over vocabulary shards (distributed/model_utils.py),
+their roundings to float32 left out: megatron_forward_backward with its forward step, the clipped
+policy loss with a divergence from a reference, and passes of log-probabilities, in two processes
+with a stage each of a tiny GPT in float64. Its temperature divides what a last stage makes, and not
+hidden states of other stages too, as it does. The rest of NeMo-RL (Ray, vLLM and more) is mocks: no
+draft model, no replay.
+
+Samples lie side by side, or are packed; with --cp, where so many ranks share a stage's rows, all
+are packed. On a host without a GPU the attention over packed samples is of our own.
 
 Whole micro-batches run first (level 0), and nothing tells us rows: they are known by NeMo-RL's
 rules. Then slices run (level 1). Prints the largest difference of a gradient or a log-probability,
@@ -34,6 +39,7 @@ import rl_loop
 import torch
 from framework_runs import (
     Anything,
+    attend_within_documents,
     compare,
     gradients_of,
     mock,
@@ -48,10 +54,10 @@ SOURCE = "nemo_rl/models/megatron/train.py"
 EXECUTED = (
     "algorithms.logits_sampling_utils", "algorithms.utils", "distributed.model_utils",
     "algorithms.loss.interfaces", "algorithms.loss.loss_functions", "algorithms.loss.utils",
-    "algorithms.loss.wrapper", "algorithms.loss", "models.megatron.train",
+    "algorithms.loss.wrapper", "algorithms.loss", "models.megatron.common",
+    "models.megatron.data", "models.megatron.train",
 )  # fmt: skip
 STEPS, MICRO_BATCHES, SAMPLES = 4, 5, 2
-CONFIG = {"sequence_packing": {"enabled": False}}
 SAMPLING = SimpleNamespace(top_k=None, top_p=1.0, temperature=0.8)
 
 
@@ -60,6 +66,9 @@ class Batch(dict):
 
     def get_multimodal_dict(self, **how: Any) -> dict:
         return {}
+
+    def slice(self, start: int, stop: int) -> "Batch":
+        return Batch({name: one[start:stop] for name, one in self.items()})
 
 
 class ProcessedMicroBatch(types.SimpleNamespace):
@@ -77,7 +86,7 @@ def load(checkout: Path) -> SimpleNamespace:
 
     for name in ("nemo_rl", "nemo_rl.distributed.batched_data_dict"):
         sys.modules[name] = Anything(name)
-    mock("nemo_rl")
+    mock("nemo_rl", "megatron.bridge")
     batched: Any = sys.modules["nemo_rl.distributed.batched_data_dict"]
     batched.BatchedDataDict = dict  # it is written BatchedDataDict[Any]
     parts = {}
@@ -90,6 +99,7 @@ def load(checkout: Path) -> SimpleNamespace:
         module.__path__ = []
         sys.modules[name] = parts[part.rpartition(".")[2]] = module
         source = re.sub(r"\.to\((dtype=)?torch\.float32\)", "", file.read_text())
+        source = source.replace("pin_memory=True", "pin_memory=False")
         exec(compile(source, str(file), "exec"), module.__dict__)
     # Its context for drafts, which is entered without any.
     parts["train"].get_capture_context = lambda model, enabled: (nullcontext(), None)
@@ -97,11 +107,12 @@ def load(checkout: Path) -> SimpleNamespace:
     parts["train"].apply_temperature_scaling = lambda made, sampling: (
         scale(made, sampling) if mpu.is_pipeline_last_stage() else made
     )
-    return SimpleNamespace(**parts)
+    return SimpleNamespace(**parts, mpu=mpu)
 
 
-def micro_batches(number: int) -> list[Any]:
-    """Samples of very different lengths, padded to the longest: a prompt, and an answer."""
+def micro_batches(its: SimpleNamespace, number: int, packed: bool) -> list[Any]:
+    """Samples of very different lengths, each a prompt and an answer; padded to the longest, or
+    packed."""
     random, made = Random(number), torch.Generator().manual_seed(number)
     found = []
     for _ in range(MICRO_BATCHES):
@@ -120,15 +131,25 @@ def micro_batches(number: int) -> list[Any]:
             sample_mask=torch.ones(SAMPLES), advantages=torch.randn(shape, generator=made),
             **log_probs,
         )  # fmt: skip
-        found.append(
-            ProcessedMicroBatch(
-                data_dict=data,
-                input_ids=tokens,
-                input_ids_cp_sharded=tokens,
-                attention_mask=torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool).triu(1),
-                position_ids=places,
+        if packed:
+            ranks, rank = (
+                its.mpu.get_context_parallel_world_size(),
+                its.mpu.get_context_parallel_rank(),
             )
-        )
+            of_all, mine, params, _, borders = its.data._pack_sequences_for_megatron(
+                tokens, ends, 2 * ranks if ranks > 1 else 1, cp_rank=rank, cp_size=ranks
+            )
+            rows = {
+                "input_ids": of_all, "input_ids_cp_sharded": mine, "packed_seq_params": params,
+                "cu_seqlens_padded": borders,
+            }  # fmt: skip
+        else:
+            mask = torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool).triu(1)
+            rows = {
+                "input_ids": tokens, "input_ids_cp_sharded": tokens, "attention_mask": mask,
+                "position_ids": places,
+            }  # fmt: skip
+        found.append(ProcessedMicroBatch(data_dict=data, **rows))
     return found
 
 
@@ -136,10 +157,16 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     """Gradients of each step, and at last log-probabilities of answers."""
     losses = its.loss
     clipped = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
-    of_loss = its.train.LossPostProcessor(clipped, CONFIG, num_microbatches=MICRO_BATCHES)
+    shared = its.mpu.get_context_parallel_world_size() > 1
 
-    def forward_backward(number: int, processor: Any, forward_only: bool) -> Any:
-        batches = micro_batches(number)
+    def forward_backward(number: int, forward_only: bool) -> Any:
+        packed = shared or number % 2 == 0
+        batches = micro_batches(its, number, packed)
+        config = {"sequence_packing": {"enabled": packed}}
+        if forward_only:
+            processor = its.train.LogprobsPostProcessor(config, SAMPLING)
+        else:
+            processor = its.train.LossPostProcessor(clipped, config, num_microbatches=MICRO_BATCHES)
         valid = sum(one.data_dict["token_mask"].sum() for one in batches)
         found = its.train.megatron_forward_backward(
             model=model, data_iterator=iter(batches), num_microbatches=MICRO_BATCHES, seq_length=1,
@@ -152,11 +179,10 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     made = []
     for number in range(STEPS):
         model.zero_grad(set_to_none=True)
-        forward_backward(number, of_loss, False)
+        forward_backward(number, False)
         made.append(gradients_of(model))
-    of_log_probs = its.train.LogprobsPostProcessor(CONFIG, SAMPLING)
     with torch.no_grad():
-        found = forward_backward(STEPS, of_log_probs, True)
+        found = forward_backward(STEPS, True)
     of_answers = (
         one["logprobs"] * batch.data_dict["token_mask"] for batch, one in found
     )  # what it says of padding is nobody's
@@ -164,8 +190,9 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
+    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+        attend_within_documents(model)
         from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
 
         compare(
@@ -176,4 +203,4 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(__doc__, "NeMo-RL", SOURCE, work))
+    sys.exit(run_stages(__doc__, "NeMo-RL", SOURCE, work, shares_rows=True))

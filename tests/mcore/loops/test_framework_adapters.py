@@ -367,11 +367,9 @@ def test_nemo_rls_steps_that_slices_do_not_serve(processor, named, says) -> None
         NemoSamples().sliced(nemos_step(processor, **named), model())
 
 
-def test_nemo_rls_pictures_and_context_parallel_ranks_are_refused(rank) -> None:
+def test_nemo_rls_pictures_are_refused() -> None:
     with pytest.raises(ValueError, match="has pixels; its slices are of text"):
         NemoSamples().lengths(nemos_batch(pictures={"pixels": 1}))
-    with pytest.raises(ValueError, match="asks for context parallelism"):
-        NemoSamples().sliced(nemos_step(LogprobsPostProcessor()), model())
 
 
 def test_a_loss_function_is_had_without_a_forward() -> None:

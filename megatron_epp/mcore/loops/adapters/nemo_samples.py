@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,6 +21,9 @@ _LOSS, _LOG_PROBS = "LossPostProcessor", "LogprobsPostProcessor"
 
 class NemoSamples(TokenSamples):
     """share_from: as of samples (samples.py)."""
+
+    # Of whole samples on every context-parallel rank, by the number of which its steps divide it.
+    partial_loss = True
 
     def __init__(self, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
@@ -46,7 +48,6 @@ class NemoSamples(TokenSamples):
             and (sampling.top_k not in (None, -1) or sampling.top_p != 1.0),
             "a draft model": named.get("draft_model") is not None,
             "router replay": named.get("use_router_replay", False),
-            "context parallelism": mpu.get_context_parallel_world_size() > 1,
         }
         for what, wanted in asked.items():
             if wanted:
