@@ -30,6 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
+import torch.distributed as dist
 from framework_runs import (
     attend_within_documents,
     compare,
@@ -110,8 +111,19 @@ def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
     return made
 
 
+def divide_by_tokens(models: list[Any], tokens: Any, **others: Any) -> None:
+    """What Megatron's finalize_model_grads does with the tokens that last stages tell."""
+    dist.all_reduce(tokens)
+    for parameter in models[0].parameters():
+        if parameter.grad is not None:
+            parameter.grad /= tokens
+
+
 def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
     with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+        if cp > 1:  # as Megatron-Bridge, which builds verl's models, has it there
+            model.config.calculate_per_token_loss = True
+            model.config.finalize_model_grads_func = divide_by_tokens
         attend_within_documents(model)
         engine = engine_around(its, model)
         # The rest of its initialize() builds a model of a checkpoint and an optimizer.
