@@ -26,7 +26,9 @@ def machine(placement: str, parallel: bool = False, budget_gib: float = 70.0) ->
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("planner", ["epp", "packing"])
-@pytest.mark.parametrize("placement", ["v", "interleaved 2", "place 1 0 0 1 0 1"])
+@pytest.mark.parametrize(
+    "placement", ["v", "interleaved 2", "place 1 0 0 1 0 1", "place 1 0 1 0 1"]
+)
 def test_planned_for_any_placement(placement: str, planner: str, parallel: bool) -> None:
     cost = machine(placement, parallel)
     found = planner_of(planner)(LENGTHS, cost, Options(context=16384, effort=1))

@@ -7,7 +7,7 @@ from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS, layers_by_time
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
-from megatron_epp.mcore.placing.asked import stages_of
+from megatron_epp.mcore.placing.asked import asked_placement, stages_of
 
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # read by Transformer Engine's recipe
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -21,7 +21,7 @@ def require_equal_stages(args: argparse.Namespace) -> None:
         return
     if any(getattr(args, name, None) for name in _PLACES):
         return
-    if not layers_by_time(args):
+    if not layers_by_time(args) and asked_placement(args, stages) is None:
         raise ValueError(
             f"--num-layers {layers}: not divisible by --pipeline-model-parallel-size {stages}; "
             "expected a multiple, or --decoder-first-pipeline-num-layers and "

@@ -157,7 +157,7 @@ def schedule_with(
         own_from = np.searchsorted(rank_of[own], np.arange(ranks + 1))
         per_rank = per_stage * (own_from[1:] - own_from[:-1])
         width = noted = per_rank.max()
-    kinds = np.zeros((ranks, width), dtype=np.int8)
+    kinds = np.full((ranks, width), -1, dtype=np.int8)  # of no kind behind a rank's last op
     chunks = np.zeros((ranks, width), dtype=np.int32)
     on_stage = np.zeros((ranks, noted), dtype=np.int32)
     start = np.zeros((ranks, width))
