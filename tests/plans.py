@@ -68,12 +68,18 @@ V_SHAPE = _FOUR_STAGES.format(
 LETTERS = "kfcmnabo"
 
 
-def random_place(stages: int, random: Random) -> tuple[int, ...]:
-    """The rank of every stage: any number of ranks, each with at least one."""
-    ranks = random.randint(1, stages)
-    place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
-    random.shuffle(place)
-    return tuple(place)
+def random_place(stages: int, random: Random, fewest: int = 1) -> tuple[int, ...]:
+    """The rank of every stage: any number of ranks from ``fewest`` on, each with at least one;
+    interleaved, in waves that begin on the first rank or on the last (a V), or anyhow."""
+    ranks = random.randint(fewest, stages)
+    shape = random.choice(("interleaved", "wave", "v", "any"))
+    if shape == "any":
+        place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+        random.shuffle(place)
+        return tuple(place)
+    there = list(range(ranks)) if shape != "v" else list(reversed(range(ranks)))
+    back = there if shape == "interleaved" else there[::-1]
+    return tuple(((there + back) * stages)[:stages])
 
 
 @st.composite

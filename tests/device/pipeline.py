@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.ir import Kind, Op, Payload, Plan, Transfer, lower
+from megatron_epp.ir import HandOver, Kind, Op, Payload, Plan, StageOp, lower
 from megatron_epp.ir.program.sequence import sequence
 from megatron_epp.layers.early_loss import early_backward
 
@@ -158,12 +158,14 @@ def reference(plan: Plan) -> list[list[Tensor]]:
     """Every stage's results, ``met`` aside."""
     stages = [Stage(plan, stage, torch.device("cpu"), _Keeping()) for stage in range(plan.stages)]
     sends = {}  # by (stage, op): its message
-    for stage, program in enumerate(lower(plan)):
+    for rank, program in enumerate(lower(plan)):
         for item in program:
-            if isinstance(item, Op):
-                maker = item
-            elif isinstance(item, Transfer) and item.kind is Kind.SEND:
-                sends[stage, maker] = item.message
+            if isinstance(item, StageOp):
+                maker = item.stage, item.op
+            elif isinstance(item, Op):
+                maker = plan.stages_of(rank)[0], item
+            elif isinstance(item, HandOver) or getattr(item, "kind", None) is Kind.SEND:
+                sends[maker] = item.message
     wants = {
         Kind.FORWARD: Payload.ACTIVATION,
         Kind.BACKWARD: Payload.GRADIENT,

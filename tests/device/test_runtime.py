@@ -54,32 +54,38 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return len(self.plans) * self.plans[0].stages
+        return len(self.plans) * self.plans[0].ranks
 
     def programs(self) -> list[Program]:
         block = self.plans if self.block else ()
-        stages = range(self.plans[0].stages)
-        return [lower_rank(plan, stage, block) for plan in self.plans for stage in stages]
+        ranks = range(self.plans[0].ranks)
+        return [lower_rank(plan, rank, block) for plan in self.plans for rank in ranks]
 
 
-def drawn_case(seed: int, transport: str = "nccl") -> Case:
+def drawn_case(seed: int, transport: str = "nccl", place: Sequence[int] = ()) -> Case:
     random = Random(seed)
     lengths = [random.randint(1, 20) for _ in range(random.randint(2, 3))]
     plan = arbitrary_plan(
         lengths,
-        (1,) * (2, 3, 2, 4)[seed % 4],
+        (1,) * (len(place) or (2, 3, 2, 4)[seed % 4]),
         random,
         split_backward=(0.0, 0.5, 1.0)[seed % 3],
         vocabulary_parallel=seed % 2 == 1,
+        place=place,
     )
     return Case((plan,), transport, seed=seed)
 
 
-def drawn_block(seed: int, vocabulary_parallel: bool = False) -> Case:
+def drawn_block(seed: int, vocabulary_parallel: bool = False, place: Sequence[int] = ()) -> Case:
     random = Random(seed)
     lengths = [[random.randint(1, 20) for _ in range(random.randint(1, 3))] for _ in range(2)]
     plans = arbitrary_block(
-        lengths, (1, 1), random, split_backward=0.5, vocabulary_parallel=vocabulary_parallel
+        lengths,
+        (1,) * (len(place) or 2),
+        random,
+        split_backward=0.5,
+        vocabulary_parallel=vocabulary_parallel,
+        place=place,
     )
     return Case(plans, block=True, seed=seed)
 
@@ -87,21 +93,21 @@ def drawn_block(seed: int, vocabulary_parallel: bool = False) -> Case:
 def execute(
     case: Case, order: Order, runtime: Runtime = Runtime(), programs: Sequence[Program] = ()
 ) -> list[list[torch.Tensor]]:
-    """What every rank's stage made, after the promises of ``Executor.run``."""
-    stages = case.plans[0].stages
+    """What every stage made, replica by replica, after the promises of ``Executor.run``."""
+    ranks = case.plans[0].ranks
     programs = programs or case.programs()
     world = World(case.ranks, order, case.seed)
 
-    def program(rank: int) -> list[torch.Tensor]:
-        replica, stage = divmod(rank, stages)
+    def program(rank: int) -> dict[int, list[torch.Tensor]]:
+        replica, place = divmod(rank, ranks)
         plan = case.plans[replica]
-        pipeline = range(replica * stages, (replica + 1) * stages)
+        pipeline = range(replica * ranks, (replica + 1) * ranks)
         groups = {
             payload: Group(payload.name, range(case.ranks), case.transport, lazy=True)
             for payload in Payload
         }
-        runtime.link.connect(groups, stage, stages, CUDA, pipeline)
-        together = Group(f"stage {stage}", range(stage, case.ranks, stages)) if case.block else None
+        runtime.link.connect(groups, place, ranks, CUDA, pipeline, plan.place)
+        together = Group(f"rank {place}", range(place, case.ranks, ranks)) if case.block else None
         begun: list[CudaEvent] = []
 
         def at(op: Op) -> None:
@@ -112,23 +118,34 @@ def execute(
             if order.name == "late" and len(begun) == 1 and links.received and not links.staged:
                 assert links.oldest_arriving() is not None, "the device waits, and nobody says so"
 
-        host = runtime.host_store.HostStore(CUDA)
-        letters = drawn_letters(stage, case.seed)
-        compute = Stage(plan, stage, CUDA, host, letters, together, at)
+        hosts, computes = [], {}
+        for stage in plan.stages_of(place):
+            hosts.append(runtime.host_store.HostStore(CUDA, beside=hosts[-1] if hosts else None))
+            letters = drawn_letters(stage, case.seed)
+            computes[stage] = Stage(plan, stage, CUDA, hosts[-1], letters, together, at)
         timer = runtime.clock.CudaClock()
         timer.start()
         links = runtime.link.Links(groups, shape_of(plan), torch.float64, CUDA, pipeline)
         links.staged = case.transport == "gloo"
+        compute = computes if plan.shares_ranks else computes[plan.stages_of(place)[0]]
         records = runtime.executor.Executor(
-            programs[rank], compute, links, Store({}), timer, NoMeter(), CurrentOp(stage)
+            programs[rank], compute, links, Store({}), timer, NoMeter(), CurrentOp(place)
         ).run()
         assert all(record.start <= record.stop for record in records)
-        assert not len(host) and not host.bytes
-        for tensor in compute.handed:
-            tensor.fill_(float("nan"))  # every message has left
-        return [tensor.cpu() for tensor in compute.results()]
+        assert not any(len(host) or host.bytes for host in hosts)
+        for tensor in (one for compute in computes.values() for one in compute.handed):
+            tensor.detach().fill_(float("nan"))  # every message has left
+        return {
+            stage: [one.cpu() for one in compute.results()] for stage, compute in computes.items()
+        }
 
-    return run_on(world, program)
+    found = run_on(world, program)
+    replicas = [found[first : first + ranks] for first in range(0, case.ranks, ranks)]
+    return [
+        each[plan.rank_of[stage]][stage]
+        for plan, each in zip(case.plans, replicas, strict=True)
+        for stage in range(plan.stages)
+    ]
 
 
 def assert_right(case: Case, found: list[list[torch.Tensor]]) -> None:
@@ -145,13 +162,24 @@ def assert_right(case: Case, found: list[list[torch.Tensor]]) -> None:
 CASES = [drawn_case(seed) for seed in range(4)]
 STAGED = [drawn_case(seed, "gloo") for seed in (0, 1)]
 BLOCKS = [drawn_block(0), drawn_block(1, vocabulary_parallel=True)]
+# A V, interleaved with the words over all stages, a wave of three, and anyhow, neither end alone.
+PLACED = [
+    drawn_case(2, place=(1, 0, 0, 1)),
+    drawn_case(1, place=(0, 1, 0, 1)),
+    drawn_case(4, place=(0, 1, 1, 0, 0, 1)),
+    drawn_case(5, place=(1, 2, 0, 2, 1, 2)),
+    drawn_case(6, "gloo", place=(1, 0, 0, 1)),
+    drawn_block(2, place=(1, 0, 0, 1)),
+    drawn_block(3, vocabulary_parallel=True, place=(0, 1, 0, 1)),
+]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
 def test_random_plans_in_every_order(order: Order) -> None:
     """Executor, links over NCCL and through the host's memory, H and G, offloaded layers, the early
-    head, replicas in lockstep: to the bit what a host computes op by op."""
-    for case in (*CASES, *STAGED, *BLOCKS):
+    head, replicas in lockstep, several stages on a rank: to the bit what a host computes op by
+    op."""
+    for case in (*CASES, *STAGED, *BLOCKS, *PLACED):
         assert_right(case, execute(case, order))
 
 
@@ -318,7 +346,7 @@ def test_links_that_first_speak_out_of_order_stand_still() -> None:
     next."""
     case = drawn_case(1)
 
-    def backwards(groups: Any, stage: int, stages: int, device: Any, ranks: Any) -> None:
+    def backwards(groups: Any, stage: int, stages: int, device: Any, ranks: Any, _: Any) -> None:
         tensor = torch.zeros(1, device=device)
         for group in groups.values():
             source = (stage - 1) % stages

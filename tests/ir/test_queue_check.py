@@ -1,5 +1,6 @@
 """No program hangs in one queue of a device, nor in a wait for all of it; other orders do."""
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -18,11 +19,12 @@ from megatron_epp.ir import (
     lower,
     lower_rank,
 )
+from megatron_epp.ir.placement import named_placement
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import EXECUTED, PIPELINES
 from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
-from tests.plans import EXAMPLE, evaluation, two_ahead
+from tests.plans import EXAMPLE, evaluation, random_place, two_ahead
 
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.plan"))
 HANGING = Plan.parse(EXAMPLE)
@@ -52,38 +54,61 @@ def test_planned_batches() -> None:
         assert_sound(plan)
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
-def test_planned_batches_on_sixteen_stages(planner: str) -> None:
+@pytest.mark.parametrize(
+    ("planner", "placement"),
+    [
+        *((planner, "even") for planner in PIPELINES),
+        *((planner, "v") for planner in ("epp", "adaptis", "zb-v")),
+        *((planner, "interleaved 2") for planner in ("slimpipe", "1f1b")),
+        ("packing", "place " + " ".join(f"{rank} {(3 * rank + 1) % 8}" for rank in range(8))),
+    ],
+)
+def test_planned_batches_on_sixteen_stages(planner: str, placement: str) -> None:
+    """Each on a rank of its own, or two on each of eight."""
     random = Random(planner)
+    made = named_placement(placement, 16 if placement == "even" else 8)
+    assert made is not None and made.stages == 16
     cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8)
+    if not made.is_even:
+        cost = replace(cost, place=made.place)
     lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(16)]
     options = Options(context=65536, effort=0)
-    assert_sound(PIPELINES[planner](lengths, cost, options).plan)
+    plan = EXECUTED[planner](lengths, cost, options).plan
+    assert plan.shares_ranks == (not made.is_even)
+    assert_sound(plan)
 
 
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_random_plans(stages: int) -> None:
+    """Every third with stages on ranks of their own, the others wherever they lie."""
     for seed in range(20):  # 300 plans with vocabulary parallelism and without, and evaluations
         random = Random(seed * 16 + stages)
         lengths = [random.randint(1, 60) for _ in range(random.randint(1, 3 - stages // 8))]
         layers = [random.randint(0, 4) for _ in range(stages)]
         split = random.choice((0, 0.5, 1))
+        place = random_place(stages, random) if seed % 3 else ()
         for cut in (False, True):
             plan = arbitrary_plan(
-                lengths, layers, random, split_backward=split, vocabulary_parallel=cut
+                lengths,
+                layers,
+                random,
+                split_backward=split,
+                vocabulary_parallel=cut,
+                place=place,
             )
             assert_sound(plan)
             assert_sound(evaluation(plan))
 
 
+@pytest.mark.parametrize("shares_ranks", [False, True])
 @pytest.mark.parametrize("vocabulary_parallel", [False, True])
-def test_replicas_in_lockstep(vocabulary_parallel: bool) -> None:
+def test_replicas_in_lockstep(vocabulary_parallel: bool, shares_ranks: bool) -> None:
     """Every op is a rendezvous. By one sequence for all none stands still; by a sequence of each
     replica's own most blocks do."""
     stuck, blocks = 0, 24
     for seed in range(blocks):
         random = Random(seed)
-        width, stages = random.choice((2, 3)), random.choice((2, 3, 4))
+        width, stages = random.choice((2, 3)), random.choice((2, 3, 4)) + 2 * shares_ranks
         lengths = [
             [random.randint(1, 60) for _ in range(random.randint(1, 4))] for _ in range(width)
         ]
@@ -93,8 +118,9 @@ def test_replicas_in_lockstep(vocabulary_parallel: bool) -> None:
             random,
             split_backward=random.choice((0.0, 0.5, 1.0)),
             vocabulary_parallel=vocabulary_parallel,
+            place=random_place(stages, random, fewest=2) if shares_ranks else (),
         )
-        together = [lower_rank(plan, stage, plans) for plan in plans for stage in range(stages)]
+        together = [lower_rank(plan, rank, plans) for plan in plans for rank in range(plan.ranks)]
         assert stuck_in_one_queue(together, replicas=width) == ()
         assert stuck_in_one_queue(together, strict=True, replicas=width) == ()
         assert hanging_waits(together, replicas=width) == ()
