@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Two stages on each of two ranks against the best partition of one stage each, on this host's CPU.
+
+    scripts/bench/cpu_placements.py [--cases 2048x4] [--planner epp] [--rounds N] [-o RESULT.md]
+
+A model with a heavy head and uneven layers (gloo, one core each): 8 layers of hidden 256, of which
+the last quarter sees all keys and the others 127 in front of each, and --words words, which make
+the output layer as much as several layers. Few micro-batches: real documents, 4 in a batch. The
+same run with layers by time and one stage on each rank (--epp-partition auto, the way to beat),
+with two on each as a V and interleaved, with as many layers on each stage, and as --epp-placement
+auto chooses, which may be either, with layers by time. All plan with one cost model, which
+`profile` measures first; --rounds times in changing order, as stages that lie elsewhere are a run
+of their own. Medians over iterations; ratio: the way to beat's seconds over this line's, same
+batch, measured, and predicted by the plans that ran.
+"""
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cpu_pipeline import flags
+from cpu_vocab import WARM_UP, Iteration, iteration
+from headline import heading, host, write
+from in_turns import corpus_of, torchrun
+
+BEST = "layers by time"
+WAYS = {
+    BEST: ("--epp-partition", "auto"),
+    "v": ("--epp-placement", "v"),
+    "interleaved 2": ("--epp-placement", "interleaved 2"),
+    "auto": ("--epp-placement", "auto"),
+}
+_CHOSEN = re.compile(r"--epp-(?:partition|placement) auto: (.*)")
+
+
+def job(case: str, arguments: argparse.Namespace, corpus: Path) -> list[str]:
+    """Flags of the run, whatever the placement."""
+    context, batch = map(int, case.split("x"))
+    words = flags(corpus, context, batch, WARM_UP + arguments.batches, "fp32")
+    words += ["--make-vocab-size-divisible-by", str(arguments.words)]
+    words += ["--hidden-size", str(arguments.hidden)]
+    words += ["--ffn-hidden-size", str(arguments.hidden * 11 // 4)]
+    return [*words, "--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1,0,0]"]
+
+
+def measured_costs(words: list[str], folder: Path) -> list[str]:
+    """The flag that names the file, measured by ``profile`` for these flags."""
+    file = str(folder / "cost.json")
+    command = [sys.executable, "-m", "megatron_epp", "profile", "--pp", "2", *words, "-o", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"profile failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return ["--epp-cost-model", file]
+
+
+def run(words: list[str], way: str, batches: int, folder: Path) -> tuple[list[Iteration], str]:
+    """Iterations that count, and what was said of a choice."""
+    folder.mkdir()
+    how = ["--epp", *WAYS[way], "--epp-vocab-parallel", "off", "--epp-record", str(folder)]
+    text = torchrun(["-m", "megatron_epp.pretrain_gpt"], [*words, *how], folder / "log")
+    said = _CHOSEN.search(text)
+    numbers = range(WARM_UP + 1, WARM_UP + batches + 1)
+    return [iteration(folder, number) for number in numbers], said[1] if said else ""
+
+
+HEADERS = [
+    *("context", "documents", "stages", "layers", "seconds", "ratio", "predicted"),
+    "predicted off by",
+]
+
+
+def rows(case: str, rounds: list[dict[str, list[Iteration]]]) -> list[list[str]]:
+    context, batch = case.split("x")
+    made = []
+    for way in WAYS:
+        mine = [one for found in rounds for one in found[way]]
+        best = [one for found in rounds for one in found[BEST]]
+        pairs = list(zip(best, mine, strict=True))
+        made.append(
+            [
+                f"{int(context) / 1024:g}K",
+                batch,
+                way,
+                " ".join(map(str, mine[0].layers)),
+                f"{statistics.median(one.seconds for one in mine):.2f}",
+                f"{statistics.median(b.seconds / m.seconds for b, m in pairs):.3f}",
+                f"{statistics.median(b.predicted / m.predicted for b, m in pairs):.3f}",
+                f"{statistics.median(one.predicted / one.seconds for one in mine) - 1:+.1%}",
+            ]
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=("2048x4",), metavar="CxN")
+    parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
+    parser.add_argument("--words", type=int, default=16384, help="the vocabulary, padded")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2, help="runs each way")
+    parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    arguments = parser.parse_args()
+
+    from megatron_epp.show.table import markdown, plain
+
+    folder = Path(tempfile.mkdtemp(prefix="cpu_placements-"))
+    corpus = corpus_of(arguments, folder)
+    table: list[list[str]] = []
+    said: list[str] = []
+    for case in arguments.cases:
+        place = folder / case
+        place.mkdir()
+        words = job(case, arguments, corpus)
+        words += [*measured_costs(words, place), "--epp-planner", arguments.planner]
+        rounds = []
+        for number in range(arguments.rounds):
+            # In changing order: what a host does by and by falls on all.
+            found = {}
+            for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                at = place / f"{number}-{way.replace(' ', '-')}"
+                found[way], choice = run(words, way, arguments.batches, at)
+                if choice and number == 0:
+                    said.append(f"- {case}, {way}: {choice.replace(str(place), '')}")
+            rounds.append(found)
+        table += rows(case, rounds)
+        print(plain(HEADERS, table), *said, sep="\n", flush=True)
+    sizes = f"hidden {arguments.hidden}, {arguments.words} words, planner {arguments.planner}"
+    hardware = f"{host()}, float32, {sizes}, two processes of one thread"
+    text = "\n".join([markdown(HEADERS, table), *said])
+    write(arguments.output, f"{heading(hardware)}{text}\n\n")
+
+
+if __name__ == "__main__":
+    main()
