@@ -90,7 +90,12 @@ class MachineFlags:
     TITLE: ClassVar = "model and machine"
 
     model: str | None = flag(None, f"{', '.join(MODELS)}, or a JSON file", NAMED)
-    device: str | None = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED)
+    device: str | None = flag(
+        None,
+        f"{', '.join(DEVICES)}, or a JSON file; several with the number of pipeline ranks that "
+        "have each, where they differ: h100-80g*4,a100-80g*4",
+        NAMED,
+    )
     cost_model: str | None = flag(
         None, "a measured profile (from the profile command) instead of the analytic one", FILE
     )

@@ -9,7 +9,7 @@ from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.build import expert_degree, named_cost
-from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB, devices_of
 from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
@@ -72,7 +72,7 @@ def cost_of(
     if budgets is not None and len(budgets) not in (1, pp):
         raise UsageError(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
     if profile is not None and arguments.model is None:
-        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds)
+        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds, place)
         cost = cost.with_vocabulary(cut)
     else:
         for name, known in (("model", MODELS), ("device", DEVICES)):
@@ -94,6 +94,7 @@ def cost_of(
             layer_kinds=kinds,
             profile=profile,
             vocabulary_parallel=cut,
+            place=place,
             **({} if profile is not None else AS_TRAINED | given),
         )
         heads = model(arguments.model).heads
@@ -121,6 +122,7 @@ def _measured_cost(
     layers: tuple[int, ...] | None,
     zero: int | None,
     kinds: tuple[str, ...],
+    place: tuple[int, ...],
 ) -> Cost:
     """From a profile file alone."""
     if layers is None:
@@ -128,9 +130,11 @@ def _measured_cost(
             "--layers is missing: a profile file does not say how many layers there are"
         )
     if arguments.memory_budget_gib is not None:
-        budget = max(arguments.memory_budget_gib) * GIB
+        budgets = (max(arguments.memory_budget_gib) * GIB,) * pp
     elif arguments.device is not None:
-        budget = device(arguments.device).budget_bytes
+        rank_of = place or tuple(range(pp))
+        devices = devices_of(arguments.device, 1 + max(rank_of))
+        budgets = tuple(devices[rank].budget_bytes for rank in rank_of)
     else:
         raise UsageError("--memory-budget-gib is missing (or a --device, for its own)")
     if len(profile.kinds) > 1 and not kinds:
@@ -141,7 +145,7 @@ def _measured_cost(
     experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
     ep = expert_degree(arguments.ep, arguments.tp, cp, experts, dp)
     degrees = (arguments.tp, cp, dp, zero or 1, ep)
-    return Cost(budgeted(profile), layers, (budget,) * pp, *degrees, kinds)
+    return Cost(budgeted(profile), layers, budgets, *degrees, kinds)
 
 
 def planning_cost(arguments: argparse.Namespace) -> Cost:

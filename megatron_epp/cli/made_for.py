@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import machine_flags
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
@@ -81,7 +81,11 @@ def _require_files(found: dict) -> None:
         ("topology", topologies),
     ):
         value = found[name]
-        if value is not None and value not in known and not Path(value).is_file():
+        if value is not None and name == "device":
+            every = [each for each, _ in device_runs(value)]
+        else:
+            every = [] if value is None else [value]
+        if any(each not in known and not Path(each).is_file() for each in every):
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
 
 

@@ -58,6 +58,7 @@ def profile(
     link_seconds: bool | None = None,
     logits_held: bool = True,
     kv_read: bool = False,
+    published: bool = True,
 ) -> Profile:
     """The analytic profile of ``model`` on ``device``, of one layer of every kind on one device.
 
@@ -73,11 +74,13 @@ def profile(
     kv_read       whether a slice pays for reading the K and V of its context, and for adding up
                   their gradients, beside the pairs. Not with the published constants: their a1
                   was measured on whole documents
+    published     whether published constants are taken where there are some
     """
-    published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
-    if published is not None:
+    known = published and device.name.startswith("a100")
+    constants = PUBLISHED.get(model.name) if known else None
+    if constants is not None:
         (layer,) = model.shapes.values()
-        figures = {LAYER_KIND: _published_figures(layer, published, b1_divisor, model.layers)}
+        figures = {LAYER_KIND: _published_figures(layer, constants, b1_divisor, model.layers)}
         source = (
             f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
             "token and layer"
@@ -87,8 +90,8 @@ def profile(
         figures = {kind: _figures(layer, device, kv_read) for kind, layer in model.shapes.items()}
         source = "analytic: flops and bytes of the device's rates"
         head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
-    head = published is None if head_seconds is None else head_seconds
-    links = published is None if link_seconds is None else link_seconds
+    head = constants is None if head_seconds is None else head_seconds
+    links = constants is None if link_seconds is None else link_seconds
     head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head else 0.0
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}

@@ -1,16 +1,17 @@
 """Costs by the names of a model and a device, and the defaults of a layout."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
-from megatron_epp.cost.analytic import budgeted, head_block_tokens
+from megatron_epp.cost.analytic import budgeted, head_block_tokens, is_of_cpu
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device
-from megatron_epp.cost.catalogue.models import model
+from megatron_epp.cost.catalogue.devices import GIB, Device, devices_of
+from megatron_epp.cost.catalogue.models import Model, model
 from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import RankDevice
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Profile
@@ -42,6 +43,7 @@ def named_cost(
     profile: Profile | None = None,
     topology: str | Topology = FLAT,
     vocabulary_parallel: bool = False,
+    place: tuple[int, ...] = (),
     **assumptions: Any,
 ) -> Cost:
     """The cost of a model on devices, both by name or file.
@@ -51,9 +53,15 @@ def named_cost(
     to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
     ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
     analytic profile; a measured one has its own groups' rates. ``vocabulary_parallel``: the output
-    layer over all stages.
+    layer over all stages. ``place``: the rank of every stage, where a rank has several.
+
+    Devices may differ by rank of the pipeline, ``h100-80g*4,a100-80g*4``: each has its own rates
+    and budget, a message between two takes what the slower link takes, and the latency is the
+    longest of all. Papers' constants and reading of K and V, which not all devices have, are then
+    left out where one lacks them.
     """
-    the_model, the_device = model(model_name), device(device_name)
+    rank_of = place or tuple(range(pp))
+    the_model, devices = model(model_name), devices_of(device_name, 1 + max(rank_of))
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
     further = the_model.further_layers
@@ -72,25 +80,35 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: the last {further} predict further tokens "
             "and lie on the last stage, with one in front of them or more"
         )
-    network = None
+    network: Network | None = None
+    rank_devices: tuple[RankDevice, ...] = ()
     if profile is None:
-        profile = analytic_profile(the_model, the_device, **assumptions)
-        profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
         joined = find_topology(topology) if isinstance(topology, str) else topology
-        if joined is not None:
-            network = Network.of(joined, the_device)
-            if profile.link_seconds_per_token:
-                boundary = profile.link_seconds_per_token * the_device.link_bytes_per_second
-                rate = network.to_neighbour(tp * cp, dp, pp)
-                profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
-    budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+        different = {each.name: each for each in devices}
+        _require_one_sort(devices)
+        if len(different) > 1:
+            if any(not each.memory_bytes_per_second for each in devices):
+                assumptions["kv_read"] = False
+            assumptions["published"] = False
+        made = {
+            name: _on_device(the_model, each, joined, (tp, cp, dp, pp), assumptions)
+            for name, each in different.items()
+        }
+        profile, network = made[devices[0].name].profile, made[devices[0].name].network
+        if len(different) > 1:
+            rank_devices = tuple(made[each.name] for each in devices)
+            profile = _of_all(device_name, [each.profile for each in made.values()])
+    budgets = tuple(
+        devices[rank].budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+        for rank in rank_of
+    )
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
         kinds = ()  # measured before there were kinds, or of one that has another name
     cost = Cost(
         budgeted(profile),
         stage_layers,
-        (budget,) * pp,
+        budgets,
         tp,
         cp,
         dp,
@@ -99,9 +117,57 @@ def named_cost(
         kinds,
         network=network,
         vocabulary_parallel=vocabulary_parallel,
+        place=place,
+        rank_devices=rank_devices,
     )
     cost.require_states_fit()
     return cost
+
+
+def _on_device(
+    the_model: Model,
+    device: Device,
+    joined: Topology | None,
+    degrees: tuple[int, int, int, int],
+    assumptions: Mapping[str, Any],
+) -> RankDevice:
+    """The analytic profile of one device, and its network, with tp, cp, dp and pp."""
+    tp, cp, dp, pp = degrees
+    profile = analytic_profile(the_model, device, **assumptions)
+    profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
+    if joined is None:
+        return RankDevice(profile)
+    network = Network.of(joined, device)
+    if profile.link_seconds_per_token:
+        boundary = profile.link_seconds_per_token * device.link_bytes_per_second
+        rate = network.to_neighbour(tp * cp, dp, pp)
+        profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
+    return RankDevice(profile, network)
+
+
+def _require_one_sort(devices: Sequence[Device]) -> None:
+    """A ValueError where two files describe devices of one name, or CPUs stand beside GPUs, whose
+    budgets mean something else."""
+    for each in devices:
+        if any(each.name == other.name and each != other for other in devices):
+            raise ValueError(
+                f"devices {each.name!r} of the pipeline differ; expected a name for each of them"
+            )
+    if len({each.name.partition(":")[0] == "cpu" for each in devices}) > 1:
+        raise ValueError("a pipeline over CPUs and GPUs: expected the one or the other")
+
+
+def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
+    """What is one for all devices: bytes, the longest latency, and the host's memory for none where
+    one has no rate to it."""
+    first = profiles[0]
+    sort = "cpu:" if is_of_cpu(first) else ""
+    return dataclasses.replace(
+        first,
+        provenance=dataclasses.replace(first.provenance, device=f"{sort}{name}"),
+        link_latency_seconds=max(each.link_latency_seconds for each in profiles),
+        host_bytes_per_second=min(each.host_bytes_per_second for each in profiles),
+    )
 
 
 def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:

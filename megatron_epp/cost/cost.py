@@ -105,7 +105,7 @@ class Cost(ChunkMemory):
         offloaded = {kind: count for (kind, letter), count in counts.items() if letter == OFFLOAD}
         if offloaded and not forward_only:
             self._add_copies(offloaded, loads, recompute, seconds, comm, workspace)
-        link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
+        link = self.link_seconds(loads)
         links = {
             Payload.ACTIVATION: link,
             Payload.GRADIENT: link,

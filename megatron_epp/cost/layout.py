@@ -6,7 +6,7 @@ tokens, pairs and 1, pairs of a window, tokens of context.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -25,6 +25,14 @@ from megatron_epp.cost.profile import (
     layer_figures,
 )
 from megatron_epp.ir import FULL
+
+
+@dataclass(frozen=True, slots=True)
+class RankDevice:
+    """Figures of one rank's devices: the seconds of ``profile``, and its ``network``."""
+
+    profile: Profile
+    network: Network | None = None
 
 
 @dataclass(frozen=True)  # no slots: its arrays are computed once, when first asked for
@@ -46,6 +54,8 @@ class StageLayout:
     network        where groups lie and what they get there; none: the profile's rates by size
     place          the rank of every stage, where a rank has several; none: stage i on rank i. What
                    a device may hold is then for all its stages: each has all of it as its budget
+    rank_devices   of every rank, where they differ: seconds and rates are then theirs, bytes and
+                   latency those of ``profile``. None: all are as ``profile`` and ``network`` say
     """
 
     profile: Profile
@@ -61,12 +71,18 @@ class StageLayout:
     network: Network | None = None
     vocabulary_parallel: bool = False
     place: tuple[int, ...] = ()
+    rank_devices: tuple[RankDevice, ...] = ()
 
     def __post_init__(self):
         if self.place and len(self.place) != len(self.layers):
             raise ValueError(
                 f"{len(self.place)} stages have a rank and {len(self.layers)} have layers; "
                 "expected the same number"
+            )
+        if self.rank_devices and len(self.rank_devices) != self.ranks:
+            raise ValueError(
+                f"{len(self.rank_devices)} ranks have a device of their own, and the pipeline has "
+                f"{self.ranks}; expected the same number"
             )
         if self.vocabulary_parallel and len(self.layers) == 1:
             raise ValueError(
@@ -141,6 +157,43 @@ class StageLayout:
     def shards(self) -> float:
         """Divisor of the profile's figures: this layout's devices over the profile's."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
+
+    # --- devices that differ ---------------------------------------------------------------------
+
+    @cached_property
+    def _on_devices(self) -> tuple[tuple[Self, ...], np.ndarray]:
+        """This layout as if all ranks had the device of one, for each that there is; and [stages]
+        the number of each stage's."""
+        different = tuple(dict.fromkeys(map(id, self.rank_devices)))
+        known = {id(each): each for each in self.rank_devices}
+        layouts = tuple(
+            replace(self, profile=known[at].profile, network=known[at].network, rank_devices=())
+            for at in different
+        )
+        own = [different.index(id(self.rank_devices[rank])) for rank in self.rank_of]
+        return layouts, np.array(own)
+
+    def on_device_of(self, stage: int) -> Self:
+        """This layout as if all ranks had the device of that stage."""
+        if not self.rank_devices:
+            return self
+        layouts, own = self._on_devices
+        return layouts[own[stage]]
+
+    def stagewise(self, of: Callable[[Self], np.ndarray]) -> np.ndarray:
+        """``of`` this layout, [stages, ...]; where devices differ every row from the layout on that
+        stage's device."""
+        if not self.rank_devices:
+            return of(self)
+        layouts, own = self._on_devices
+        return np.stack([of(each) for each in layouts])[own, np.arange(self.stages)]
+
+    @cached_property
+    def links_per_token(self) -> np.ndarray:
+        """[stages]: seconds per token that a message occupies the link from a stage to the next,
+        from the last to the first; of two devices the slower one's."""
+        own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
+        return np.maximum(own, np.roll(own, -1))
 
     # --- kinds of layers -------------------------------------------------------------------------
 

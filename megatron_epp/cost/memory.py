@@ -183,7 +183,12 @@ class ChunkMemory(OpSeconds):
     # --- to the host's memory --------------------------------------------------------------------
 
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
-        """[chunks]: of what one layer of the kind saved, to the host's memory or back."""
+        """[chunks]: of what one layer of the kind saved, to the host's memory or back; where
+        devices differ [stages, chunks]."""
+        if self.rank_devices:
+            return self.stagewise(
+                lambda each: np.tile(each.copy_seconds(loads, kind), (self.stages, 1))
+            )
         rate = self.profile.host_bytes_per_second
         if not rate:
             raise ValueError(

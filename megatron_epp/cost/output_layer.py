@@ -172,8 +172,7 @@ class OnAllStages(OutputLayer):
         carries the hidden state, and as large the weighted rows and the labels' rows; to the last
         stage, which has the hidden state, the rows alone. Without a backward nobody wants rows. Two
         statistics a token are not counted."""
-        each = self.times * self.profile.link_seconds_per_token * loads.tokens
-        link = np.tile(each, (self.layout.stages, 1))
+        link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
         link[:-2] *= 1 if forward_only else 3
         link[-2] *= 0 if forward_only else 2
         return {Payload.HEAD: link}

@@ -11,7 +11,7 @@ Eq. 11's share of a recomputed layer is one layer's forward; a gather per chunk 
 ZeRO 3 only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import numpy as np
@@ -46,6 +46,8 @@ class OpSeconds(StageLayout):
     @cached_property
     def _seconds(self) -> Mapping[Kind, np.ndarray]:
         """Computation only."""
+        if self.rank_devices:
+            return self._of_devices(lambda each, kind: each._seconds[kind])
         result = {}
         for kind in OF_LAYERS:
             per = self.over_stages(
@@ -60,6 +62,8 @@ class OpSeconds(StageLayout):
 
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
+        if self.rank_devices:
+            return self._of_devices(lambda each, kind: each._comm[kind])
         result = {}
         for kind in OF_LAYERS:
             rows = []
@@ -72,6 +76,15 @@ class OpSeconds(StageLayout):
                 rows.append(layer)
             result[kind] = self.over_stages(rows)
         return {**result, **self.output_layer.head_comm_seconds()}
+
+    def _of_devices(
+        self, of: Callable[["OpSeconds", Kind], np.ndarray]
+    ) -> Mapping[Kind, np.ndarray]:
+        """[stages, ...] by kind, where devices differ."""
+        return {
+            kind: self.stagewise(lambda each, kind=kind: of(each, kind))  # type: ignore[misc]
+            for kind in (*OF_LAYERS, *OF_HEAD)
+        }
 
     def _exposed(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward that go to communication."""
@@ -90,6 +103,8 @@ class OpSeconds(StageLayout):
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
         """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
         one context-parallel rank computes alone do without."""
+        if self.rank_devices:
+            return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
         return {
             kind: self.over_stages(
                 [np.array([self._exchange(each, kind)]) for each in self.figures]
@@ -115,8 +130,12 @@ class OpSeconds(StageLayout):
         exposed = self.comm_seconds_per(kind) @ self.features(loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
+        return exposed - self._unexchanged(self.stagewise(OpSeconds._all_to_all), loads)
+
+    def _all_to_all(self) -> np.ndarray:
+        """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
         rows = [np.array([self.all_to_all_seconds(each)]) for each in self.figures]
-        return exposed - self._unexchanged(self.over_stages(rows)[:, 0], loads)
+        return self.over_stages(rows)[:, 0]
 
     def recompute_seconds_per(self, choice: Choice) -> np.ndarray:
         """[features]: seconds that one layer with that choice adds to B or I."""
@@ -138,7 +157,11 @@ class OpSeconds(StageLayout):
         return row
 
     def recompute_seconds(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """[chunks]: of one layer."""
+        """[chunks]: of one layer; where devices differ [stages, chunks]."""
+        if self.rank_devices:
+            return self.stagewise(
+                lambda each: np.tile(each.recompute_seconds(choice, loads), (self.stages, 1))
+            )
         taken = self.recompute_seconds_per(choice) @ self.features(loads)
         if loads.local is None:
             return taken
@@ -149,8 +172,8 @@ class OpSeconds(StageLayout):
         return taken
 
     def link_seconds(self, loads: Loads) -> np.ndarray:
-        """[chunks]: that a message of the chunk occupies a link between stages."""
-        return self.profile.link_seconds_per_token * loads.tokens
+        """[stages - 1, chunks]: that a message of the chunk occupies each link between stages."""
+        return np.outer(self.links_per_token[:-1], loads.tokens)
 
 
 def _exchanges(letter: str) -> bool:

@@ -31,7 +31,7 @@ def lower_bound_seconds(
     """
     whole = cost.whole_features(lengths, 1.0)
     least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
-    latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
+    latency = cost.links_per_token + cost.profile.link_latency_seconds
     if place:
         latency = latency * (np.diff(place, append=place[-1]) != 0)
     forward = least_seconds_per(cost, Kind.FORWARD, local)

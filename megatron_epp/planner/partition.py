@@ -27,7 +27,11 @@ def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
     layers = sum(cost.layers)
     return dataclasses.replace(
-        cost, layers=(1,) * layers, budget_bytes=(max(cost.budget_bytes),) * layers, place=()
+        cost,
+        layers=(1,) * layers,
+        budget_bytes=(max(cost.budget_bytes),) * layers,
+        place=(),
+        rank_devices=(),
     )
 
 
@@ -35,6 +39,15 @@ def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     """[layers] of forward and backward of a load with these ``features`` (Cost.features)."""
     single = layer_costs(cost)
     return (single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD)) @ features
+
+
+def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
+    """[stages, layers] of :func:`layer_seconds`, each layer on that stage's device."""
+    if not cost.rank_devices:
+        seconds = layer_seconds(cost, features)
+        return np.broadcast_to(seconds, (cost.stages, len(seconds)))
+    on = [layer_seconds(cost.on_device_of(stage), features) for stage in range(cost.stages)]
+    return np.stack(on)
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
@@ -49,28 +62,28 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     ones whose squares add up to least, so that the others are even, too. None: states fit nowhere.
     Where ranks have several stages, the slowest rank counts (:func:`_fastest_on_ranks`).
     """
-    seconds = layer_seconds(cost, features)
+    seconds = stage_layer_seconds(cost, features)
     if cost.place:
         return _fastest_on_ranks(cost, seconds)
     states = np.array(layer_costs(cost).states_bytes)
-    layers, stages = len(seconds), cost.stages
+    stages, layers = seconds.shape
     if stages == 1:
         return (layers,)
-    before = np.concatenate(([0.0], np.cumsum(seconds)))
+    before = _before(seconds)
     states_before = np.concatenate(([0.0], np.cumsum(states)))
     # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
     for j in range(1, layers - cost.pinned_layers + 1):
         if states_before[j] < cost.budget_bytes[0]:
-            best[0, j] = before[j], before[j] ** 2
+            best[0, j] = before[0, j], before[0, j] ** 2
     for s in range(1, stages):
         for j in range(s + 1, layers + 1):
             if s < stages - 1 and j > layers - cost.pinned_layers:
                 break
             i = np.arange(s, j)
             fits = states_before[j] - states_before[i] < cost.budget_bytes[s]
-            mine = before[j] - before[i]
+            mine = before[s, j] - before[s, i]
             slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
             squares = best[s - 1, i, 1] + mine**2
             least = slowest.min()
@@ -89,16 +102,21 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     return tuple(int(b - a) for a, b in pairwise(borders))
 
 
+def _before(seconds: np.ndarray) -> np.ndarray:
+    """[stages, layers + 1]: the sum over the layers in front of each."""
+    return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
+
+
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
     """From the layers of ``cost`` on one layer after another is moved, from any stage to any other,
-    to where the slowest rank takes least, then the slowest stage. ``seconds`` [layers]."""
-    before = np.concatenate(([0.0], np.cumsum(seconds)))
+    to where the slowest rank takes least, then the slowest stage. ``seconds`` [stages, layers]."""
+    before, each = _before(seconds), np.arange(cost.stages)
     on = np.array(cost.rank_of)
     least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
 
     def price(layers: np.ndarray) -> tuple[float, float]:
         ends = np.cumsum(layers)
-        taken = before[ends] - before[ends - layers]
+        taken = before[each, ends] - before[each, ends - layers]
         return float(np.bincount(on, weights=taken).max()), float((taken**2).sum())
 
     at = np.array(cost.layers)
@@ -169,7 +187,7 @@ def partition_by_time(
     moved = True
     while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
         moved = False
-        for other in _neighbours(at, layer_seconds(cost, features), cost):
+        for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
             if seconds(other) < seconds(at):
                 at, moved = other, True
                 break
@@ -184,7 +202,9 @@ def _neighbours(
     """A layer moved from a stage of the slowest rank, or the next slowest, to one of a faster."""
     ends = np.cumsum(layers)
     least = [1] * (len(layers) - 1) + [cost.pinned_layers]
-    parts = [part.sum() for part in np.split(seconds, ends[:-1])]
+    parts = [
+        own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
+    ]
     taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
     for slow in np.argsort(-taken, kind="stable")[:2]:
         # Along the borders to each of the others, the fastest first.

@@ -71,7 +71,7 @@ def test_messages() -> None:
     """The output goes round; between stages two rows a token go with it, to the last stage
     alone. Evaluation wants no rows."""
     cut = cost(vocabulary_parallel=True)
-    one = cut.link_seconds(LOADS)
+    one = cut.link_seconds(LOADS)[0]
     table = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)})
     rows = np.asarray(table.link_seconds[Payload.HEAD])
     assert (rows == np.array([3, 3, 2, 1])[:, None] * one).all()

@@ -14,7 +14,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import bar
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
-from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.devices import device, differ_by_rank
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
@@ -30,6 +30,11 @@ from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
 def run(arguments: argparse.Namespace) -> int:
     _require_framework(arguments)
+    if differ_by_rank(arguments.device):
+        raise UsageError(
+            f"--device {arguments.device}: tune tries pipelines of many lengths, all "
+            "of one device; compare layouts of devices that differ with `compare`"
+        )
     the_model, the_device = model(arguments.model), device(arguments.device)
     if the_model.further_layers:
         raise UsageError(

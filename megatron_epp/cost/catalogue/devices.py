@@ -1,6 +1,7 @@
 """Devices, and the links between them."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,40 @@ DEVICES: Mapping[str, Device] = {
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
     )
 }
+
+
+_RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
+_LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
+
+
+def device_runs(text: str) -> tuple[tuple[str, int], ...]:
+    """(name or file, ranks) of every part of ``h100-80g*4,a100-80g*4``; a part without a number is
+    one rank."""
+    found = []
+    for part in text.split(","):
+        match = _RUN.fullmatch(part)
+        if match is None:
+            raise ValueError(f"device {text!r}: {part!r} is no device with a number; {_LIST}")
+        found.append((match[1], int(match[2] or 1)))
+    return tuple(found)
+
+
+def differ_by_rank(text: str) -> bool:
+    """Whether ``text`` says the device of every rank, not one for all."""
+    return "," in text or "*" in text
+
+
+def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
+    """The device of every rank of one replica's pipeline: all that called ``text``, or by runs, as
+    :func:`device_runs` reads them, which add up to ``ranks``."""
+    if not differ_by_rank(text):
+        return (device(text),) * ranks
+    runs = device_runs(text)
+    if (given := sum(count for _, count in runs)) != ranks:
+        raise ValueError(
+            f"device {text!r}: of {given} ranks, and the pipeline has {ranks}; {_LIST}"
+        )
+    return tuple(each for name, count in runs for each in (device(name),) * count)
 
 
 def device(name: str) -> Device:

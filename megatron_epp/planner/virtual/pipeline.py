@@ -68,7 +68,11 @@ class Setup:
         whole, then together."""
         layers = even_layers(sum(cost.layers), len(place))
         budget = (max(cost.budget_bytes),) * len(place)
-        return cls(dataclasses.replace(cost, layers=layers, budget_bytes=budget), place, *chunks)
+        on = tuple(cost.rank_devices[rank] for rank in place) if cost.rank_devices else ()
+        if on:
+            budget = tuple(cost.rank_budget_bytes[rank] for rank in place)
+        staged = dataclasses.replace(cost, layers=layers, budget_bytes=budget, rank_devices=on)
+        return cls(staged, place, *chunks)
 
     @property
     def ranks(self) -> int:

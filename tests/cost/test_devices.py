@@ -1,0 +1,133 @@
+"""Devices that differ by rank: seconds, budgets, links, and the layers that follow."""
+
+import json
+import re
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import GIB, device
+from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
+from megatron_epp.planner.partition import (
+    expected_features,
+    fastest_layers,
+    stage_layer_seconds,
+)
+
+MIXED = "h100-80g*2,a100-40g*2"
+LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
+MACHINE = ("--lengths", "wlb", "--model", "llama3-8b", "--pp", "4", "--cp", "8")
+BATCH = ("--context", "16384", "--global-batch-size", "16", "--effort", "0")
+
+
+def test_alike_is_one_device() -> None:
+    for text in ("h100-80g*4", "h100-80g,h100-80g*3"):
+        assert named_cost("llama3-8b", text, pp=4) == named_cost("llama3-8b", "h100-80g", pp=4)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_each_stage_has_its_devices_figures(cut: bool) -> None:
+    layout = {"pp": 4, "cp": 8, "topology": "nodes", "vocabulary_parallel": cut}
+    mixed = named_cost("llama3-8b", MIXED, **layout)
+    alone = [named_cost("llama3-8b", name, **layout) for name in ("h100-80g", "a100-40g")]
+    of_stage = [alone[0], alone[0], alone[1], alone[1]]
+    for kind in mixed._seconds:
+        rows = [one.seconds_per(kind)[stage] for stage, one in enumerate(of_stage)]
+        assert np.array_equal(mixed.seconds_per(kind), rows)
+    assert set(mixed._seconds) >= set(OF_LAYERS)
+    loads = mixed.loads([], [])
+    assert mixed.recompute_seconds((0, FULL), loads).shape == (4, 0)
+    assert mixed.budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
+    fast, slow = (one.profile.link_seconds_per_token for one in alone)
+    assert fast < slow
+    assert mixed.links_per_token.tolist() == [fast, slow, slow, slow]  # the last one goes round
+    assert mixed.states_bytes == alone[0].states_bytes
+
+
+def test_a_rank_of_several_stages_has_one_device() -> None:
+    mixed = named_cost("llama3-8b", "h100-80g,a100-40g", pp=4, cp=8, place=(0, 1, 1, 0))
+    alone = named_cost("llama3-8b", "a100-40g", pp=4, cp=8)
+    rows = mixed.seconds_per(Kind.FORWARD)
+    assert np.array_equal(rows[1:3], alone.seconds_per(Kind.FORWARD)[1:3])
+    assert (rows[[0, 3], 0] < rows[1, 0]).all()
+    assert mixed.rank_budget_bytes == (74 * GIB, 37 * GIB)
+    found = fastest_layers(mixed, expected_features(mixed, [LENGTHS]))
+    assert found is not None and found[0] + found[3] > found[1] + found[2]
+
+
+def test_recompute_and_copies_are_of_the_stages_device() -> None:
+    cost = named_cost("llama3-8b", "h100-80g,a100-80g", pp=2, cp=8)
+    loads = cost.loads([Chunk((Span(0, 0, 100),)), Chunk((Span(1, 0, 300),))], [100, 300])
+    alone = [named_cost("llama3-8b", name, pp=2, cp=8) for name in ("h100-80g", "a100-80g")]
+    for of in (
+        lambda one: one.recompute_seconds((0, FULL), loads),
+        lambda one: one.copy_seconds(loads),
+    ):
+        assert np.array_equal(of(cost), [of(one) for one in alone])
+    assert cost.profile.host_bytes_per_second == device("a100-80g").host_bytes_per_second
+
+
+@pytest.mark.parametrize("text", [MIXED, "a100-40g,h200-141g,h100-80g,a100-80g"])
+def test_no_partition_is_faster(text: str) -> None:
+    cost = named_cost("llama3-8b", text, pp=4, cp=8)
+    features = expected_features(cost, [LENGTHS])
+    seconds = stage_layer_seconds(cost, features)
+
+    def slowest(layers: tuple[int, ...]) -> float:
+        ends = np.cumsum(layers)
+        return max(own[e - n : e].sum() for own, e, n in zip(seconds, ends, layers, strict=True))
+
+    found = fastest_layers(cost, features)
+    assert found is not None
+    every = [
+        tuple(b - a for a, b in pairwise((0, *borders, 32)))
+        for borders in combinations(range(1, 32), 3)
+    ]
+    assert slowest(found) == pytest.approx(min(map(slowest, every)), rel=1e-12)
+    assert slowest(found) < slowest(cost.layers)
+
+
+def test_plan_and_simulate_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow ranks get fewer layers, and that plan is faster than even layers on these devices."""
+
+    def planned(*more: str) -> tuple[Plan, dict]:
+        path = tmp_path / "p.plan"
+        assert main(["plan", *MACHINE, "--device", MIXED, *BATCH, *more, "-o", str(path)]) == 0
+        capsys.readouterr()
+        assert main(["simulate", str(path), "--json"]) == 0  # the plan names its devices
+        return Plan.parse(path.read_text()), json.loads(capsys.readouterr().out)
+
+    even, at_even = planned()
+    auto, at_auto = planned("--partition", "auto")
+    assert even.layers == (8, 8, 8, 8)
+    assert sum(auto.layers[:2]) > sum(auto.layers[2:])
+    assert at_auto["seconds"] < 0.85 * at_even["seconds"]
+    assert at_even["budget_bytes"] == [74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h100-80g*2,a100-80g", "of 3 ranks, and the pipeline has 4"),
+        ("h100-80g*4,a100-80g*4", "of 8 ranks, and the pipeline has 4"),
+        ("h100-80g*,a100-80g*2", "'h100-80g*' is no device with a number"),
+        ("h100-80g*2,,a100-80g*2", "'' is no device with a number"),
+        ("h100-80g*x,a100-80g*2", "'h100-80g*x' is no device with a number"),
+        ("h100-80g*2,a100*2", "unknown device 'a100'; did you mean a100-80g"),
+        ("h100-80g*2,cpu*2", "a pipeline over CPUs and GPUs"),
+    ],
+)
+def test_bad_lists(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MACHINE, "--device", text, *BATCH]) == 2
+    error = capsys.readouterr().err
+    assert said in error and re.search(r"error: .*", error) and error.count("\n") == 1, error
+
+
+def test_tune_is_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--lengths", "wlb", "--model", "llama3-8b", "--nodes", "1", "--context", "16384")
+    assert main(["tune", *asked, "--global-batch-size", "16", "--device", MIXED]) == 2
+    assert "tune tries pipelines of many lengths" in capsys.readouterr().err
