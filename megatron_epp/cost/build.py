@@ -158,7 +158,7 @@ def _require_one_sort(devices: Sequence[Device]) -> None:
 
 
 def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """What is one for all devices: bytes, the longest latency, and the host's memory for none where
+    """Figures that all devices share: bytes, the longest latency; the host's memory for none where
     one has no rate to it."""
     first = profiles[0]
     sort = "cpu:" if is_of_cpu(first) else ""
