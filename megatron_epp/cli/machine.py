@@ -107,8 +107,6 @@ def cost_of(
         cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
     if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
         cost = dataclasses.replace(cost, host_budget_bytes=host * GIB)
-    if place:
-        cost = dataclasses.replace(cost, place=place)
     cost.require_states_fit()
     return cost
 
@@ -145,7 +143,7 @@ def _measured_cost(
     experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
     ep = expert_degree(arguments.ep, arguments.tp, cp, experts, dp)
     degrees = (arguments.tp, cp, dp, zero or 1, ep)
-    return Cost(budgeted(profile), layers, budgets, *degrees, kinds)
+    return Cost(budgeted(profile), layers, budgets, *degrees, kinds, place=place)
 
 
 def planning_cost(arguments: argparse.Namespace) -> Cost:

@@ -79,7 +79,7 @@ class CostMonitor:
             max(1, one.tokens),  # an empty chunk is a row of padding
             plan.pairs(one.chunk),
             0,
-            one.measured,
+            one.measured / cost.slowness[cost.rank_of[one.stage]],
             kinds=cost.layer_kinds[first : first + len(choice)],
             window_pairs=tuple(
                 (window, pairs_within(chunk.spans, window)) for window in cost.windows

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -55,7 +55,8 @@ class StageLayout:
     place          the rank of every stage, where a rank has several; none: stage i on rank i. What
                    a device may hold is then for all its stages: each has all of it as its budget
     rank_devices   of every rank, where they differ: seconds and rates are then theirs, bytes and
-                   latency those of ``profile``. None: all are as ``profile`` and ``network`` say
+                   latency those of ``profile``. None: those of a profile that was measured on ranks
+                   that differ (``rank_slowness``), else all as ``profile`` and ``network`` say
     """
 
     profile: Profile
@@ -83,6 +84,11 @@ class StageLayout:
             raise ValueError(
                 f"{len(self.rank_devices)} ranks have a device of their own, and the pipeline has "
                 f"{self.ranks}; expected the same number"
+            )
+        if (measured := self.profile.rank_slowness) and len(measured) != self.ranks:
+            raise ValueError(
+                f"the cost model was measured on {len(measured)} pipeline ranks whose devices "
+                f"differ, and the pipeline has {self.ranks}; expected the same number"
             )
         if self.vocabulary_parallel and len(self.layers) == 1:
             raise ValueError(
@@ -161,21 +167,42 @@ class StageLayout:
     # --- devices that differ ---------------------------------------------------------------------
 
     @cached_property
+    def unlike_devices(self) -> tuple[RankDevice, ...]:
+        """The device of every rank, where they differ: ``rank_devices``, or as measured."""
+        if self.rank_devices or not self.profile.rank_slowness:
+            return self.rank_devices
+        known = {
+            factor: RankDevice(self.profile.slowed(factor), self.network)
+            for factor in self.profile.rank_slowness
+        }
+        return tuple(known[factor] for factor in self.profile.rank_slowness)
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """Seconds on every rank's device over the profile's, where it was measured."""
+        return self.profile.rank_slowness or (1.0,) * self.ranks
+
+    def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
+        """With these of every rank, none: all alike, and other ``fields``."""
+        alike = replace(self.profile, rank_slowness=())
+        return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
+
+    @cached_property
     def _on_devices(self) -> tuple[tuple[Self, ...], np.ndarray]:
         """This layout as if all ranks had the device of one, for each that there is; and [stages]
         the number of each stage's."""
-        different = tuple(dict.fromkeys(map(id, self.rank_devices)))
-        known = {id(each): each for each in self.rank_devices}
+        different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
+        known = {id(each): each for each in self.unlike_devices}
         layouts = tuple(
-            replace(self, profile=known[at].profile, network=known[at].network, rank_devices=())
+            self.on_devices(profile=known[at].profile, network=known[at].network)
             for at in different
         )
-        own = [different.index(id(self.rank_devices[rank])) for rank in self.rank_of]
+        own = [different.index(id(self.unlike_devices[rank])) for rank in self.rank_of]
         return layouts, np.array(own)
 
     def on_device_of(self, stage: int) -> Self:
         """This layout as if all ranks had the device of that stage."""
-        if not self.rank_devices:
+        if not self.unlike_devices:
             return self
         layouts, own = self._on_devices
         return layouts[own[stage]]
@@ -183,7 +210,7 @@ class StageLayout:
     def stagewise(self, of: Callable[[Self], np.ndarray]) -> np.ndarray:
         """``of`` this layout, [stages, ...]; where devices differ every row from the layout on that
         stage's device."""
-        if not self.rank_devices:
+        if not self.unlike_devices:
             return of(self)
         layouts, own = self._on_devices
         return np.stack([of(each) for each in layouts])[own, np.arange(self.stages)]

@@ -185,7 +185,7 @@ class ChunkMemory(OpSeconds):
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
         """[chunks]: of what one layer of the kind saved, to the host's memory or back; where
         devices differ [stages, chunks]."""
-        if self.rank_devices:
+        if self.unlike_devices:
             return self.stagewise(
                 lambda each: np.tile(each.copy_seconds(loads, kind), (self.stages, 1))
             )

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +51,9 @@ class Seconds(_Figures):
 
     def __call__(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs + self.per_chunk
+
+    def __mul__(self, factor: float) -> "Seconds":
+        return Seconds(self.per_token * factor, self.per_pair * factor, self.per_chunk * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,9 @@ class Profile(LayerFigures):
                                   decides is multiplied
     layer_kind                    the name of the first kind
     other_kinds                   the figures of further kinds, by name
+    rank_slowness                 of every pipeline rank, where devices were measured that differ:
+                                  what an op takes there over these seconds, those of the fastest;
+                                  none: all are alike
     """
 
     provenance: Provenance
@@ -260,6 +266,7 @@ class Profile(LayerFigures):
     head_seconds: Mapping[Kind, Seconds] = dataclasses.field(default_factory=dict)
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
+    rank_slowness: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> dict[str, LayerFigures]:
@@ -291,6 +298,15 @@ class Profile(LayerFigures):
             },
         )
 
+    def slowed(self, factor: float) -> "Profile":
+        """The profile of one device on which every op takes ``factor`` times as long."""
+        figures = {
+            kind: dataclasses.replace(layer_figures(each), **_times(each, _LAYER_SECONDS, factor))
+            for kind, each in self.kinds.items()
+        }
+        ends = _times(self, _END_SECONDS, factor)
+        return dataclasses.replace(self.with_kinds(figures), **ends, rank_slowness=())
+
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
         first = {name: json_value(getattr(self, name)) for name in ("provenance", "tp", "cp")}
@@ -320,6 +336,16 @@ def layer_figures(of: LayerFigures) -> LayerFigures:
     return LayerFigures(**{name: getattr(of, name) for name in _LAYER_FIELDS})
 
 
+# What a device computes; gathers and messages are the links'.
+_LAYER_SECONDS = ("layer_seconds", "recompute_seconds", "context_seconds", "exchange_seconds")
+_END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
+
+
+def _times(of: LayerFigures, names: Sequence[str], factor: float) -> dict[str, Any]:
+    """Those mappings of ``of``, whose values are Seconds or numbers, times ``factor``."""
+    return {name: {key: each * factor for key, each in getattr(of, name).items()} for name in names}
+
+
 # ------------------------------------------------------------------ JSON
 
 
@@ -343,9 +369,9 @@ def _kinds(value: Any) -> dict[str, LayerFigures]:
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _LETTER_NAMES = {letter: letter for letter in LETTERS}
-_AT_LEAST_1 = ("tp", "cp", "routing")
+_AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
 # Fields that files of before there were such layers lack.
-_LATER = {"heads": 0.0}
+_LATER: Mapping[str, Any] = {"heads": 0.0, "rank_slowness": []}
 _SOME_KEYS = re.compile("(context|exchange|head|forward)_.*")  # of a mapping, not all
 # The most of any figure, by the end of its name: far above what a machine does, and so far below
 # what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
@@ -358,7 +384,7 @@ def _limits(name: str, kind: Any) -> Limits:
     if name.startswith("head_"):
         keys = _HEAD_NAMES
     most = _MOST
-    if "seconds" in name and "per_second" not in name:
+    if name == "rank_slowness" or ("seconds" in name and "per_second" not in name):
         most = _MOST_SECONDS
     elif "bytes" in name and "per_second" not in name:
         most = _MOST_BYTES_OF_A_TOKEN

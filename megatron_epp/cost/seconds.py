@@ -46,7 +46,7 @@ class OpSeconds(StageLayout):
     @cached_property
     def _seconds(self) -> Mapping[Kind, np.ndarray]:
         """Computation only."""
-        if self.rank_devices:
+        if self.unlike_devices:
             return self._of_devices(lambda each, kind: each._seconds[kind])
         result = {}
         for kind in OF_LAYERS:
@@ -62,7 +62,7 @@ class OpSeconds(StageLayout):
 
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
-        if self.rank_devices:
+        if self.unlike_devices:
             return self._of_devices(lambda each, kind: each._comm[kind])
         result = {}
         for kind in OF_LAYERS:
@@ -103,7 +103,7 @@ class OpSeconds(StageLayout):
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
         """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
         one context-parallel rank computes alone do without."""
-        if self.rank_devices:
+        if self.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
         return {
             kind: self.over_stages(
@@ -158,7 +158,7 @@ class OpSeconds(StageLayout):
 
     def recompute_seconds(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of one layer; where devices differ [stages, chunks]."""
-        if self.rank_devices:
+        if self.unlike_devices:
             return self.stagewise(
                 lambda each: np.tile(each.recompute_seconds(choice, loads), (self.stages, 1))
             )

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import lcm
@@ -56,12 +57,14 @@ class Config:
         "the documents' lengths differ) or a folder as --epp-record wrote it.",
         metavar="PATH",
     )
-    epp_memory_budget_gib: float | None = flag(
+    epp_memory_budget_gib: tuple[float, ...] | None = flag(
         None,
-        "GiB per device that plans must stay within: on a GPU all that training holds (default: "
-        "the device less a margin), on a CPU what chunks hold between forward and backward "
-        "(default: 0.8 of the available memory, shared by the local ranks).",
-        metavar="GIB",
+        "GiB per device that plans must stay within, one number or one for every pipeline rank: on "
+        "a GPU all that training holds (default: the device less a margin), on a CPU what chunks "
+        "hold between forward and backward (default: 0.8 of the available memory, shared by the "
+        "local ranks).",
+        ("GIB", float),
+        nargs="+",
     )
     epp_memory_limit_gib: float | None = flag(
         None,
@@ -146,11 +149,13 @@ class Config:
 
     def __post_init__(self):
         for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
-            value = getattr(self, name)
-            if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
-                raise ValueError(
-                    f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to {MOST_GIB:g} GiB"
-                )
+            given = getattr(self, name)
+            for value in given if isinstance(given, Sequence) else (given,):
+                if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
+                    raise ValueError(
+                        f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to "
+                        f"{MOST_GIB:g} GiB"
+                    )
         if not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
@@ -158,7 +163,9 @@ class Config:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":
         """The values on Megatron's ``args``."""
-        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given | several)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -5,12 +5,14 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_whole
@@ -77,7 +79,12 @@ def make_planning(
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile)
-    # What is available differs between hosts and moments: rank 0's is everybody's.
+    # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
+    # that go by other names.
+    own = (groups.pipeline_rank, device_name(), default_budget_bytes(args))
+    every: list = [None] * groups.control.size()
+    dist.all_gather_object(every, own, group=groups.control)
+    unlike = unlike_budgets(every)
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
     budgets, error, fallbacks = json.dumps([cost.budget_bytes, host]), None, None
@@ -85,6 +92,8 @@ def make_planning(
         try:
             stages = cost.budget_bytes
             if config.epp_memory_budget_gib is None:
+                if unlike:
+                    stages = cost.with_rank_budgets(unlike).budget_bytes
                 stages = kept_budgets(args, cost.stages) or stages
                 if args.save:
                     write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
@@ -161,12 +170,21 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         profile = replace(profile, states=training_states(args))
     else:
         profile = without_states(profile)
-    budget = config.epp_memory_budget_gib
-    budget_bytes = default_budget_bytes(args) if budget is None else budget * GIB
+    place = place_of(args)
+    rank_of = place or tuple(range(len(layers)))
+    budgets = config.epp_memory_budget_gib
+    if budgets is None:
+        budgets = (default_budget_bytes(args) / GIB,)
+    ranks = 1 + max(rank_of)
+    if len(budgets) not in (1, ranks):
+        raise ValueError(
+            f"--epp-memory-budget-gib: {len(budgets)} numbers for {ranks} pipeline ranks; expected "
+            "one, or one for each of them"
+        )
     return Cost(
         profile,
         layers,
-        (budget_bytes,) * len(layers),
+        tuple(budgets[rank % len(budgets)] * GIB for rank in rank_of),
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
@@ -174,8 +192,19 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         **cost_sizes(args),
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
         vocabulary_parallel=vocabulary_parallel(args),
-        place=place_of(args),
+        place=place,
     )
+
+
+def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
+    """Default bytes of every pipeline rank, the least of its devices', where devices go by
+    different names; none where all have one. ``every`` rank: its pipeline rank, name, bytes."""
+    if len({name for _, name, _ in every}) == 1:
+        return ()
+    least: dict[int, float] = {}
+    for rank, _, bytes_ in every:
+        least[rank] = min(bytes_, least.get(rank, bytes_))
+    return tuple(least[rank] for rank in sorted(least))
 
 
 def training_states(args: Any) -> States:

@@ -41,7 +41,7 @@ def divided(
             f"divide(same_count=True): {len(lengths)} samples over {replicas} replicas; expected a "
             "multiple"
         )
-    measured = None if profile is None else Profile.load(str(profile))
+    measured = None if profile is None else Profile.load(str(profile)).slowed(1.0)
     # Seconds alone are asked for: whether the model fits on one device is another question.
     cost = named_cost(model, device, pp=1, profile=measured, memory_budget_gib=math.inf)
     most = len(lengths) // replicas if same_count else None

@@ -26,13 +26,8 @@ GAIN = 0.005
 def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
     layers = sum(cost.layers)
-    return dataclasses.replace(
-        cost,
-        layers=(1,) * layers,
-        budget_bytes=(max(cost.budget_bytes),) * layers,
-        place=(),
-        rank_devices=(),
-    )
+    budget = max(cost.budget_bytes)
+    return cost.on_devices(layers=(1,) * layers, budget_bytes=(budget,) * layers, place=())
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
@@ -43,7 +38,7 @@ def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     """[stages, layers] of :func:`layer_seconds`, each layer on that stage's device."""
-    if not cost.rank_devices:
+    if not cost.unlike_devices:
         seconds = layer_seconds(cost, features)
         return np.broadcast_to(seconds, (cost.stages, len(seconds)))
     on = [layer_seconds(cost.on_device_of(stage), features) for stage in range(cost.stages)]

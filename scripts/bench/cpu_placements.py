@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cpu_pipeline import flags
@@ -57,10 +58,12 @@ def measured_costs(words: list[str], folder: Path) -> list[str]:
     return ["--epp-cost-model", file]
 
 
-def run(words: list[str], way: str, batches: int, folder: Path) -> tuple[list[Iteration], str]:
-    """Iterations that count, and what was said of a choice."""
+def run(
+    words: list[str], way: Sequence[str], batches: int, folder: Path
+) -> tuple[list[Iteration], str]:
+    """Iterations that count, with the flags of a way, and what was said of a choice."""
     folder.mkdir()
-    how = ["--epp", *WAYS[way], "--epp-vocab-parallel", "off", "--epp-record", str(folder)]
+    how = ["--epp", *way, "--epp-vocab-parallel", "off", "--epp-record", str(folder)]
     text = torchrun(["-m", "megatron_epp.pretrain_gpt"], [*words, *how], folder / "log")
     said = _CHOSEN.search(text)
     numbers = range(WARM_UP + 1, WARM_UP + batches + 1)
@@ -73,12 +76,13 @@ HEADERS = [
 ]
 
 
-def rows(case: str, rounds: list[dict[str, list[Iteration]]]) -> list[list[str]]:
+def rows(case: str, rounds: list[dict[str, list[Iteration]]], best_way: str) -> list[list[str]]:
+    """A line for each way, beside ``best_way``."""
     context, batch = case.split("x")
     made = []
-    for way in WAYS:
+    for way in rounds[0]:
         mine = [one for found in rounds for one in found[way]]
-        best = [one for found in rounds for one in found[BEST]]
+        best = [one for found in rounds for one in found[best_way]]
         pairs = list(zip(best, mine, strict=True))
         made.append(
             [
@@ -126,11 +130,11 @@ def main() -> None:
             found = {}
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
                 at = place / f"{number}-{way.replace(' ', '-')}"
-                found[way], choice = run(words, way, arguments.batches, at)
+                found[way], choice = run(words, WAYS[way], arguments.batches, at)
                 if choice and number == 0:
                     said.append(f"- {case}, {way}: {choice.replace(str(place), '')}")
             rounds.append(found)
-        table += rows(case, rounds)
+        table += rows(case, rounds, BEST)
         print(plain(HEADERS, table), *said, sep="\n", flush=True)
     sizes = f"hidden {arguments.hidden}, {arguments.words} words, planner {arguments.planner}"
     hardware = f"{host()}, float32, {sizes}, two processes of one thread"

@@ -181,8 +181,13 @@ def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
     return prefix
 
 
+def python_path() -> str:
+    """Modules of the caller's PYTHONPATH, then the project's."""
+    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+
+
 def torchrun(program: list[str], words: list[str], log: Path, processes: int = 2) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), *program, *words]
     with log.open("w") as out:

@@ -52,7 +52,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     assert parsed.seq_length == 8192 and parsed.global_batch_size == 8
     assert parsed.num_layers == 32 and parsed.num_query_groups == 8 and parsed.swiglu
     assert parsed.epp == (first["planner"] == "epp")
-    assert parsed.epp_memory_budget_gib == 60 and parsed.epp_effort == 0
+    assert parsed.epp_memory_budget_gib == [60] and parsed.epp_effort == 0
 
 
 def launched(script: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """What a measured op says of the cost model's figures, whatever became of its layers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,17 @@ def test_a_sample_says_of_which_kinds_the_layers_are() -> None:
     assert sample.kinds == ("far", "near", "near")
     assert sample.window_pairs == ((16, 10 * 16),) and sample.pairs == sum(range(31, 41))
     assert sample.context == 30
+
+
+def test_a_sample_of_a_slower_rank_is_what_the_fastest_would_have_taken() -> None:
+    profile = replace(COST.profile, rank_slowness=(1.0, 2.5))
+    plan = Plan.parse(
+        "plan v1\ndocuments 40\nlayers 1 3\nchunk 0: 0[0:40]\nstage 0: F0 B0\nstage 1: F0 B0\n"
+    )
+    monitor = CostMonitor(SimpleNamespace(), [], may_refit=True)
+    one = Residual(1, Kind.BACKWARD, 0, 40, 0, 1.0, 5.0)
+    sample = monitor._sample(Cost(profile, (1, 3), (1e9,) * 2), plan, one)
+    assert sample.value == 2.0 and sample.last
 
 
 def test_in_lockstep_an_op_says_what_the_slowest_replica_did() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -46,6 +47,37 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     assert fast < slow
     assert mixed.links_per_token.tolist() == [fast, slow, slow, slow]  # the last one goes round
     assert mixed.states_bytes == alone[0].states_bytes
+
+
+def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
+    alone = named_cost("llama3-8b", "h100-80g", pp=2, cp=8)
+    profile = replace(alone.profile, rank_slowness=(1.0, 2.0))
+    mixed = replace(alone, profile=profile)
+    for kind in OF_LAYERS:
+        computed = mixed.seconds_per(kind) - mixed.comm_seconds_per(kind)
+        known = alone.seconds_per(kind) - alone.comm_seconds_per(kind)
+        assert np.allclose(computed, known * [[1.0], [2.0]], rtol=1e-12)
+    assert mixed.states_bytes == alone.states_bytes
+    features = expected_features(mixed, [LENGTHS])
+    found = fastest_layers(mixed, features)
+    assert found is not None and 20 <= found[0] <= 22  # of 32; the output layer is on the slow one
+    placed = replace(mixed, layers=(8,) * 4, budget_bytes=(1e11,) * 4, place=(0, 1, 1, 0))
+    assert placed.seconds_per(Kind.FORWARD)[1, 0] > 1.7 * placed.seconds_per(Kind.FORWARD)[0, 0]
+    with pytest.raises(ValueError, match="measured on 2 pipeline ranks whose devices differ"):
+        replace(mixed, layers=(8,) * 4, budget_bytes=(1e11,) * 4)
+    # By the command, too.
+    file = tmp_path / "cost.json"
+    profile.save(str(file))
+    measured = ("--cost-model", str(file), "--device", "h100-80g")
+    words = ("plan", *MACHINE[:4], *measured, "--cp", "8", *BATCH)
+    auto = ("--partition", "auto", "-o", str(tmp_path / "a.plan"))
+    assert main([*words, "--pp", "2", *auto]) == 0
+    plan = Plan.parse((tmp_path / "a.plan").read_text())
+    assert plan.layers[0] > 18
+    capsys.readouterr()
+    assert main([*words, "--pp", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "measured on 2 pipeline ranks whose devices differ" in said and said.count("\n") == 1
 
 
 def test_a_rank_of_several_stages_has_one_device() -> None:

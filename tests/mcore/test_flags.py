@@ -72,8 +72,11 @@ def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"epp_memory_budget_gib": float("inf")}, "--epp-memory-budget-gib inf: expected from"),
-        ({"epp_memory_budget_gib": 1e7}, r"--epp-memory-budget-gib 1e\+07: expected from 1e-06"),
+        (
+            {"epp_memory_budget_gib": (1.0, float("inf"))},
+            "--epp-memory-budget-gib inf: expected from",
+        ),
+        ({"epp_memory_budget_gib": (1e7,)}, r"--epp-memory-budget-gib 1e\+07: expected from 1e-06"),
         ({"epp_memory_limit_gib": 1e-300}, "--epp-memory-limit-gib 1e-300: expected from 1e-06"),
         ({"epp_memory_limit_gib": float("nan")}, "--epp-memory-limit-gib nan: expected from"),
         ({"epp_effort": 10**5000}, "--epp-effort: expected from 0 to 1000000"),

@@ -1,6 +1,7 @@
 """Every kind of layer is measured alone, by the ranks that have it: made-up layers, found again."""
 
 import dataclasses
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_figures
 from megatron_epp.ir import FULL, KEEP, Kind
@@ -111,6 +113,38 @@ def test_each_kind_is_found_again(groups) -> None:
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
         assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
     assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypatch) -> None:
+    """Rank 1 has no layer that rank 2 has; both have one of rank 0's. Ranks that a busy host makes
+    10% slower are alike."""
+    word = ("local", "far", "far")
+    alike, _ = measured(groups, word)
+    of_ranks = {"local": (1.0, 1.5), "far": (1.0, None, 3.0)}
+
+    def gathered(every: list, mine: Readings, group: object) -> None:
+        factors = of_ranks[kinds.pop(0)]
+        ranks = [(rank, factor) for rank, factor in enumerate(factors) if factor is not None]
+        every[:] = [replace(mine.of_fastest(1 / factor), rank=rank) for rank, factor in ranks]
+
+    monkeypatch.setattr(measure.dist, "all_gather_object", gathered)
+    kinds = ["local", "far"]
+    made, _ = measured(groups, word)
+    assert made.rank_slowness == (1.0, 1.5, 3.0)
+    said = "pipeline ranks take 1.00, 1.50, 3.00 times as long as the fastest"
+    assert said in made.provenance.source
+    assert Profile.from_json(made.to_json()) == made
+    for kind, figures in made.kinds.items():
+        for op in (Kind.FORWARD, Kind.BACKWARD):
+            found, known = figures.layer_seconds[op], alike.kinds[kind].layer_seconds[op]
+            assert found.per_token == pytest.approx(known.per_token, rel=1e-6)
+            assert found.per_pair == pytest.approx(known.per_pair, rel=1e-6)
+    slower = made.slowed(3.0)
+    assert slower.rank_slowness == () and slower.saved_bytes == made.saved_bytes
+    assert slower.last_seconds[Kind.FORWARD] == made.last_seconds[Kind.FORWARD] * 3.0
+    of_ranks = {"local": (1.0, 1.1), "far": (1.05, None, 0.95)}
+    kinds = ["local", "far"]
+    assert measured(groups, word)[0].rank_slowness == ()
 
 
 class Busy(MadeUpLayers):

@@ -20,6 +20,8 @@ from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
+from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
+from megatron_epp.mcore.config import Config  # noqa: E402
 from megatron_epp.mcore.model import early_head  # noqa: E402
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
@@ -93,6 +95,31 @@ def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> 
         job_cost.analytic(args(context_parallel_size=cp)).last_workspace_tokens for cp in (1, 2, 4)
     ]
     assert blocks == [cp * early_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
+
+
+def test_every_pipeline_rank_may_have_its_own_budget() -> None:
+    words = [*MODEL.split(), "--seq-length", "64", "--max-position-embeddings", "64"]
+    words += ["--epp", "--epp-cost-model", "analytic", "--epp-memory-budget-gib"]
+
+    def budgets(*gib: str, **changes) -> tuple[float, ...]:
+        args = parsed([*words, *gib], 2)
+        filled = {"padded_vocab_size": 128, "kv_channels": 8, "ffn_hidden_size": 128, **changes}
+        vars(args).update(filled, data_parallel_size=1, epp_vocab_parallel="off")
+        config, layers = Config.of(args), (1,) * (4 if changes else 2)
+        cost = job_cost.training_cost(args, config, layers, job_cost.analytic(args))
+        return tuple(each / 2**30 for each in cost.budget_bytes)
+
+    assert budgets("2") == (2, 2) and budgets("2", "1") == (2, 1)
+    assert budgets("2", "1", epp_place=[0, 1, 1, 0]) == (2, 1, 1, 2)
+    with pytest.raises(ValueError, match="-gib: 3 numbers for 2 pipeline ranks; expected one, or"):
+        budgets("2", "1", "3")
+
+
+def test_default_budgets_are_by_rank_where_devices_go_by_different_names() -> None:
+    alike = [(0, "h100-80g", 7.0), (1, "h100-80g", 6.0)]
+    assert job_cost.unlike_budgets(alike) == ()
+    other = [(1, "a100-40g", 4.0), (1, "a100-40g", 3.0), (0, "h100-80g", 8.0)]
+    assert job_cost.unlike_budgets([*alike[:1], *other]) == (7.0, 3.0)
 
 
 def test_an_analytic_profile_was_measured_on_nothing() -> None:

@@ -272,14 +272,14 @@ def test_flags_are_the_fields_of_the_configuration():
     assert Config.of(given) == Config(
         epp=True,
         epp_planner="packing",
-        epp_memory_budget_gib=1.5,
+        epp_memory_budget_gib=(1.5,),
         epp_effort=0,
         epp_overlong="drop",
         epp_plan_ahead=False,
         epp_plan="x",
     )
     with pytest.raises(ValueError, match="--epp-memory-budget-gib -1"):
-        Config(epp_memory_budget_gib=-1.0)
+        Config(epp_memory_budget_gib=(-1.0,))
 
 
 # ------------------------------------------------------------------ whole runs

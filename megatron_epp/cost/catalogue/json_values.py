@@ -36,7 +36,8 @@ class Limits:
 
 
 def read_value(kind: Any, value: Any, limits: Limits) -> Any:
-    """``value`` of JSON as that type: a dataclass, a Mapping, a number, bool or str.
+    """``value`` of JSON as that type: a dataclass, a Mapping, a tuple of any length, a
+    number, bool or str.
 
     A ValueError says what was expected instead.
     """
@@ -45,6 +46,10 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
         if not isinstance(value, dict) or set(value) != set(fields):
             raise ValueError(f"expected an object with {', '.join(sorted(fields))}")
         return kind(**{name: read_value(fields[name], value[name], limits) for name in fields})
+    if get_args(kind)[1:] == (...,):
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r}: expected a list")
+        return tuple(read_value(get_args(kind)[0], each, limits) for each in value)
     if get_args(kind):
         there = set(value) if isinstance(value, dict) else {None}
         if not (there <= set(limits.keys) if limits.some else there == set(limits.keys)):

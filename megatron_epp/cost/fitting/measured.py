@@ -17,6 +17,7 @@ from megatron_epp.cost.fitting.readings import (
     Readings,
     letters_of,
 )
+from megatron_epp.cost.fitting.slowness import rank_slowness
 from megatron_epp.cost.fitting.split_seconds import with_split
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
@@ -46,13 +47,23 @@ class Conditions:
 def measured_profile(
     of_kinds: Mapping[str, Sequence[Readings]], model: Model, origin: Provenance, where: Conditions
 ) -> Profile:
-    """The first kind's profile with the layers of all. ValueError: nothing follows from them."""
+    """The first kind's profile with the layers of all, on the fastest pipeline rank where they
+    differ. ValueError: nothing follows from them."""
+    slowness = rank_slowness(of_kinds)
+    if slowness:
+        of_kinds = {
+            kind: [one.of_fastest(slowness[one.rank]) for one in every]
+            for kind, every in of_kinds.items()
+        }
+        said = ", ".join(f"{factor:.2f}" for factor in slowness)
+        source = f"{origin.source}; pipeline ranks take {said} times as long as the fastest"
+        origin = dataclasses.replace(origin, source=source)
     made = {kind: _fitted(every, model, kind, origin, where) for kind, every in of_kinds.items()}
-    whole = next(iter(made.values()))
+    whole = dataclasses.replace(next(iter(made.values())), rank_slowness=slowness)
     if len(made) == 1:
         return whole
-    said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
-    provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
+    of_each = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
+    provenance = dataclasses.replace(whole.provenance, source="; ".join(of_each))
     stores_last_slice = any(each.stores_last_slice for each in made.values())
     return dataclasses.replace(
         whole.with_kinds(made), provenance=provenance, stores_last_slice=stores_last_slice
@@ -221,8 +232,8 @@ def _recompute_seconds(
     for letter, names in SELECTIVE.items():
         if len(names) == 1 and modules[names[0]] == Seconds():
             known = dataclasses.replace(template.recompute_seconds[letter], per_chunk=0.0)
-            modules[names[0]] = _times(known, slower)
-    seconds = {KEEP: Seconds(), FULL: _times(forward, ratio or 1.0)}
+            modules[names[0]] = known * slower
+    seconds = {KEEP: Seconds(), FULL: forward * (ratio or 1.0)}
     for letter, names in SELECTIVE.items():
         seconds[letter] = Seconds(
             sum(modules[name].per_token for name in names),
@@ -236,9 +247,3 @@ def _slower(measured: Profile, template: Profile) -> float:
     load = _USUAL_TOKENS, pairs_within((Span(0, 0, _USUAL_TOKENS),), template.window)
     one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))
     return one / other
-
-
-def _times(seconds: Seconds, factor: float) -> Seconds:
-    return Seconds(
-        seconds.per_token * factor, seconds.per_pair * factor, seconds.per_chunk * factor
-    )

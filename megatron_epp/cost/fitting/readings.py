@@ -1,7 +1,7 @@
 """Measurements of one rank of its parts of a model: the samples that a profile is fitted to."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.split_seconds import SplitSeconds
@@ -38,6 +38,7 @@ class Peak:
 class Readings:
     """Measurements of one rank.
 
+    rank            of the pipeline
     held            samples of bytes from F to B; ``peaks`` beyond them
     again           (letter, tokens, seconds that it added to B, seconds of F) of one layer
     module_seconds  by name of a selective set's module: of one layer, per token
@@ -49,6 +50,7 @@ class Readings:
     stores_last_slice      whether the layer's attention has last slices kept, too
     """
 
+    rank: int = 0
     forward: list[Sample] = dataclasses.field(default_factory=list)
     backward: list[Sample] = dataclasses.field(default_factory=list)
     held: list[Sample] = dataclasses.field(default_factory=list)
@@ -60,3 +62,25 @@ class Readings:
     exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     stores_last_slice: bool = False
+
+    def of_fastest(self, factor: float) -> "Readings":
+        """Seconds as they were on a device that is ``factor`` times as fast."""
+
+        def timed(samples: list[Sample]) -> list[Sample]:
+            return [replace(each, value=each.value / factor) for each in samples]
+
+        return replace(
+            self,
+            forward=timed(self.forward),
+            backward=timed(self.backward),
+            again=[
+                (letter, tokens, more / factor, plain / factor)
+                for letter, tokens, more, plain in self.again
+            ],
+            module_seconds={name: each / factor for name, each in self.module_seconds.items()},
+            split=[
+                replace(s, whole=s.whole / factor, input=s.input / factor, weight=s.weight / factor)
+                for s in self.split
+            ],
+            exchange=[(tokens, f / factor, b / factor) for tokens, f, b in self.exchange],
+        )

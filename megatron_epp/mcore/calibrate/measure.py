@@ -144,7 +144,7 @@ def calibrate(
     flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
     of_kinds: dict[str, list[Readings]] = {}
     for kind, layer in model.shapes.items():
-        readings, first = Readings(), not of_kinds
+        readings, first = Readings(groups.pipeline_rank), not of_kinds
         mine: Probe | None = probe
         if kinds:
             mine = probe.of_layer(kinds.index(kind)) if kind in kinds else None

@@ -213,6 +213,7 @@ def planned_groups(
 
 def _flat(cost: Cost) -> Cost:
     """All devices as one stage, communication free: no grouping of them is faster."""
+    cost = cost.on_devices()
     profile = cost.profile.each_kind(
         all_to_all_bytes_per_token=0.0,
         tensor_bytes_per_token=0.0,

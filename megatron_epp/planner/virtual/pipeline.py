@@ -1,6 +1,5 @@
 """Several stages on a rank: a load is scheduled with just enough recompute."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,10 +67,10 @@ class Setup:
         whole, then together."""
         layers = even_layers(sum(cost.layers), len(place))
         budget = (max(cost.budget_bytes),) * len(place)
-        on = tuple(cost.rank_devices[rank] for rank in place) if cost.rank_devices else ()
+        on = tuple(cost.unlike_devices[rank] for rank in place) if cost.unlike_devices else ()
         if on:
             budget = tuple(cost.rank_budget_bytes[rank] for rank in place)
-        staged = dataclasses.replace(cost, layers=layers, budget_bytes=budget, rank_devices=on)
+        staged = cost.on_devices(on, layers=layers, budget_bytes=budget)
         return cls(staged, place, *chunks)
 
     @property

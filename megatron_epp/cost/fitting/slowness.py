@@ -1,0 +1,74 @@
+"""Speed of pipeline ranks' devices against each other, measured on the same chunks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from megatron_epp.cost.fitting.fit import Sample
+from megatron_epp.cost.fitting.readings import Readings
+from megatron_epp.ir import Kind
+
+DIFFER = 1.25  # times as slow; less is what a busy host does to devices that are alike
+ALIKE = 1.1  # ranks so near each other take their median
+
+
+def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
+    """Seconds of every pipeline rank over those of the fastest; none where devices are alike.
+
+    Ranks are compared in the kinds of layers that they share, by the median over chunks of F and
+    of B; where a rank shares none it is taken for as fast as the others are on average.
+    """
+    ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
+    rows, sides = [], []
+    for every in of_kinds.values():
+        offsets = _offsets(every)
+        for rank, offset in offsets.items():
+            row = np.zeros(ranks)
+            row[list(offsets)] = -1 / len(offsets)
+            row[rank] += 1
+            rows.append(row)
+            sides.append(offset)
+    found = np.linalg.lstsq(np.array(rows), np.array(sides), rcond=None)[0]
+    if np.ptp(found) < math.log(DIFFER):
+        return ()
+    factors = np.exp(_joined(found))
+    return tuple(round(float(factor), 3) for factor in factors / factors.min())
+
+
+def _offsets(every: Sequence[Readings]) -> dict[int, float]:
+    """Log seconds of one kind's layers by pipeline rank, beyond the mean of the ranks that have
+    it."""
+    seen: dict[int, dict[tuple, list[float]]] = {}
+    for one in every:
+        for key, seconds in _seconds(one):
+            seen.setdefault(one.rank, {}).setdefault(key, []).append(math.log(seconds))
+    shared = set.intersection(*(set(each) for each in seen.values()))
+    keys = sorted(shared)
+    logs = np.array([[median(each[key]) for key in keys] for each in seen.values()])
+    beyond = np.median(logs - logs.mean(0), axis=1)
+    return dict(zip(seen, (beyond - beyond.mean()).tolist(), strict=True))
+
+
+def _seconds(one: Readings) -> Iterable[tuple[tuple, float]]:
+    """(chunk and op, seconds) of one layer that keeps everything; none of the ends."""
+    for kind, samples in ((Kind.FORWARD, one.forward), (Kind.BACKWARD, one.backward)):
+        for each in samples:
+            if each.layers and each.value > 0:
+                yield _key(kind, each), each.value
+
+
+def _key(kind: Kind, each: Sample) -> tuple:
+    return kind.value, each.choice, each.tokens, each.pairs, each.context
+
+
+def _joined(logs: np.ndarray) -> np.ndarray:
+    """Logs of ranks that lie near each other, by their median."""
+    joined, order = logs.copy(), np.argsort(logs, kind="stable")
+    first = 0
+    for at in range(1, len(order) + 1):
+        if at == len(order) or logs[order[at]] - logs[order[first]] > math.log(ALIKE):
+            joined[order[first:at]] = np.median(logs[order[first:at]])
+            first = at
+    return joined

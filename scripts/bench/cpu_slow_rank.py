@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""A pipeline one of whose two ranks is slower, on this host's CPU: do plan and time follow?
+
+    scripts/bench/cpu_slow_rank.py [--instructions sse] [--rank 1] [--cases 4096x8] [-o RESULT.md]
+
+That rank's libraries use fewer of the processor's instructions, SSE 4.2 or AVX2 in the place of
+AVX-512: a slower device, by a factor that a product and attention alone are timed for besides.
+`profile` measures both ranks at once. Then the same run with that cost model as if both ranks were
+the fastest (before devices could differ), as it is, and with layers by time of it besides; --rounds
+times in changing order. Medians over iterations; ratio: the first way's seconds over this line's,
+same batch, measured, and predicted by the plans that ran.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cpu_pipeline import flags
+from cpu_placements import HEADERS, measured_costs, rows, run
+from cpu_vocab import WARM_UP
+from headline import heading, host, write
+from in_turns import corpus_of
+
+ALIKE = "taken for alike"
+# Instructions that MKL, oneDNN and torch may use.
+INSTRUCTIONS = {"sse": ("SSE4_2", "SSE41", "default"), "avx2": ("AVX2", "AVX2", "avx2")}
+VARIABLES = ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+SLOWED = """
+import os
+if os.environ.get("RANK") == {rank!r}:
+    os.environ.update({variables!r})
+"""
+ALONE = """
+import time, torch
+torch.set_num_threads(1)
+x, w, q = torch.randn(1024, 512), torch.randn(512, 1376), torch.randn(1, 8, 1024, 64)
+def seconds(work):
+    times = []
+    for _ in range(9):
+        began = time.thread_time()
+        for _ in range(8): work()
+        times.append(time.thread_time() - began)
+    return sorted(times)[4]
+attend = torch.nn.functional.scaled_dot_product_attention
+print(seconds(lambda: x @ w), seconds(lambda: attend(q, q, q, is_causal=True)))
+"""
+
+
+def slow_down(rank: int, variables: dict[str, str], folder: Path) -> None:
+    """Have every Python process of that rank that starts from now on be slower."""
+    folder.mkdir()
+    text = SLOWED.format(rank=str(rank), variables=variables)
+    (folder / "sitecustomize.py").write_text(text)
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *before])
+
+
+def alone(variables: dict[str, str]) -> str:
+    """Times as long that a product and attention take with these, alone."""
+    both = []
+    for more in ({}, variables):
+        words = [sys.executable, "-c", ALONE]
+        text = subprocess.run(
+            words, env={**os.environ, **more}, capture_output=True, text=True, check=True
+        ).stdout
+        both.append([float(word) for word in text.split()])
+    product, attention = (slow / fast for fast, slow in zip(*both, strict=True))
+    return f"- alone a product takes {product:.2f}, attention {attention:.2f} times as long there"
+
+
+def ways_of(file: Path) -> tuple[dict[str, list[str]], str]:
+    """The flags of every way, and what the cost model in ``file`` says of the ranks."""
+    text = json.loads(file.read_text())
+    factors = text["rank_slowness"]
+    alike = file.with_name("alike.json")
+    alike.write_text(json.dumps({**text, "rank_slowness": []}))
+    model = ["--epp-cost-model", str(file)]
+    ways = {
+        ALIKE: ["--epp-cost-model", str(alike)],
+        "as measured": model,
+        "as measured, layers by time": [*model, "--epp-partition", "auto"],
+    }
+    said = ", ".join(f"{factor:.2f}" for factor in factors)
+    measured = f"ranks take {said} times as long as the fastest" if factors else "ranks are alike"
+    return ways, f"- `profile`: {measured}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, default="sse")
+    parser.add_argument("--rank", type=int, default=1, choices=(0, 1))
+    parser.add_argument("--cases", nargs="+", default=("4096x8",), metavar="CxN")
+    parser.add_argument("--rounds", type=int, default=2, help="runs each way")
+    parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    arguments = parser.parse_args()
+
+    from megatron_epp.show.table import markdown, plain
+
+    folder = Path(tempfile.mkdtemp(prefix="cpu_slow_rank-"))
+    corpus = corpus_of(arguments, folder)
+    variables = dict(zip(VARIABLES, INSTRUCTIONS[arguments.instructions], strict=True))
+    table: list[list[str]] = []
+    said = [alone(variables)]
+    slow_down(arguments.rank, variables, folder / "slowed")
+    for case in arguments.cases:
+        place = folder / case
+        place.mkdir()
+        context, batch = map(int, case.split("x"))
+        words = flags(corpus, context, batch, WARM_UP + arguments.batches, "fp32")
+        ways, measured = ways_of(Path(measured_costs(words, place)[-1]))
+        said.append(measured)
+        rounds = []
+        for number in range(arguments.rounds):
+            found = {}
+            for way in ways if number % 2 == 0 else reversed(ways):
+                at = place / f"{number}-{way.replace(' ', '-')}"
+                found[way], _ = run(words, ways[way], arguments.batches, at)
+            rounds.append(found)
+        table += rows(case, rounds, ALIKE)
+        print(plain(HEADERS, table), *said, sep="\n", flush=True)
+    slower = f"rank {arguments.rank} with {arguments.instructions} alone"
+    hardware = f"{host()}, float32, two processes of one thread, {slower}"
+    text = "\n".join([markdown(HEADERS, table), *said])
+    write(arguments.output, f"{heading(hardware)}{text}\n\n")
+
+
+if __name__ == "__main__":
+    main()
