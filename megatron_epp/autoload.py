@@ -10,7 +10,7 @@ import Megatron. (A .pth in site-packages would reach as far: into every Python 
 not into editable installs, and some clusters forbid it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns
 torch's off; then one of the others is left.) Without the variable nothing happens.
 
-Nothing is imported before its time. When Megatron's module of schedules has been imported, its two
+Nothing is imported before its time. When Megatron's module of schedules has been imported, its
 functions are replaced by ones that wait: the first call to one of them, when the framework is up,
 brings our schedule in, or, if that fails, says why in one line and leaves Megatron's where it was.
 """
@@ -31,10 +31,12 @@ logger = logging.getLogger("megatron_epp")
 VARIABLE = "MEGATRON_EPP"
 ON, OFF = ("1", "on", "true", "yes"), ("", "0", "off", "false", "no")
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# By whether there are several stages.
+# Megatron's functions by the pipeline that each runs.
+NO_PIPELINE, PIPELINE, INTERLEAVED = "no pipeline", "pipeline", "interleaved"
 TARGETS = {
-    True: "forward_backward_pipelining_without_interleaving",
-    False: "forward_backward_no_pipelining",
+    PIPELINE: "forward_backward_pipelining_without_interleaving",
+    NO_PIPELINE: "forward_backward_no_pipelining",
+    INTERLEAVED: "forward_backward_pipelining_with_interleaving",
 }
 WAITS_FOR = "__megatron_epp_waits_for__"  # of a function that waits: Megatron's own
 CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
@@ -132,7 +134,7 @@ class _ActingLoader(Loader):
 
 
 def stand_in(schedules: ModuleType) -> None:
-    """Replace the module's two functions by ones that wait for their first call."""
+    """Replace the module's three functions by ones that wait for their first call."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
         _say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")

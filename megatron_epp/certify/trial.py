@@ -228,6 +228,8 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
             f"--placement {chosen.placement}: a certificate is of one placement; expected "
             "interleaved N, v, or a file"
         )
+    if chosen.placement is not None and chosen.loop is not None:
+        _require_interleaved(chosen)
     if chosen.placement is not None:
         words += "--epp-placement", chosen.placement
     if chosen.ep is None:
@@ -236,6 +238,16 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
         raise ValueError(f"--ep {chosen.ep}: expected at least 1")
     experts = "--expert-model-parallel-size", str(chosen.ep), "--expert-tensor-parallel-size", "1"
     return (*words, *experts)
+
+
+def _require_interleaved(chosen: argparse.Namespace) -> None:
+    if chosen.loop == "level1":
+        raise ValueError("--placement: slices of loops run one stage a rank; leave it out")
+    if chosen.placement.split()[:1] != ["interleaved"]:
+        raise ValueError(
+            f"--placement {chosen.placement}: loops run pipelines that Megatron builds; expected "
+            "interleaved N"
+        )
 
 
 def _first(*values: int | None) -> int:

@@ -1,6 +1,5 @@
 """Runs a rank's part of a step: puts plan, data, stores and parts of the model together."""
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from megatron_epp.mcore.model.stage import (
 )
 from megatron_epp.mcore.model.vocabulary.head import head_for
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
+from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import StageStores
@@ -110,7 +110,7 @@ class StageRunner:
                 )
                 made = self.make_stage(
                     model,
-                    _of_part(config, number),
+                    config_of_part(config, number),
                     forward_step,
                     builder,
                     plan,
@@ -133,15 +133,3 @@ class StageRunner:
         """Where the whole documents of ``plan`` begin and end: [documents + 1] int64."""
         borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
         return torch.from_numpy(borders).to(self.programs.device)
-
-
-def _of_part(config: Any, number: int) -> Any:
-    """``config`` with what Megatron's DDP does for part ``number`` of a rank's: of several parts
-    the trainer keeps a list."""
-    if not isinstance(config.no_sync_func, list):
-        return config
-    own = copy.copy(config)
-    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-        if isinstance(functions := getattr(config, name), list):
-            setattr(own, name, functions[number])
-    return own

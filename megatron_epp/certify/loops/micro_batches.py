@@ -25,7 +25,13 @@ from torch import Tensor
 from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
 from megatron_epp.certify.loops.loop_results import LoopCoverage, LoopResult
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk, tree_chunks
+from megatron_epp.ir.random_plan import (
+    arbitrary_chunks,
+    by_stage,
+    placed,
+    random_walk,
+    tree_chunks,
+)
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
@@ -207,12 +213,19 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
 
 
 def arbitrary_whole_plan(
-    tokens: Sequence[int], layers: Sequence[int], random: Random, split: bool, forward_only: bool
+    tokens: Sequence[int],
+    layers: Sequence[int],
+    random: Random,
+    split: bool,
+    forward_only: bool,
+    ranks: int = 0,
 ) -> Plan:
-    """Micro-batches as chunks, in any order that computes the right thing."""
+    """Micro-batches as chunks, in any order that computes the right thing; ``ranks`` of an
+    interleaved pipeline."""
     chunks = [Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)]
     bare = _bare(tokens, layers, chunks, random, KEEP)
-    return _ordered(bare, range(len(tokens)), random, split, forward_only)
+    place = [stage % ranks for stage in range(len(layers))] if ranks else ()
+    return _ordered(bare, range(len(tokens)), random, split, forward_only, place)
 
 
 def arbitrary_sliced_plan(
@@ -264,15 +277,23 @@ def _bare(
 
 
 def _ordered(
-    bare: Plan, group_of: Sequence[int], random: Random, split: bool, forward_only: bool
+    bare: Plan,
+    group_of: Sequence[int],
+    random: Random,
+    split: bool,
+    forward_only: bool,
+    place: Sequence[int] = (),
 ) -> Plan:
-    """``bare`` with orders of all stages, one random walk through what is ready.
+    """``bare`` with orders of all stages on their ranks, one random walk through what is ready.
 
     group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
                backward of a group comes before its last forward
     """
     if forward_only:
-        return replace(bare, orders=(_forward_walk(bare, random),) * bare.stages)
+        forwards, every = _forward_walk(bare, random), range(bare.stages)
+        made = replace(bare, orders=(forwards,) * bare.stages)
+        turns = sorted((at + stage, stage) for at in range(len(forwards)) for stage in every)
+        return placed(made, place, [stage for _, stage in turns])
     share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
     mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
 
@@ -281,7 +302,9 @@ def _ordered(
             return True
         return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
 
-    return replace(bare, orders=by_stage(bare, random_walk(bare, random, share, forwards_done)))
+    walked = list(random_walk(bare, random, share, forwards_done))
+    made = replace(bare, orders=by_stage(bare, walked))
+    return placed(made, place, [stage for stage, _ in walked])
 
 
 def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:

@@ -110,7 +110,6 @@ TABLE: tuple[Limit, ...] = (
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
         ),
-        calls=settings(overlap_p2p_comm="overlapped messages of an interleaved pipeline"),
     ),
     Limit(
         "hybrid context parallelism (--hybrid-context-parallel)",

@@ -1,10 +1,11 @@
 """One call of ``forward_backward_func``: its arguments, and why it may be left to Megatron's own.
 
-The keywords are those of Megatron's two schedules without interleaving. A call that asks for what
+The keywords are those of Megatron's three schedules. A call that asks for what
 elastic pipelines do not do is not an error: the schedule that was there before runs it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any
 
 from megatron.core import parallel_state as mpu
@@ -13,6 +14,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_epp.mcore.capabilities.table import limit_for
+from megatron_epp.mcore.loops.attached import attached
+from megatron_epp.mcore.placing.part_config import PART_FUNCTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +53,40 @@ class LoopCall:
         return source[0] if isinstance(source, list) and source else source
 
     @property
+    def models(self) -> list[Any]:
+        """The parts of the model on this rank: several of an interleaved pipeline."""
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @property
+    def iterators(self) -> list[Any]:
+        """The data iterator of every part."""
+        several = isinstance(self.data_iterator, list) and len(self.models) > 1
+        return self.data_iterator if several else [self.one_iterator]
+
+    @property
     def config(self) -> Any:
         return get_model_config(self.one_model)
 
+    def of_part(self, number: int) -> "LoopCall":
+        """The call of part ``number`` alone."""
+        if len(self.models) == 1:
+            return self
+        return replace(self, model=self.models[number], data_iterator=self.iterators[number])
+
 
 def not_ours(call: LoopCall, stages: int) -> str | None:
-    """Why ``call`` is Megatron's to run, in a few words; None: it is ours."""
+    """Why ``call`` is Megatron's to run, in a few words; None: it is ours. ``stages``: on as many
+    ranks."""
     if call.others:
         return f"unknown arguments {', '.join(call.others)}"
-    if isinstance(call.model, list) and len(call.model) != 1:
-        return f"{len(call.model)} model chunks on a rank"
-    if isinstance(call.data_iterator, list) and len(call.data_iterator) != 1:
-        return f"{len(call.data_iterator)} data iterators on a rank"
+    parts = len(call.models)
+    iterators = call.data_iterator if isinstance(call.data_iterator, list) else [None]
+    if len(iterators) != parts:
+        return f"{parts} model chunks and {len(iterators)} data iterators on a rank"
+    if parts == 1 and stages > 1 and getattr(call.config, "overlap_p2p_comm", False):
+        return "overlap_p2p_comm of one model chunk a rank"  # and its words on that
+    if parts > 1 and (reason := _parts_not_ours(call, stages)) is not None:
+        return reason
     if call.pg_collection is not None and not isinstance(
         call.pg_collection, ProcessGroupCollection
     ):
@@ -74,6 +99,22 @@ def not_ours(call: LoopCall, stages: int) -> str | None:
         return reason
     if call.num_microbatches < 1:
         return "no micro-batch"
+    return None
+
+
+def _parts_not_ours(call: LoopCall, ranks: int) -> str | None:
+    """Why several parts of a model on every rank are Megatron's to run."""
+    if ranks == 1:
+        return "several model chunks without a pipeline"
+    if any(attached(model) is not None for model in call.models):
+        return "several model chunks that are attached: slices run one on a rank"
+    if "vp_stage" not in signature(schedules.forward_step).parameters:
+        return "several model chunks, which this Megatron's forward_step does not tell apart"
+    for name in PART_FUNCTIONS:
+        function = getattr(call.config, name)
+        listed = isinstance(function, list) and len(function) == len(call.models)
+        if function is not None and not listed:
+            return f"one {name} of several model chunks"
     return None
 
 

@@ -1,8 +1,8 @@
 """Puts the schedule where loops of others look it up, and takes it away again.
 
 ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns one of three functions, which
-it looks up in its module whenever it is called. Two of them are replaced: the pipeline without
-interleaving, and no pipeline. A loop that keeps the function it was once given must be built after.
+it looks up in its module whenever it is called. All are replaced. A loop that keeps the function it
+was once given must be built after.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_epp.autoload import TARGETS, WAITS_FOR
+from megatron_epp.autoload import PIPELINE, TARGETS, WAITS_FOR
 from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 from megatron_epp.mcore.loops.settings import Settings
 
@@ -56,14 +56,14 @@ def require_megatron() -> None:
 
 
 class Installation:
-    """Megatron's two schedules are replaced until ``remove()``, or to the end of the context."""
+    """Megatron's three schedules are replaced until ``remove()``, or to the end of the context."""
 
     def __init__(self, settings: Settings):
-        self._stock: dict[bool, Callable[..., Any]] = {}
-        for several, name in TARGETS.items():
+        self._stock: dict[str, Callable[..., Any]] = {}
+        for kind, name in TARGETS.items():
             function = getattr(schedules, name)
             # One that waits for its first call (MEGATRON_EPP=1) need wait no longer.
-            self._stock[several] = getattr(function, WAITS_FOR, function)
+            self._stock[kind] = getattr(function, WAITS_FOR, function)
         for name, function in zip(TARGETS.values(), self._stock.values(), strict=True):
             if hasattr(function, "__megatron_epp__"):
                 raise ValueError(
@@ -71,22 +71,22 @@ class Installation:
                     "remove() on what it returned"
                 )
         self.schedule = LoopSchedule(settings, dict(self._stock))
-        for several, name in TARGETS.items():
-            setattr(schedules, name, self._standing_in(several))
+        for kind, name in TARGETS.items():
+            setattr(schedules, name, self._standing_in(kind))
 
-    def _standing_in(self, several: bool) -> Callable[..., Any]:
-        @functools.wraps(self._stock[several])
+    def _standing_in(self, kind: str) -> Callable[..., Any]:
+        @functools.wraps(self._stock[kind])
         def forward_backward(**keywords: Any) -> Any:
-            return self.schedule(several, keywords)
+            return self.schedule(kind, keywords)
 
         forward_backward.__megatron_epp__ = self  # type: ignore[attr-defined]
         return forward_backward
 
     def remove(self) -> None:
         """Put Megatron's own back; a second call does nothing."""
-        for several, name in TARGETS.items():
+        for kind, name in TARGETS.items():
             if getattr(getattr(schedules, name), "__megatron_epp__", None) is self:
-                setattr(schedules, name, self._stock[several])
+                setattr(schedules, name, self._stock[kind])
 
     def __enter__(self) -> Installation:
         return self
@@ -97,7 +97,7 @@ class Installation:
 
 def installed() -> Installation | None:
     """The installation that stands in for Megatron's schedules now."""
-    function = getattr(schedules, TARGETS[True])
+    function = getattr(schedules, TARGETS[PIPELINE])
     return getattr(function, "__megatron_epp__", None)
 
 

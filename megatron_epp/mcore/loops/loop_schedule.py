@@ -1,12 +1,12 @@
 """The schedule that loops of others call: Megatron's contract, run as a plan.
 
-One object stands in for both of Megatron's schedules without interleaving. What it keeps between
+One object stands in for all of Megatron's schedules. What it keeps between
 calls is what it has learnt: process groups of this replica, seconds of ops, plans.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.autoload import first_line
+from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line
 from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
@@ -39,11 +39,13 @@ from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.kinds.registry import require_shared
+from megatron_epp.mcore.model.stage import reduce_in_turn
+from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.runtime.executor import OutsidePhase
-from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.kv_store import StageStores, Store
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 logger = logging.getLogger(__name__)
@@ -54,11 +56,11 @@ LoopStage = MicroBatchStage | SliceStage
 
 @dataclass(frozen=True, slots=True)
 class _CallRun:
-    """A call on this rank. make_stage: what computes it; shape: of a chunk's message; sizes_3C:
-    features of all chunks."""
+    """A call on this rank. make_stage: what computes its part of that number; shape: of a chunk's
+    message; sizes_3C: features of all chunks."""
 
     plan: Plan
-    make_stage: Callable[[], LoopStage]
+    make_stage: Callable[[int], LoopStage]
     shape: Callable[[int], tuple[int, ...]]
     sizes_3C: np.ndarray
 
@@ -80,9 +82,9 @@ class WholeShapes:
 
 
 class LoopSchedule:
-    """stock[True], stock[False]: Megatron's schedule with and without a pipeline."""
+    """stock: Megatron's schedules, by the pipelines of ``autoload.TARGETS``."""
 
-    def __init__(self, settings: Settings, stock: dict[bool, Callable[..., Any]]):
+    def __init__(self, settings: Settings, stock: dict[str, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
         self._pipelines = Pipelines(settings)
         self._said: set[str] = set()
@@ -92,20 +94,21 @@ class LoopSchedule:
 
     # -------------------------------------------------------------- a call
 
-    def __call__(self, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
+    def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
         """The call's result: by a plan, or by Megatron's own schedule where the call is not ours.
 
         So, too, where something fails before the first op, which nobody could foresee: a loop that
         ran before runs on. Errors of the forward step, of ``lengths``, of slices are raised.
         """
         if self._gave_up:
-            return self.stock[pipelined](**keywords)
-        batches, self._committed = None, False
+            return self.stock[kind](**keywords)
+        batches: list[MicroBatches] = []
+        self._committed = False
         try:
             call = LoopCall.of(keywords)
-            pipeline = self._ours(call, pipelined)
+            pipeline = self._ours(call, kind)
             if isinstance(pipeline, ModelPipeline):
-                batches = MicroBatches(call.one_iterator, call.num_microbatches)
+                batches = [MicroBatches(each, call.num_microbatches) for each in call.iterators]
                 try:
                     found = self._by_plan(call, pipeline, batches, keywords)
                 finally:
@@ -126,30 +129,32 @@ class LoopSchedule:
             reason = (
                 f"all calls from here on, as a plan failed before it began: {first_line(error)}"
             )
-        if batches is not None and batches.drawn:
-            keywords = {**keywords, "data_iterator": batches.from_the_start()}
-        return self._leave(reason, pipelined, keywords)
+        if any(each.drawn for each in batches):
+            again = [each.from_the_start() for each in batches]
+            keywords = {**keywords, "data_iterator": again if len(again) > 1 else again[0]}
+        return self._leave(reason, kind, keywords)
 
-    def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
+    def _leave(self, reason: str, kind: str, keywords: dict[str, Any]) -> list[Any]:
         """Megatron's own schedule runs the call; said once for every reason, by one rank."""
         if reason not in self._said:
             self._said.add(reason)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.warning("Megatron's own schedule runs %s", reason)
-        return self.stock[pipelined](**keywords)
+        return self.stock[kind](**keywords)
 
-    def _ours(self, call: LoopCall, pipelined: bool) -> ModelPipeline | str:
+    def _ours(self, call: LoopCall, kind: str) -> ModelPipeline | str:
         """The pipeline that runs the call, or why it is Megatron's to run, in a few words."""
+        pipelined = kind != NO_PIPELINE
         if pipelined and not mpu.model_parallel_is_initialized():
             return "pipelines without Megatron's global groups"
-        stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
-        reason = not_ours(call, stages)
+        ranks = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
+        reason = not_ours(call, ranks)
         if reason is None and pipelined and call.pg_collection is not None:
             reason = _other_pipeline(call.pg_collection)
         if reason is not None:
             return reason
         try:
-            return self._pipelines.of(call, stages)
+            return self._pipelines.of(call, ranks)
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return str(refusal)
 
@@ -157,10 +162,11 @@ class LoopSchedule:
         self,
         call: LoopCall,
         pipeline: ModelPipeline,
-        batches: MicroBatches,
+        batches: Sequence[MicroBatches],
         keywords: dict[str, Any],
     ) -> list[Any] | None:
-        """The result of the call; None where it cannot be planned."""
+        """The result of the call, whose parts draw from ``batches``; None where it cannot be
+        planned."""
         sliced = attached(call.one_model)
         # Who attaches a model asks for slices, or for a budget, and is told what cannot be had.
         self._committed = sliced is not None
@@ -170,35 +176,38 @@ class LoopSchedule:
             told = pipeline.stages > 1 and not slices
             fixed = fixed_shape(call, groups) if told else None
             reader = self.settings.lengths
-            if told and reader is None and fixed is None and pipeline.unlike is None:
+            open_ = fixed is None and pipeline.unlike is None and not pipeline.interleaved
+            if told and reader is None and open_:
                 reader = reader_of(call, groups)
         except Exception as error:  # the others wait for what this rank reads
             gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
             raise
         if sliced is not None and slices:
-            work = self._sliced(call, pipeline, batches, groups, sliced)
+            work = self._sliced(call, pipeline, batches[0], groups, sliced)
         else:
-            shapes = read_shapes(call, pipeline, batches, fixed, reader)
+            shapes = read_shapes(call, pipeline, batches[0], fixed, reader)
             if shapes is None:
                 return None
             varies = pipeline.stages > 1 and fixed is None
             hidden = config.hidden_size if varies else 0  # else the configuration may have none
             whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
-                return self._show(pipeline, batches, whole, reader, keywords)
+                return self._show(pipeline, batches[0], whole, reader, keywords)
             work = self._whole(call, pipeline, batches, groups, sliced, whole)
-        stage = self._run(call, pipeline, batches, work)
+        stages = self._run(call, pipeline, batches, work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
-            total = torch.zeros([], dtype=torch.int, device=this_device()) + stage.tokens
+            total = torch.zeros([], dtype=torch.int, device=this_device())
             config.finalize_model_grads_func(
-                [call.one_model],
-                total if config.calculate_per_token_loss else None,
+                call.models,
+                sum((each.tokens for each in stages), total)
+                if config.calculate_per_token_loss
+                else None,
                 pg_collection=groups,
                 force_all_reduce=call.force_all_reduce,
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return stage.in_callers_order()
+        return stages[-1].in_callers_order()
 
     # -------------------------------------------------------------- before the ops
 
@@ -206,7 +215,7 @@ class LoopSchedule:
         self,
         call: LoopCall,
         pipeline: ModelPipeline,
-        batches: MicroBatches,
+        batches: Sequence[MicroBatches],
         groups: Any,
         model: AttachedModel | None,
         whole: WholeShapes,
@@ -223,11 +232,16 @@ class LoopSchedule:
         if model is not None:
             options = replace(options, memory=model.memory)
         key = (tuple(extents), call.forward_only, options, rates.tobytes())
-        plan = pipeline.plan(key, lambda: make(extents, layers, rates, options, call.forward_only))
+        ranks = [pipeline.ranks] if pipeline.interleaved else []
+        plan = pipeline.plan(
+            key, lambda: make(extents, layers, rates, options, call.forward_only, *ranks)
+        )
 
-        def make_stage() -> LoopStage:
+        def make_stage(part: int) -> LoopStage:
+            stage, cp = pipeline.own_stages[part], groups.cp.size()
+            own = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
             return self.settings.make_stage(
-                call, batches, plan, pipeline.stage, groups.cp.size(), whole.message
+                call.of_part(part), batches[part], plan, stage, cp, whole.message, *own
             )
 
         sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
@@ -246,8 +260,8 @@ class LoopSchedule:
         witness = ShapeWitness(keywords["forward_step_func"])
         shown = {"forward_step_func": witness, "data_iterator": batches.from_the_start()}
         self._committed = True
-        made = self.stock[True](**{**keywords, **shown})
-        last = pipeline.stage == pipeline.stages - 1
+        made = self.stock[PIPELINE](**{**keywords, **shown})
+        last = pipeline.rank == pipeline.stages - 1
         expected = [whole.message(number) for number in range(len(whole.shapes))]
         mine = RankStatus(None if last else witness.unlike(expected))
         every = gather_statuses(mine, pipeline.control)
@@ -289,8 +303,8 @@ class LoopSchedule:
         splits = groups.tp.size() if config.sequence_parallel else 1
         share = RowShare(groups.cp.size(), groups.cp.rank(), splits)
 
-        def make_stage() -> LoopStage:
-            return SliceStage(call, batches, plan, pipeline.stage, groups, model, forests, share)
+        def make_stage(part: int) -> LoopStage:
+            return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, share)
 
         def shape(chunk: int) -> tuple[int, ...]:
             return share.message(share.rows(plan.chunks[chunk])), 1, config.hidden_size
@@ -302,50 +316,65 @@ class LoopSchedule:
     # -------------------------------------------------------------- the ops, and behind them
 
     def _run(
-        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _CallRun
-    ) -> LoopStage:
-        """The stage, which has computed the call. Raises where a rank failed, on all of them."""
+        self,
+        call: LoopCall,
+        pipeline: ModelPipeline,
+        batches: Sequence[MicroBatches],
+        work: _CallRun,
+    ) -> list[LoopStage]:
+        """The stages, which have computed the call. Raises where a rank failed, on all of them."""
         config, programs = call.config, pipeline.programs
         self._calls += 1
         programs.current_op.iteration = self._calls
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
         # Replicas that meet in their ops do not wait for each other's messages besides.
         block = (counted(work.plan),) if pipeline.in_lockstep else ()
-        program = lower_rank(work.plan, pipeline.stage, block)
+        program = lower_rank(work.plan, pipeline.rank, block)
         links = programs.links(lambda message: work.shape(message.chunk), dtype)
         meter: Meter = NoMeter()
-        begun: LoopStage | Exception
+        stages: list[LoopStage] = []
+        failed: Exception | None = None
         try:
             meter = self.settings.make_meter(call.one_model)
-            begun = work.make_stage()
+            for part in range(len(pipeline.own_stages)):
+                stages.append(work.make_stage(part))
         except Exception as error:  # the others may have begun, and wait for messages
-            begun = error
-        stage = None if isinstance(begun, Exception) else begun
-        store = Store({}) if stage is None else stage.store
-        guarded = FailureGuard(
-            begun,
-            store,
-            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
-            first=pipeline.stage == 0,
-            last=pipeline.stage == pipeline.stages - 1,
-        )
+            stages, failed = [], error
+        stores = [stage.store for stage in stages] or [Store({}) for _ in pipeline.own_stages]
+        guarded = {
+            number: FailureGuard(
+                failed or stages[part],
+                stores[part],
+                lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
+                first=number == 0,
+                last=number == pipeline.stages - 1,
+            )
+            for part, number in enumerate(pipeline.own_stages)
+        }
+        if len(stages) > 1:
+            computes = dict(zip(pipeline.own_stages, stages, strict=True))
+            reduce_in_turn(computes, work.plan.rank_orders[pipeline.rank])
         self._committed = True
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        with stage or nullcontext():
-            records, failure = programs.run(program, guarded, store, links, meter)
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(stage)
+            records, failure = programs.run(program, guarded, StageStores(stores), links, meter)
         took = 0.0
-        if guarded.error is None and failure is None:
-            batches.finish()
+        raised = next((guard.error for guard in guarded.values() if guard.error), None)
+        if raised is None and failure is None:
+            for each in batches:
+                each.finish()
             if not call.forward_only and programs.groups is not None:
-                pipeline.seconds.saw(work.sizes_3C, records)
+                for seconds, number in zip(pipeline.seconds, pipeline.own_stages, strict=True):
+                    seconds.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
                 took = records[-1].stop
-        self._judge(call, pipeline, work.plan, stage is not None, took, guarded.error, failure)
+        self._judge(call, pipeline, work.plan, bool(stages), took, raised, failure)
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
-        assert stage is not None, "else it has failed"
-        return stage
+        return stages
 
     def _judge(
         self,
@@ -368,10 +397,9 @@ class LoopSchedule:
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
         words = None if error is None else error_text(error)
-        learnt = pipeline.seconds
-        mine = RankStatus(
-            (pipeline.stage, learnt.rates, learnt.measured, took_seconds, begun), refusal, words
-        )
+        rates = [learnt.rates for learnt in pipeline.seconds]
+        measured = all(learnt.measured for learnt in pipeline.seconds)
+        mine = RankStatus((pipeline.rank, rates, measured, took_seconds, begun), refusal, words)
         every = gather_statuses(mine, pipeline.control)
         if error is not None and not any(told.value[4] for told in every):
             self._committed = attached(call.one_model) is not None
@@ -379,7 +407,9 @@ class LoopSchedule:
                 call.config.timers("forward-backward").stop()
             raise error
         # Rows that a stage before was wrong about are no mistake of this one's forward step.
-        misled = any(told.refusal and told.value[0] < pipeline.stage for told in every)
+        before = range(pipeline.stages if pipeline.interleaved else pipeline.rank)
+        others = set(before) - {pipeline.rank}
+        misled = any(told.refusal and told.value[0] in others for told in every)
         if error is not None and refusal is None and not misled:
             raise error
         try:

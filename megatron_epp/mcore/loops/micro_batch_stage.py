@@ -33,6 +33,8 @@ class NoBatchBuilder:
 
 class MicroBatchStage(ModelStage):
     """``cp_size``: context-parallel ranks. ``shape(chunk)``: of its message to the next stage.
+    ``vp_stage``: of an interleaved pipeline the part of the rank that the ``call`` is of; its
+    ``config`` is then the call's as it is of that part.
 
     data[chunk]   what the loss function of the micro-batch returned beside the loss
     """
@@ -45,11 +47,13 @@ class MicroBatchStage(ModelStage):
         stage: int,
         cp_size: int,
         shape: Callable[[int], tuple[int, ...]],
+        vp_stage: int | None = None,
+        config: Any = None,
     ):
         builder: Any = NoBatchBuilder(stage, this_device())
-        super().__init__(
-            call.one_model, call.config, call.forward_step_func, builder, plan, Store({})
-        )
+        config = config or call.config
+        super().__init__(call.one_model, config, call.forward_step_func, builder, plan, Store({}))
+        self._of_part = {} if vp_stage is None else {"vp_stage": vp_stage}
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]
@@ -82,6 +86,7 @@ class MicroBatchStage(ModelStage):
                 ),
                 current_microbatch=self._number[chunk],
                 is_last_stage=self.is_last,
+                **self._of_part,
             )
         self.tokens = self.tokens + tokens
         if self.is_last:

@@ -53,10 +53,12 @@ class ModelPipeline:
 
     group          Megatron's, of which ours were made; Megatron may make its groups anew
     programs       runs this rank's programs, over groups of ours
+    rank           this one's place in it, and its first stage
     layers         of every stage
     rates_SK3      of every stage, by which seconds follow (stage_seconds); ``measured``: whether
                    they are, on all stages
-    seconds        what this rank's stage learns of its ops
+    seconds        what this rank learns of the ops of each of its stages: several where the
+                   pipeline is interleaved
     track_record   whether predictions came true
     had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
     split_refused  why no stage may split backwards; None: all can
@@ -67,10 +69,10 @@ class ModelPipeline:
 
     group: Any
     programs: ProgramRunner
-    stage: int
+    rank: int
     layers: tuple[int, ...]
     rates_SK3: np.ndarray
-    seconds: StageSeconds
+    seconds: tuple[StageSeconds, ...]
     planning: ReplicaPlans
     split_refused: str | None
     in_lockstep: bool
@@ -85,6 +87,19 @@ class ModelPipeline:
         return len(self.layers)
 
     @property
+    def ranks(self) -> int:
+        return self.stages // len(self.seconds)
+
+    @property
+    def own_stages(self) -> range:
+        """This rank's, first to last."""
+        return range(self.rank, self.stages, self.ranks)
+
+    @property
+    def interleaved(self) -> bool:
+        return self.ranks < self.stages
+
+    @property
     def control(self) -> Any:
         groups = self.programs.groups
         return None if groups is None else groups.control
@@ -96,7 +111,7 @@ class ModelPipeline:
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
         """The options of a plan of ``call``, with micro-batches of ``tokens``, among those that
         the user ``wanted``. All ranks of a replica reckon alike."""
-        if not call.forward_only and self.stages > 1:
+        if not call.forward_only and self.stages > 1 and not self.interleaved:
             now = rows_of_1f1b(tokens, self.stages).tolist()
             self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
         if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
@@ -115,10 +130,10 @@ class ModelPipeline:
         self.current_op.enter(PLANNING)
         return self.planning.plan(key, make)
 
-    def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
-        """Take over the rates of every stage, and whether they are measured."""
-        self.rates_SK3 = np.stack([rates[stage][0] for stage in range(self.stages)])
-        self.measured = all(rates[stage][1] for stage in range(self.stages))
+    def learn(self, rates: dict[int, tuple[list[np.ndarray], bool]]) -> None:
+        """Take over the rates of every rank's stages, and whether they are measured."""
+        self.rates_SK3 = np.stack(_by_stage([rates[rank][0] for rank in range(self.ranks)]))
+        self.measured = all(rates[rank][1] for rank in range(self.ranks))
 
 
 class Pipelines:
@@ -130,48 +145,49 @@ class Pipelines:
         self._programs: tuple[Any, ProgramRunner] | None = None
         self._spoken: SpokenGroups | None = None
 
-    def of(self, call: LoopCall, stages: int) -> ModelPipeline:
-        """The pipeline of the call's model. Collective where it is new, or its groups are.
+    def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
+        """The pipeline of the call's model over ``ranks``. Collective where it is new, or its
+        groups are.
 
         ValueError: such a world that our messages would stand still in it. LoopFailed: a rank
         cannot make its part.
         """
-        group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
+        group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
         made = self._known.get(call.one_model)
         if made is None or made.group is not group or programs not in (None, made.programs):
             programs = programs or ProgramRunner(this_device(), CurrentOp(0))
-            made = self._known[call.one_model] = self._make(call, group, stages, programs)
+            made = self._known[call.one_model] = self._make(call, group, ranks, programs)
         return made
 
     def _make(
-        self, call: LoopCall, group: Any, stages: int, programs: ProgramRunner
+        self, call: LoopCall, group: Any, ranks: int, programs: ProgramRunner
     ) -> ModelPipeline:
         groups = programs.groups
-        stage = 0 if groups is None else groups.pipeline_rank
-        (model,) = unwrap_model([call.one_model])
-        sliced = attached(model)
-        model = model if sliced is None else sliced.part
-        decoder = getattr(model, "decoder", None)
-        layers = len(getattr(decoder, "layers", ()) or ())
-        words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
+        rank = 0 if groups is None else groups.pipeline_rank
         control = None if groups is None else groups.control
         try:
             active = prod(part.active(call.config) for part in MEGATRON_PARTS)
-            seconds = StageSeconds(guessed_rates(call.config, layers, words, active))
-            mine = (stage, layers, seconds.guess, self._split_refused(call.one_model))
+            sizes = [_layers_and_words(model) for model in call.models]
+            seconds = tuple(StageSeconds(guessed_rates(call.config, *s, active)) for s in sizes)
+            refused = filter(None, map(self._split_refused, call.models))
+            guesses = [each.guess for each in seconds]
+            mine = (rank, [layers for layers, _ in sizes], guesses, next(refused, None))
         except Exception as error:  # the others wait for a word
             told = RankStatus(error=error_text(error))
             raise_what_others_met(gather_statuses(told, control), control)
         every = gather_statuses(RankStatus(mine), control)
         raise_what_others_met(every, control)
-        by_stage = {told.value[0]: told.value for told in reversed(every)}
+        by_rank = {told.value[0]: told.value for told in reversed(every)}
+        counts = {len(told.value[1]) for told in every}
+        if len(counts) > 1:
+            raise ValueError(f"{' and '.join(map(str, sorted(counts)))} model chunks on ranks")
         return ModelPipeline(
             group,
             programs,
-            stage,
-            tuple(by_stage[s][1] for s in range(stages)),
-            np.stack([by_stage[s][2] for s in range(stages)]),
+            rank,
+            tuple(_by_stage([by_rank[r][1] for r in range(ranks)])),
+            np.stack(_by_stage([by_rank[r][2] for r in range(ranks)])),
             seconds,
             ReplicaPlans(groups),
             next((told.value[3] for told in every if told.value[3]), None),
@@ -212,3 +228,18 @@ class Pipelines:
         except (PlanError, ValueError) as refusal:
             return str(refusal)
         return None
+
+
+def _layers_and_words(wrapped: Any) -> tuple[int, int]:
+    """Layers of a part of the model, and words of its output layer, if it has one."""
+    (model,) = unwrap_model([wrapped])
+    sliced = attached(model)
+    model = model if sliced is None else sliced.part
+    decoder = getattr(model, "decoder", None)
+    layers = len(getattr(decoder, "layers", ()) or ())
+    return layers, getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
+
+
+def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
+    """Values of all stages, first to last, from those of every rank's."""
+    return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

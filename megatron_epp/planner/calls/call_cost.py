@@ -204,7 +204,7 @@ def token_table(call: CallChunks, rates_SK3: np.ndarray) -> Table:
     return Table(
         seconds=_seconds(call, rates_SK3),
         recompute_seconds=nothing,
-        comm_seconds={},
+        comm_seconds=dict.fromkeys(OF_LAYERS, nothing),
         link_seconds=dict.fromkeys((Payload.ACTIVATION, Payload.GRADIENT), nothing[1:]),
         link_latency_seconds=0.0,
         held_bytes={

@@ -17,6 +17,7 @@ from megatron_epp.planner.calls.group_order import (
     problem_of_call,
     search_ops,
 )
+from megatron_epp.planner.calls.interleaved import interleaved_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.calls.recompute import RecomputeFit
 from megatron_epp.planner.calls.tree_cutting import Parents
@@ -29,10 +30,12 @@ def whole_plan(
     rates_SK3: np.ndarray,
     options: CallOptions,
     forward_only: bool,
+    ranks: int = 0,
 ) -> Plan:
     """Every micro-batch a chunk of its own, in the order that takes least.
 
     rates_SK3   [stages, kinds, 3] by which seconds follow (stage_seconds)
+    ranks       of a pipeline that is interleaved: stage s lies on rank s modulo ``ranks``
 
     PlanError: nothing holds as little as ``options.memory`` wants.
     """
@@ -40,6 +43,8 @@ def whole_plan(
     whole = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
     pairs = np.array([shape.pairs for shape in shapes])
     whole = replace(whole, chunking=replace(whole.chunking, pairs=pairs))
+    if ranks:
+        return interleaved_plan(whole, layers, rates_SK3, options, forward_only, ranks)
     return _fastest([whole], layers, rates_SK3, options, forward_only)
 
 

@@ -30,7 +30,7 @@ from megatron_epp.sim.inputs import op_arrays
 LEAST_OPS, MOST_OPS = 25_000, 400_000
 SEARCH_SHARE = 0.005  # of the call's own seconds
 _OP_SECONDS = 8e-7
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 
 
 def search_ops(seconds: float) -> int:
@@ -101,7 +101,7 @@ def best_order(
     search = _GroupSearch(problem, sizes, split, ops)
     search.play(range(len(sizes)), search.every)
     if reorder:
-        for order in _starts(problem, sizes):
+        for order in orders_worth_playing(problem, sizes):
             search.play(order, search.few)
         if search.best is not None:
             search.play(search.best.order, search.every)
@@ -135,7 +135,7 @@ class _GroupSearch:
             played = list_schedule(problem, policy_of(policy, problem, sizes, law))
             if not np.isfinite(played.seconds) or played.over_bytes > 0:
                 continue
-            if self.best is None or played.seconds < self.best.seconds * (1 - _ROUNDING):
+            if self.best is None or played.seconds < self.best.seconds * (1 - ROUNDING):
                 self.best = OrderedGroups(tuple(order), problem, policy, played)
                 better = True
         return better
@@ -144,18 +144,24 @@ class _GroupSearch:
         """Swap two groups of the best, or move one, as long as that pays and work is left."""
         random, since = Random(0), 0
         while self.best is not None and self.left > 0 and since < 4 * len(self.best.order):
-            order = list(self.best.order)
+            order = self.best.order
             if len(order) < 3:
                 return
-            one, other = random.sample(range(len(order)), 2)
-            if random.random() < 0.5:
-                order[one], order[other] = order[other], order[one]
-            else:
-                order.insert(other, order.pop(one))
-            since = 0 if self.play(order, [self.best.policy]) else since + 1
+            since = 0 if self.play(neighbour(order, random), [self.best.policy]) else since + 1
 
 
-def _starts(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
+def neighbour(order: Sequence[int], random: Random) -> list[int]:
+    """``order`` with two swapped, or one moved."""
+    made = list(order)
+    one, other = random.sample(range(len(made)), 2)
+    if random.random() < 0.5:
+        made[one], made[other] = made[other], made[one]
+    else:
+        made.insert(other, made.pop(one))
+    return made
+
+
+def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
     """Orders of the groups worth playing besides the given one: by size, the large ones in the
     middle."""
     seconds = (problem.ops.seconds[F] + problem.ops.seconds[B]).sum(axis=0)

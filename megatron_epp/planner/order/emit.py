@@ -74,7 +74,8 @@ class Draft:
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     if draft.stages is not None:
-        orders, turns = _of_ranks(draft.kinds, draft.chunks, draft.stages, cost.stages)
+        ran = ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
+        orders, turns = orders_of_ranks(ran, cost.stages)
         return Plan(
             documents=batch.documents,
             layers=cost.layers,
@@ -149,19 +150,27 @@ def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, .
     )
 
 
-def _of_ranks(
-    kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray, count: int
+def ops_of_ranks(
+    kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray
+) -> list[list[tuple[int, int, int]]]:
+    """Ops of every rank, from [ranks, ops] codes of kinds or NOTHING, chunks and stages."""
+    return [
+        [ran for ran in zip(*row, strict=True) if ran[0] != NOTHING]
+        for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True)
+    ]
+
+
+def orders_of_ranks(
+    ran: Sequence[Sequence[tuple[int, int, int]]], count: int
 ) -> tuple[tuple[tuple[Op, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The order of each of ``count`` stages, and whose turn it is on every rank, from [ranks, ops]
-    codes of kinds or NOTHING, chunks and stages."""
+    """The order of each of ``count`` stages, and whose turn it is on every rank, from the (code of
+    a kind, chunk, stage) that each rank runs."""
     orders: list[list[Op]] = [[] for _ in range(count)]
-    turns = []
-    for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True):
-        turns.append(tuple(s for kind, _, s in zip(*row, strict=True) if kind != NOTHING))
-        for kind, chunk, stage in zip(*row, strict=True):
-            if kind != NOTHING:
-                orders[stage].append(Op(COMPUTE[kind], chunk))
-    return tuple(map(tuple, orders)), tuple(turns)
+    for row in ran:
+        for kind, chunk, stage in row:
+            orders[stage].append(Op(COMPUTE[kind], chunk))
+    turns = tuple(tuple(stage for *_, stage in row) for row in ran)
+    return tuple(map(tuple, orders)), turns
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:

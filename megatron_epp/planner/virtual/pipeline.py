@@ -147,23 +147,28 @@ def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
 
 
 def warm_ups(splits: Sequence[bool]) -> Policies:
-    """Shorter and longer warm-ups, with backwards whole and split as ``splits`` says."""
+    """Policies :func:`warm_up_policies` of a setup."""
+    return lambda setup: warm_up_policies(setup.place, setup.sizes, splits)
 
-    def policies(setup: Setup) -> Iterator[tuple[Policy, str]]:
-        # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
-        # under way to the ranks behind.
-        stages, ranks = len(setup.place), setup.ranks
-        own = np.bincount(setup.place)
-        fill = own * int(setup.sizes.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
-        for factor in WARMER:
-            warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
-            for split in splits:
-                how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
-                for deep, strict in ((True, False), (False, False), (True, True)):
-                    flags = {"split": split, "deep": deep, "strict": strict}
-                    yield warm_up_policy(setup.place, setup.loads.chunks, warm, **flags), how
 
-    return policies
+def warm_up_policies(
+    place: tuple[int, ...], sizes: np.ndarray, splits: Sequence[bool]
+) -> Iterator[tuple[Policy, str]]:
+    """Shorter and longer warm-ups, with backwards whole and split as ``splits`` says, for groups of
+    ``sizes`` chunks."""
+    # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is under
+    # way to the ranks behind.
+    own = np.bincount(place)
+    ranks = len(own)
+    behind = (ranks - 1 - np.arange(ranks)) * (len(place) // ranks)
+    fill = own * int(sizes.max()) + 2 * behind
+    for factor in WARMER:
+        warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
+        for split in splits:
+            how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
+            for deep, strict in ((True, False), (False, False), (True, True)):
+                flags = {"split": split, "deep": deep, "strict": strict}
+                yield warm_up_policy(place, int(sizes.sum()), warm, **flags), how
 
 
 def result(

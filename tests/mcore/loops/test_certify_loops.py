@@ -1,6 +1,7 @@
 """Loops of others on real processes, against the plain model; and what a certificate notices."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.mcore.certified import certified
 from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
+PARTS_SABOTAGE = Path(__file__).with_name("parts_sabotage.py")
 FORGETS = Path(__file__).with_name("context_sabotage.py")
 # In the order of loop_sabotage.WAYS, which only the rank itself can import.
 WAYS = (
@@ -120,6 +122,18 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     assert mean.gradient_error == pytest.approx(0.5)
 
 
+def test_interleaved_pipelines_compute_what_the_plain_model_computes() -> None:
+    """Megatron's own parts, two a rank, in arbitrary orders, with overlapped reductions; of one
+    draw parts read something else than the others."""
+    lines: list[str] = []
+    words = ("--loop", "level0", "--pp", "2", "--dp", "2", "--overlap", "--batches", "6")
+    asked = read([*words, "--placement", "interleaved 2"])
+    judged = certify_training(replace(asked, interfere=PARTS_SABOTAGE), lines.append)
+    wrong = [batch.number for batch in judged if not batch.passed]
+    assert len(judged) == 6 and wrong == [4, 5], "\n".join(lines)
+    assert sum(batch.coverage.halved for batch in judged) > 0
+
+
 def test_replicas_that_share_experts_run_one_order() -> None:
     """An arbitrary one, of micro-batches of any lengths; nothing is split by those of one."""
     lines: list[str] = []
@@ -139,6 +153,10 @@ def test_the_command_line() -> None:
         main(["--loop", "level1", "--batches", "0"])
     with pytest.raises(ValueError, match="--loop-model encoder: of slices; give --loop level1"):
         main(["--loop", "level0", "--loop-model", "encoder"])
+    with pytest.raises(ValueError, match="--placement v: loops run pipelines that Megatron builds"):
+        main(["--loop", "level0", "--placement", "v"])
+    with pytest.raises(ValueError, match="--placement: slices of loops run one stage a rank"):
+        main(["--loop", "level1", "--placement", "interleaved 2"])
     with pytest.raises(ValueError, match="--loop-model other: expected subclass or encoder"):
         main(["--loop", "level1", "--loop-model", "other"])
     with pytest.raises(ValueError, match="--window-size: a loop's attention over context-parallel"):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.autoload import PIPELINE, TARGETS
+from megatron_epp.ir import Plan
 from tests.mcore.runs import train
 
 WORKER = Path(__file__).with_name("two_stages.py")
@@ -128,6 +130,19 @@ def test_after_bad_calls_good_ones_go_well(answers, case) -> None:
     assert [answer[case] for answer in answers] == ["went well"] * 2
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interleaved_calls_are_as_megatrons_interleaved_schedule(answers, rank) -> None:
+    """What is returned, gradients, and the hooks of every part. On the first stage the hooks of
+    Megatron's DDP reduce, as in its pipeline without interleaving, and nobody asks for it."""
+    (made, hooks), ours = answers[rank]["interleaved"]
+    asked = '["grad_sync", 0]'
+    assert {'["no_sync", 0]', '["no_sync", 1]', asked} < set(hooks)
+    assert ours == [[made, [hook for hook in hooks if rank or hook != asked]]] * 2
+    assert answers[rank]["interleaved worst"] < 1e-13
+    plans = [Plan.parse(text) for text in answers[rank]["interleaved plans"]]
+    assert len(plans) == 4 and all(plan.place == (0, 1, 0, 1) for plan in plans)
+
+
 def test_megatrons_own_schedules_come_back(answers) -> None:
     assert all(answer["removed"] for answer in answers)
 
@@ -140,8 +155,8 @@ def test_megatrons_own_schedules_come_back(answers) -> None:
     [
         ({}, None),
         ({"something_new": 1}, "unknown arguments something_new"),
-        ({"model": [1, 2]}, "2 model chunks on a rank"),
-        ({"data_iterator": [1, 2]}, "2 data iterators on a rank"),
+        ({"model": [1, 2]}, "2 model chunks and 1 data iterators on a rank"),
+        ({"data_iterator": [1, 2]}, "1 model chunks and 2 data iterators on a rank"),
         ({"adjust_tensor_shapes_fn": print}, "shapes that adjust_tensor_shapes_fn changes"),
         ({"pg_collection": object()}, "several modules with grids of their own"),
         ({"num_microbatches": 0}, "no micro-batch"),
@@ -177,9 +192,7 @@ def test_micro_batches_that_say_on_how_many_ranks_they_lie_are_megatrons(name, m
     from megatron_epp.mcore.loops.settings import Settings
 
     ran = []
-    stock = {
-        several: lambda **keywords: ran.append(keywords) or "made" for several in (True, False)
-    }
+    stock = {kind: lambda **keywords: ran.append(keywords) or "made" for kind in TARGETS}
     schedule = LoopSchedule(Settings(lengths=lambda batch: 8), stock)
     monkeypatch.setattr(mpu, name, {2: object()}, raising=False)
     monkeypatch.setattr(mpu, "model_parallel_is_initialized", lambda: True)
@@ -193,7 +206,7 @@ def test_micro_batches_that_say_on_how_many_ranks_they_lie_are_megatrons(name, m
         "micro_batch_size": 1,
     }
     for _ in range(2):
-        assert schedule(True, keywords) == "made"
+        assert schedule(PIPELINE, keywords) == "made"
     assert ran == [keywords, keywords]
     (said,) = schedule._said
     assert said == "calls with context parallelism by micro-batch (its process groups are there)"

@@ -7,6 +7,7 @@ First the contract: what Megatron's own schedule makes of a loop's hooks, and wh
 calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
 """
 
+import json
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
@@ -26,9 +27,12 @@ cpu_host.install_cpu_host()
 import rl_loop
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_epp.autoload import PIPELINE
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
 from megatron_epp.mcore.loops import loop_schedule, pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
@@ -70,11 +74,16 @@ def loss(batch, losses, non_loss_data=False):
     return losses.sum(), torch.tensor(losses.numel()), {"rows": losses.numel()}
 
 
+def rows_of(batch: dict) -> int:
+    return batch["tokens"].shape[1]
+
+
 def call(model, batches, step=forward_step, **named):
+    several = isinstance(model, list)
     keywords = {
         "forward_step_func": step,
-        "data_iterator": iter(batches),
-        "model": [model],
+        "data_iterator": [iter(batches) for _ in model] if several else iter(batches),
+        "model": model if several else [model],
         "num_microbatches": len(LENGTHS),
         "seq_length": 1,
         "micro_batch_size": 1,
@@ -141,6 +150,63 @@ def contract(model) -> list:
     counted = ("forward-backward", "forward-compute", "backward-compute")
     counts = {key: n for key, n in sorted(timers.seen.items()) if key.split()[0] in counted}
     return [[made, made_more, events, counts], gradients]
+
+
+def virtual_parts(rank: int) -> list:
+    """Two parts of a model of four layers, as Megatron builds them for an interleaved pipeline."""
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+    plain = rl_loop.build_model(rank)
+    config = plain.config
+    config.virtual_pipeline_model_parallel_size = 2
+    config.microbatch_group_size_per_vp_stage = 2
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    torch.manual_seed(rank)
+    return [
+        GPTModel(
+            config,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            rl_loop.WORDS,
+            rl_loop.CONTEXT,
+            pre_process=rank == part == 0,
+            post_process=rank == part == 1,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=part,
+        ).double()
+        for part in range(2)
+    ]
+
+
+def interleaved(models) -> list:
+    """What a training call and a pass of forwards do with the hooks of two parts."""
+    events, (config, *_) = [], [model.config for model in models]
+
+    def of_parts(what):
+        def heard(part):
+            return lambda *words: events.append([what, part]) or nullcontext()
+
+        return [heard(part) for part in range(2)]
+
+    def finalize(models, tokens, pg_collection, force_all_reduce):
+        events.append(["finalize", len(models), int(tokens), bool(force_all_reduce)])
+
+    hooks = {
+        "no_sync_func": of_parts("no_sync"),
+        "grad_sync_func": of_parts("grad_sync"),
+        "finalize_model_grads_func": finalize,
+        "grad_scale_func": lambda value: 8 * value,
+        "calculate_per_token_loss": True,
+    }
+    for model in models:
+        model.zero_grad(set_to_none=True)
+    with patch.multiple(config, **hooks):
+        made = [call(models, micro_batches())]
+    with torch.no_grad():
+        made.append(call(models, micro_batches(), forward_only=True))
+    named = [(n, name, p) for n, m in enumerate(models) for name, p in m.named_parameters()]
+    gradients = {f"{n} {name}": p.grad.clone() for n, name, p in named}
+    kinds = sorted({json.dumps(event) for event in events})
+    return [[made, kinds], gradients]
 
 
 def outcome(do) -> str:
@@ -365,6 +431,13 @@ def shared_failures(model, made) -> dict[str, str]:
     return found
 
 
+def worst_of(gradients: dict, expected: dict) -> float:
+    return max(
+        float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
+        for name in expected
+    )
+
+
 def main() -> None:
     with joined(2) as (rank, _, answers):
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -377,10 +450,7 @@ def main() -> None:
         ran: list = []
         installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
         ours, gradients = contract(model)
-        worst = max(
-            float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
-            for name in expected
-        )
+        worst = worst_of(gradients, expected)
         answers |= {
             "stock": stock,
             "ours": ours,
@@ -391,7 +461,15 @@ def main() -> None:
         }
         answers |= sliced_failures(model, rank, ran)
         installed.remove()
-        answers["removed"] = get_forward_backward_func() is installed.schedule.stock[True]
+        answers["removed"] = get_forward_backward_func() is installed.schedule.stock[PIPELINE]
+        parts = virtual_parts(rank)
+        stock, expected = interleaved(parts)
+        ran.clear()
+        with megatron_epp.install_schedule(lengths=rows_of, observe=ran.append):
+            found = [interleaved(parts) for _ in range(2)]
+        answers["interleaved"] = stock, [made for made, _ in found]
+        answers["interleaved worst"] = max(worst_of(each, expected) for _, each in found)
+        answers["interleaved plans"] = [str(record.plan) for record in ran]
 
 
 if __name__ == "__main__":

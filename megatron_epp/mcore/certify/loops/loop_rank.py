@@ -1,5 +1,6 @@
 """One rank of a loop under test: Megatron's model and reduction, the loop's calls, our schedule."""
 
+import copy
 from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ import numpy
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
@@ -31,8 +33,10 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
+from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from megatron_epp.planner.partition import layout_text
 
 # The collectives that a call of a loop may issue: those of a schedule, over a replica.
 _OURS = (
@@ -86,13 +90,13 @@ class LoopRank(Rank):
     def build(self) -> list[Any]:
         self.ran: list[CallRecord] = []
         kind, frame = self.trial.loop_model, self.frame
-        (model,) = elastic_models(
-            self.args,
+        models = elastic_models(
+            _virtual_parts(self.args),
             lambda description: None,
             self.trial.lora_rank,
             None if kind is None else AROUND[kind],
         )
-        get_model_config(model).variable_seq_lengths = True
+        get_model_config(models[0]).variable_seq_lengths = True
         Installation(
             Settings(
                 make_plan=self._whole_plan,
@@ -101,15 +105,16 @@ class LoopRank(Rank):
             )
         )
         if frame.parts > 1:
-            attend_over_ranks(model.module)
+            for model in models:
+                attend_over_ranks(model.module)
         if frame.sliced:
             shares = int(frame.model.trees)
             adapter = (
                 PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=shares)
             )
-            attach_to(model, adapter, "auto", head_again=True)
-        self.model = model
-        return [model]
+            attach_to(models[0], adapter, "auto", head_again=True)
+        self.models = models
+        return models
 
     def problems(self, drawn: Any, messages: Any) -> list[str]:
         return []  # a loop's messages are not compared
@@ -125,12 +130,14 @@ class LoopRank(Rank):
         """Megatron's forward_data_store."""
         batches = drawn.micro_batches[mpu.get_data_parallel_rank()]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
-        self.model.train(not forward_only)
+        for model in self.models:
+            model.train(not forward_only)
+        several = len(self.models) > 1
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=[self.model],
+                data_iterator=[iter(batches) for _ in self.models] if several else iter(batches),
+                model=self.models,
                 num_microbatches=len(batches),
                 seq_length=1,
                 micro_batch_size=1,
@@ -145,10 +152,11 @@ class LoopRank(Rank):
         rates: numpy.ndarray,
         freedom: CallOptions,
         forward_only: bool,
+        ranks: int = 0,
     ) -> Plan:
         tokens = [extent.tokens for extent in extents]
         random = self._random(forward_only)
-        return arbitrary_whole_plan(tokens, layers, random, freedom.split, forward_only)
+        return arbitrary_whole_plan(tokens, layers, random, freedom.split, forward_only, ranks)
 
     def _sliced_plan(
         self,
@@ -167,3 +175,17 @@ class LoopRank(Rank):
     def _random(self, forward_only: bool) -> Random:
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it
         return Random(f"{self.seed} {self.number} {block} {forward_only}")
+
+
+def _virtual_parts(args: Any) -> Any:
+    """``args`` that have Megatron build the parts of a placed pipeline itself, as of one that is
+    interleaved."""
+    if not (place := place_of(args)):
+        return args
+    ranks, own = args.pipeline_model_parallel_size, copy.copy(args)
+    layout = layout_text(getattr(args, STAGE_LAYERS), args.mtp_num_layers or 0)
+    own.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, ranks)
+    own.virtual_pipeline_model_parallel_size = len(place) // ranks
+    mpu.set_virtual_pipeline_model_parallel_world_size(len(place) // ranks)
+    setattr(own, PLACE, [])
+    return own
