@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A pipeline one of whose two ranks is slower, on this host's CPU: do plan and time follow?
 
-    scripts/bench/cpu_slow_rank.py [--instructions sse] [--rank 1] [--cases 4096x8] [-o RESULT.md]
+    scripts/bench/cpu_slow_rank.py [--instructions sse] [--rank 1] [--cases 2048x4] [-o RESULT.md]
 
 That rank's libraries use fewer of the processor's instructions, SSE 4.2 or AVX2 in the place of
 AVX-512: a slower device, by a factor that a product and attention alone are timed for besides.
@@ -95,7 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--instructions", choices=INSTRUCTIONS, default="sse")
     parser.add_argument("--rank", type=int, default=1, choices=(0, 1))
-    parser.add_argument("--cases", nargs="+", default=("4096x8",), metavar="CxN")
+    parser.add_argument("--cases", nargs="+", default=("2048x4",), metavar="CxN")
     parser.add_argument("--rounds", type=int, default=2, help="runs each way")
     parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
