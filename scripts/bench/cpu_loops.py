@@ -73,6 +73,7 @@ def lengths_of(case: str, batch: int) -> list[int]:
 def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: str) -> None:
     """One stage. ``shared``: cores are, and ops are timed in their processor's seconds."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -141,12 +142,12 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
             if variant == STOCK:
                 meter = SavedBytesMeter(model.parameters())
                 with meter.watch(Store({})):
-                    losses = stock[True](**keywords)
+                    losses = stock[PIPELINE](**keywords)
                 meter.op_peak()
                 peak, chunks, ops = meter.peak_bytes, str(len(micro_batches)), list(stock_ops)
                 by = STOCK
             else:
-                losses = schedules[variant](True, keywords)
+                losses = schedules[variant](PIPELINE, keywords)
                 done = ran[-1]
                 peak, chunks = done.peak_bytes, " ".join(map(str, done.plan.chunks))
                 by = done.plan.predicted.planner

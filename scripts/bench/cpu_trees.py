@@ -110,6 +110,7 @@ def bound_seconds(
 def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
     """One stage."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -168,11 +169,11 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
         if variant == "stock":
             meter = SavedBytesMeter(model.parameters())
             with meter.watch(Store({})):
-                losses = stock[True](**keywords)
+                losses = stock[PIPELINE](**keywords)
             meter.op_peak()
             peak = meter.peak_bytes
         else:
-            losses = schedules[variant](True, keywords)
+            losses = schedules[variant](PIPELINE, keywords)
             peak = ran[-1].peak_bytes
         seconds = time.perf_counter() - began
         *of_batches, gradient = cpu_loops.outcome(model, losses)
