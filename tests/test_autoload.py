@@ -14,6 +14,9 @@ MEGATRON = """
 def forward_backward_pipelining_without_interleaving(*, number, forward_step_func=None):
     return "pipeline", number
 
+def forward_backward_pipelining_with_interleaving(*, number, forward_step_func=None):
+    return "parts", number
+
 def forward_backward_no_pipelining(*, number, forward_step_func=None):
     return "alone", number
 

@@ -60,8 +60,7 @@ def named_cost(
     longest of all. Papers' constants and reading of K and V, which not all devices have, are then
     left out where one lacks them.
     """
-    rank_of = place or tuple(range(pp))
-    the_model, devices = model(model_name), devices_of(device_name, 1 + max(rank_of))
+    the_model = model(model_name)
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
     further = the_model.further_layers
@@ -80,6 +79,8 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: the last {further} predict further tokens "
             "and lie on the last stage, with one in front of them or more"
         )
+    rank_of = place or tuple(range(pp))
+    devices = devices_of(device_name, 1 + max(rank_of))
     network: Network | None = None
     rank_devices: tuple[RankDevice, ...] = ()
     if profile is None:
