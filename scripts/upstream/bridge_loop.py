@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-from framework_runs import compare, gradients_of, mock, run_stages, stage_in_float64
+from framework_runs import compare, gradients_of, mock, run_stages, stage_of
 
 import megatron_epp
 
@@ -77,7 +77,7 @@ def micro_batches(number: int) -> list[dict[str, Any]]:
         tokens = torch.randint(rl_loop.WORDS, (SAMPLES, rows + 1), generator=made)
         places = torch.arange(rows).expand(SAMPLES, rows)
         mask = (places >= ends[:, None] // 3) & (places < ends[:, None])
-        drawn = tokens[:, :-1], tokens[:, 1:], mask.double(), None, places
+        drawn = tokens[:, :-1], tokens[:, 1:], mask.to(torch.get_default_dtype()), None, places
         found.append(dict(zip(KEYS, drawn, strict=True)))
     return found
 
@@ -103,8 +103,8 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def work(rank: int, meeting: str, checkout: Path) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype) as (its, model):
         from megatron_epp.mcore.loops.adapters.samples import Samples
 
         def loss(batch: Any, losses: torch.Tensor, **named: Any) -> Any:

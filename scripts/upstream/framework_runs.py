@@ -7,7 +7,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-TOLERANCE = 1e-12
+TOLERANCES = {"float64": 1e-12, "float32": 1e-6}  # by the dtype of the model
 
 
 class Anything(types.ModuleType):
@@ -81,9 +81,9 @@ def run_stages(
     work: Callable[..., None],
     shares_rows: bool = False,
 ) -> int:
-    """Call ``work`` of every rank, the file at which they meet, and the checkout that the command
-    line names, which holds ``file``; the exit status. ``shares_rows``: and of as many
-    context-parallel ranks of a stage as it names."""
+    """Call ``work`` of every rank, the file at which they meet, the checkout that the command line
+    names, which holds ``file``, and the dtype that it names; the exit status. ``shares_rows``: and
+    of as many context-parallel ranks of a stage as it names."""
     import rl_loop
     import torch
 
@@ -92,6 +92,7 @@ def run_stages(
     parser.add_argument(
         flag, required=True, type=Path, dest="checkout", help=f"a checkout of {framework}"
     )
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the model")
     if shares_rows:
         parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks of a stage")
     chosen = parser.parse_args()
@@ -102,16 +103,17 @@ def run_stages(
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "meeting").as_uri()
         ranks = math.prod((rl_loop.STAGES, *shares))
-        torch.multiprocessing.spawn(work, (meeting, checkout, *shares), nprocs=ranks)
+        words = (meeting, checkout, chosen.dtype, *shares)
+        torch.multiprocessing.spawn(work, words, nprocs=ranks)
     return 0
 
 
 @contextmanager
-def stage_in_float64(
-    rank: int, meeting: str, load: Callable[[], Any], cp: int = 1
+def stage_of(
+    rank: int, meeting: str, load: Callable[[], Any], dtype: str, cp: int = 1
 ) -> Iterator[tuple[Any, Any]]:
     """Make this process ``rank`` of stages of ``cp`` ranks: what ``load`` gives once Megatron is
-    up, and the model."""
+    up, and the model in ``dtype``."""
     import rl_loop
     import torch
     import torch.distributed as dist
@@ -130,9 +132,12 @@ def stage_in_float64(
         pipeline_model_parallel_size=rl_loop.STAGES, context_parallel_size=cp
     )
     loaded = load()
-    with double_precision():
+    with double_precision() if dtype == "float64" else nullcontext():
         model_parallel_cuda_manual_seed(1)
         model = rl_loop.build_model(parallel_state.get_pipeline_model_parallel_rank())
+        if dtype != "float64":
+            model.to(getattr(torch, dtype))
+            model.config.params_dtype = model.config.pipeline_dtype = getattr(torch, dtype)
         model.config.context_parallel_size = cp  # local attention refuses to be built for more
         yield loaded, model
 
@@ -228,7 +233,8 @@ def compare(
         show_order(rank, in_slices, ran, f"in slices ({cut} of {len(ran)} calls cut documents): ")
         assert cut, "no document was cut"
         errors += in_slices
-    require_equal(rank, errors)
+    dtype = next(iter(expected[0].values())).dtype
+    require_equal(rank, errors, TOLERANCES[str(dtype).removeprefix("torch.")])
 
 
 def _install_drawn_slices(ran: list[Any]) -> None:
@@ -270,10 +276,10 @@ def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any], how: str 
     print(f"rank {rank}: {how}{worst}; ran {order}", flush=True)
 
 
-def require_equal(rank: int, errors: Sequence[float]) -> None:
-    """SystemExit: one of them is above the tolerance. For all stages to call."""
+def require_equal(rank: int, errors: Sequence[float], tolerance: float) -> None:
+    """SystemExit: one of them is above the ``tolerance``. For all stages to call."""
     import torch.distributed as dist
 
     dist.barrier()
-    if not all(error <= TOLERANCE for error in errors):  # one that is no number is none of them
-        raise SystemExit(f"rank {rank}: NOT equal (to {TOLERANCE:g})")
+    if not all(error <= tolerance for error in errors):  # one that is no number is none of them
+        raise SystemExit(f"rank {rank}: NOT equal (to {tolerance:g})")

@@ -44,7 +44,7 @@ from framework_runs import (
     gradients_of,
     mock,
     run_stages,
-    stage_in_float64,
+    stage_of,
 )
 
 import megatron_epp
@@ -127,7 +127,7 @@ def micro_batches(its: SimpleNamespace, number: int, packed: bool) -> list[Any]:
             for whose in ("prev", "generation", "reference_policy")
         }
         data = Batch(
-            input_ids=tokens, input_lengths=ends, token_mask=answers.double(),
+            input_ids=tokens, input_lengths=ends, token_mask=answers.to(torch.get_default_dtype()),
             sample_mask=torch.ones(SAMPLES), advantages=torch.randn(shape, generator=made),
             **log_probs,
         )  # fmt: skip
@@ -190,8 +190,8 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         attend_within_documents(model)
         from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
 

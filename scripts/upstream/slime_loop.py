@@ -40,7 +40,7 @@ from framework_runs import (
     attend_within_documents,
     compare,
     run_stages,
-    stage_in_float64,
+    stage_of,
 )
 
 PACKAGE = "slime.backends.megatron_utils"
@@ -106,7 +106,7 @@ def rollout(its: SimpleNamespace, number: int) -> Any:
             tokens = [random.randrange(rl_loop.WORDS) for _ in range(length)]
             samples["tokens"].append(torch.tensor(tokens))
             samples["loss_masks"].append(torch.ones(response))
-            noise = torch.randn(response, generator=made, dtype=torch.float64)
+            noise = torch.randn(response, generator=made, dtype=torch.get_default_dtype())
             cut = partial(
                 its.cp_utils.slice_log_prob_with_cp, total_length=length, response_length=response
             )
@@ -138,8 +138,8 @@ def switch_slices_on() -> None:
     ARGS.custom_megatron_before_log_prob_hook_path = f"{HOOKS}.before_log_probs"
 
 
-def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         ARGS.context_parallel_size = cp
         its.model.get_args = lambda: ARGS
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ from framework_runs import (
     compare,
     mock,
     run_stages,
-    stage_in_float64,
+    stage_of,
 )
 
 import megatron_epp
@@ -150,9 +150,9 @@ def rows_of_this_rank(inputs: torch.Tensor, borders: Any, dim: int) -> torch.Ten
     return torch.cat([zigzag_part(one) for one in documents])[None]
 
 
-def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
     ARGS.context_parallel_size = cp
-    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         attend_within_documents(model)
         from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
 

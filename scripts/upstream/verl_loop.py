@@ -36,7 +36,7 @@ from framework_runs import (
     compare,
     gradients_of,
     run_stages,
-    stage_in_float64,
+    stage_of,
 )
 
 ENGINE = "verl/workers/engine/megatron/transformer_impl.py"
@@ -119,8 +119,8 @@ def divide_by_tokens(models: list[Any], tokens: Any, **others: Any) -> None:
             parameter.grad /= tokens
 
 
-def work(rank: int, meeting: str, checkout: Path, cp: int) -> None:
-    with stage_in_float64(rank, meeting, lambda: load(checkout), cp) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         if cp > 1:  # as Megatron-Bridge, which builds verl's models, has it there
             model.config.calculate_per_token_loss = True
             model.config.finalize_model_grads_func = divide_by_tokens
