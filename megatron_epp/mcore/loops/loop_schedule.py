@@ -176,8 +176,8 @@ class LoopSchedule:
             told = pipeline.stages > 1 and not slices
             fixed = fixed_shape(call, groups) if told else None
             reader = self.settings.lengths
-            open_ = fixed is None and pipeline.unlike is None and not pipeline.interleaved
-            if told and reader is None and open_:
+            unknown = fixed is None and pipeline.unlike is None and not pipeline.interleaved
+            if told and reader is None and unknown:
                 reader = reader_of(call, groups)
         except Exception as error:  # the others wait for what this rank reads
             gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
