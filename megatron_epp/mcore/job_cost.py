@@ -81,10 +81,12 @@ def make_planning(
     cost = training_cost(args, config, layers, profile)
     # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
     # that go by other names.
-    own = (groups.pipeline_rank, device_name(), default_budget_bytes(args))
-    every: list = [None] * groups.control.size()
-    dist.all_gather_object(every, own, group=groups.control)
-    unlike = unlike_budgets(every)
+    unlike: tuple[float, ...] = ()
+    if config.epp_memory_budget_gib is None:
+        own = (groups.pipeline_rank, device_name(), cost.budget_bytes[0])
+        every: list = [None] * groups.control.size()
+        dist.all_gather_object(every, own, group=groups.control)
+        unlike = unlike_budgets(every)
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
     budgets, error, fallbacks = json.dumps([cost.budget_bytes, host]), None, None

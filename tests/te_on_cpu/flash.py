@@ -4,22 +4,21 @@ Causal attention with fewer queries than keys is aligned at the bottom right the
 """
 
 import torch
-from torch import Tensor
-from torch.library import Library as Registration
+from torch import Tensor, library
 
 from .attention import fused_attn_bwd, fused_attn_fwd
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 from .enums import NVTE_Softmax_Type as Softmax
 from .operands import HALVES, require
 
-_KEPT: list[Registration] = []  # a registration lasts as long as its object
+_KEPT: list[library.Library] = []  # a registration lasts as long as its object
 
 
 def register() -> None:
     """Once in a process."""
     if _KEPT:
         return
-    made = Registration("aten", "IMPL")
+    made = library.Library("aten", "IMPL")
     made.impl("_flash_attention_forward", _flash_forward, "CPU")
     made.impl("_flash_attention_backward", _flash_backward, "CPU")
     _KEPT.append(made)

@@ -8,7 +8,7 @@ sought besides. It is a pure function of seconds and bytes, bounded in work.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -19,7 +19,7 @@ from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
 from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
-from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
@@ -30,7 +30,7 @@ from megatron_epp.sim.inputs import op_arrays
 LEAST_OPS, MOST_OPS = 25_000, 400_000
 SEARCH_SHARE = 0.005  # of the call's own seconds
 _OP_SECONDS = 8e-7
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 
 
 def search_ops(seconds: float) -> int:
@@ -67,7 +67,7 @@ class OrderedGroups:
 
     order: tuple[int, ...]
     problem: ScheduleProblem
-    policy: PolicyParams
+    policy: PolicyParams | Policy
     schedule: Schedule
 
     @property
@@ -98,67 +98,74 @@ def best_order(
     reorder   groups may run in another order than the caller's
     ops       how many the search may play
     """
-    search = _GroupSearch(problem, sizes, split, ops)
-    search.play(range(len(sizes)), search.every)
+    # Policies that tell orders apart, and those that the best is played by.
+    few = [PolicyParams(strict=True), PolicyParams(strict=False)]
+    few += [PolicyParams(False, True, 4.0, 0.6)] if split else []
+    every = list(dict.fromkeys([*policies(False, many=True), *policies(split, many=False)]))
+    # One order at least is played by every policy: the first may not fit.
+    left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
+    search = GroupSearch(problem, sizes, left, _in_window)
+    search.play(range(len(sizes)), every)
     if reorder:
         for order in orders_worth_playing(problem, sizes):
-            search.play(order, search.few)
+            search.play(order, few)
         if search.best is not None:
-            search.play(search.best.order, search.every)
+            search.play(search.best.order, every)
             search.climb()
     return search.best
 
 
-class _GroupSearch:
-    """few, every: policies that tell orders apart, and those that the best is played by."""
+def _in_window(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyParams], Policy]:
+    law = shrinking_window(sizes, problem.stages)
+    return lambda params: policy_of(params, problem, sizes, law)
 
-    def __init__(self, problem: ScheduleProblem, sizes: np.ndarray, split: bool, ops: int):
-        self.problem, self.sizes = problem, sizes
-        self.few = [PolicyParams(strict=True), PolicyParams(strict=False)]
-        self.few += [PolicyParams(False, True, 4.0, 0.6)] if split else []
-        self.every = list(
-            dict.fromkeys([*policies(False, many=True), *policies(split, many=False)])
-        )
-        # One order at least is played by every policy: the first may not fit.
-        self.left = max(ops, 3 * len(self.every) * problem.stages * problem.chunks)
+
+class GroupSearch[Chosen: PolicyParams | Policy]:
+    """``best``: the fastest order of groups of ``sizes`` played that fits. left: ops that may be
+    played still; policies_for (problem, sizes): what a chosen policy is in an order."""
+
+    def __init__(
+        self,
+        problem: ScheduleProblem,
+        sizes: np.ndarray,
+        left: int,
+        policies_for: Callable[[ScheduleProblem, np.ndarray], Callable[[Chosen], Policy]],
+    ):
+        self.problem, self.sizes, self.left = problem, sizes, left
+        self.policies_for = policies_for
         self.best: OrderedGroups | None = None
+        self.policy: Chosen | None = None  # of the best
 
-    def play(self, order: Sequence[int], by: Sequence[PolicyParams]) -> bool:
+    def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
         """Play ``order``; whether it is the best so far."""
         better = False
-        problem, sizes = arranged(self.problem, order, self.sizes), self.sizes[list(order)]
-        law = shrinking_window(sizes, problem.stages)
+        problem = arranged(self.problem, order, self.sizes)
+        policy_in = self.policies_for(problem, self.sizes[list(order)])
         for policy in by:
             if self.left <= 0:
                 break
             self.left -= problem.stages * problem.chunks * (3 if policy.split else 2)
-            played = list_schedule(problem, policy_of(policy, problem, sizes, law))
+            played = list_schedule(problem, policy_in(policy))
             if not np.isfinite(played.seconds) or played.over_bytes > 0:
                 continue
-            if self.best is None or played.seconds < self.best.seconds * (1 - ROUNDING):
+            if self.best is None or played.seconds < self.best.seconds * (1 - _ROUNDING):
                 self.best = OrderedGroups(tuple(order), problem, policy, played)
-                better = True
+                self.policy, better = policy, True
         return better
 
     def climb(self) -> None:
         """Swap two groups of the best, or move one, as long as that pays and work is left."""
         random, since = Random(0), 0
         while self.best is not None and self.left > 0 and since < 4 * len(self.best.order):
-            order = self.best.order
-            if len(order) < 3:
+            order = list(self.best.order)
+            if len(order) < 3 or self.policy is None:
                 return
-            since = 0 if self.play(neighbour(order, random), [self.best.policy]) else since + 1
-
-
-def neighbour(order: Sequence[int], random: Random) -> list[int]:
-    """``order`` with two swapped, or one moved."""
-    made = list(order)
-    one, other = random.sample(range(len(made)), 2)
-    if random.random() < 0.5:
-        made[one], made[other] = made[other], made[one]
-    else:
-        made.insert(other, made.pop(one))
-    return made
+            one, other = random.sample(range(len(order)), 2)
+            if random.random() < 0.5:
+                order[one], order[other] = order[other], order[one]
+            else:
+                order.insert(other, order.pop(one))
+            since = 0 if self.play(order, [self.policy]) else since + 1
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:

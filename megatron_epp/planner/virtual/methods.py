@@ -26,7 +26,13 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.virtual.pipeline import Policies, Setup, warm_up_policy, warm_ups
+from megatron_epp.planner.virtual.pipeline import (
+    Policies,
+    Setup,
+    interleaved_warm_up,
+    warm_up_policy,
+    warm_ups,
+)
 
 RANK_SLICES = (1, 2, 4)  # times the ranks
 MOST_SLICES = 2048
@@ -64,9 +70,9 @@ def _sliced(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
 
 
 def _of_interleaved(setup: Setup) -> Iterator[tuple[Policy, str]]:
-    ranks = setup.ranks
-    behind, turns = ranks - 1 - np.arange(ranks), len(setup.place) // ranks
-    warm = behind + 1 if turns == 1 else 2 * behind + (turns - 1) * ranks + 1
+    ranks, stages = setup.ranks, len(setup.place)
+    alone = ranks - 1 - np.arange(ranks)
+    warm = (alone if stages == ranks else interleaved_warm_up(ranks, stages)) + 1
     yield from _held(setup, warm, split=False)
 
 

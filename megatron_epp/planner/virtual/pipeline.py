@@ -41,6 +41,12 @@ def placement(name: PlacementName, ranks: int) -> tuple[int, ...]:
     return {"one": once, "interleaved": once + once, "wave": once + once[::-1]}[name]
 
 
+def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
+    """[ranks] forwards before the first pair of a forward and a backward, as Megatron's interleaved
+    schedule has them."""
+    return 2 * (ranks - 1 - np.arange(ranks)) + stages - ranks
+
+
 def warm_up_policy(place: tuple[int, ...], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
     """Forwards go first on a rank until ``warm`` [ranks] of them wait for their backwards, then
     backwards; ``strict``: and never more forwards. ``split``, ``deep``: of Policy."""
