@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cpu_pipeline import flags
@@ -99,47 +99,68 @@ def rows(case: str, rounds: list[dict[str, list[Iteration]]], best_way: str) -> 
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", default=("2048x4",), metavar="CxN")
-    parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
-    parser.add_argument("--words", type=int, default=16384, help="the vocabulary, padded")
-    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2, help="runs each way")
     parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
-    arguments = parser.parse_args()
 
+
+def in_rounds(
+    arguments: argparse.Namespace,
+    ways_of: Callable[[str, Path], tuple[list[str], Mapping[str, Sequence[str]]]],
+    best: str,
+    folder: Path,
+    said: list[str],
+    settings: str,
+) -> None:
+    """Every case each way, beside the ``best``, as a table with what was ``said`` below it.
+
+    ways_of    (case, its folder): flags of the case, and of every way
+    settings   what is said behind the host
+    """
     from megatron_epp.show.table import markdown, plain
 
-    folder = Path(tempfile.mkdtemp(prefix="cpu_placements-"))
-    corpus = corpus_of(arguments, folder)
     table: list[list[str]] = []
-    said: list[str] = []
     for case in arguments.cases:
         place = folder / case
         place.mkdir()
-        words = job(case, arguments, corpus)
-        words += [*measured_costs(words, place), "--epp-planner", arguments.planner]
+        words, ways = ways_of(case, place)
         rounds = []
         for number in range(arguments.rounds):
             # In changing order: what a host does by and by falls on all.
             found = {}
-            for way in WAYS if number % 2 == 0 else reversed(WAYS):
+            for way in ways if number % 2 == 0 else reversed(ways):
                 at = place / f"{number}-{way.replace(' ', '-')}"
-                found[way], choice = run(words, WAYS[way], arguments.batches, at)
+                found[way], choice = run(words, ways[way], arguments.batches, at)
                 if choice and number == 0:
                     said.append(f"- {case}, {way}: {choice.replace(str(place), '')}")
             rounds.append(found)
-        table += rows(case, rounds, BEST)
+        table += rows(case, rounds, best)
         print(plain(HEADERS, table), *said, sep="\n", flush=True)
-    sizes = f"hidden {arguments.hidden}, {arguments.words} words, planner {arguments.planner}"
-    hardware = f"{host()}, float32, {sizes}, two processes of one thread"
     text = "\n".join([markdown(HEADERS, table), *said])
-    write(arguments.output, f"{heading(hardware)}{text}\n\n")
+    write(arguments.output, f"{heading(f'{host()}, float32, {settings}')}{text}\n\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_flags(parser)
+    parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
+    parser.add_argument("--words", type=int, default=16384, help="the vocabulary, padded")
+    parser.add_argument("--hidden", type=int, default=256)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="cpu_placements-"))
+    corpus = corpus_of(arguments, folder)
+
+    def ways_of(case: str, place: Path) -> tuple[list[str], Mapping[str, Sequence[str]]]:
+        words = job(case, arguments, corpus)
+        return [*words, *measured_costs(words, place), "--epp-planner", arguments.planner], WAYS
+
+    sizes = f"hidden {arguments.hidden}, {arguments.words} words, planner {arguments.planner}"
+    in_rounds(arguments, ways_of, BEST, folder, [], f"{sizes}, two processes of one thread")
 
 
 if __name__ == "__main__":

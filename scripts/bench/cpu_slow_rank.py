@@ -20,9 +20,8 @@ import tempfile
 from pathlib import Path
 
 from cpu_pipeline import flags
-from cpu_placements import HEADERS, measured_costs, rows, run
+from cpu_placements import add_flags, in_rounds, measured_costs
 from cpu_vocab import WARM_UP
-from headline import heading, host, write
 from in_turns import corpus_of
 
 ALIKE = "taken for alike"
@@ -93,43 +92,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_flags(parser)
     parser.add_argument("--instructions", choices=INSTRUCTIONS, default="sse")
     parser.add_argument("--rank", type=int, default=1, choices=(0, 1))
-    parser.add_argument("--cases", nargs="+", default=("2048x4",), metavar="CxN")
-    parser.add_argument("--rounds", type=int, default=2, help="runs each way")
-    parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
-    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
-    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
-
-    from megatron_epp.show.table import markdown, plain
-
     folder = Path(tempfile.mkdtemp(prefix="cpu_slow_rank-"))
     corpus = corpus_of(arguments, folder)
     variables = dict(zip(VARIABLES, INSTRUCTIONS[arguments.instructions], strict=True))
-    table: list[list[str]] = []
     said = [alone(variables)]
     slow_down(arguments.rank, variables, folder / "slowed")
-    for case in arguments.cases:
-        place = folder / case
-        place.mkdir()
+
+    def ways_of_case(case: str, place: Path) -> tuple[list[str], dict[str, list[str]]]:
         context, batch = map(int, case.split("x"))
         words = flags(corpus, context, batch, WARM_UP + arguments.batches, "fp32")
         ways, measured = ways_of(Path(measured_costs(words, place)[-1]))
         said.append(measured)
-        rounds = []
-        for number in range(arguments.rounds):
-            found = {}
-            for way in ways if number % 2 == 0 else reversed(ways):
-                at = place / f"{number}-{way.replace(' ', '-')}"
-                found[way], _ = run(words, ways[way], arguments.batches, at)
-            rounds.append(found)
-        table += rows(case, rounds, ALIKE)
-        print(plain(HEADERS, table), *said, sep="\n", flush=True)
+        return words, ways
+
     slower = f"rank {arguments.rank} with {arguments.instructions} alone"
-    hardware = f"{host()}, float32, two processes of one thread, {slower}"
-    text = "\n".join([markdown(HEADERS, table), *said])
-    write(arguments.output, f"{heading(hardware)}{text}\n\n")
+    settings = f"two processes of one thread, {slower}"
+    in_rounds(arguments, ways_of_case, ALIKE, folder, said, settings)
 
 
 if __name__ == "__main__":
