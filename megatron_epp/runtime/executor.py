@@ -197,6 +197,8 @@ class Executor:
             (self.current_op.stage,) = self._computes
         ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
         self.current_op.links = self.links
+        if self.heap is not None:
+            self.heap.begin()
         with self.meter.watch(self.store):
             for item in self.program:
                 if isinstance(item, Post):

@@ -150,6 +150,10 @@ class CarriedStates:
         self._tails: dict[int, list[Tensor]] = {}
         self._within: Tensor | None = None
 
+    def of_calls(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """``rows`` of the chunk, which are its dimension ``dim``, call by call."""
+        return rows.split([call.stop - call.start for call in self.calls], dim)
+
     def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
         """The W - 1 rows [W-1, C] in front of call ``number``, which computes ``rows``, channels of
         them all from ``first`` on; None where a document begins."""

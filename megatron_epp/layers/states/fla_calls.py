@@ -26,8 +26,7 @@ def convolve_calls(
     """``rows`` through ``convolution`` [T, C]: of the layer's convolved channels those from
     ``first`` on."""
     outputs = []
-    for number, call in enumerate(states.calls):
-        rows = rows_TC[call.start : call.stop]
+    for number, rows in enumerate(states.of_calls(rows_TC)):
         front = states.front(number, rows, first)
         count = 0 if front is None else len(front)
         if front is not None:
@@ -43,12 +42,13 @@ def apply_rule(
 ) -> Tensor:
     """Outputs [1, T, H, P] of ``rule(q, k, v, g, beta)`` on inputs [1, T, ...]."""
     outputs = []
-    for number, call in enumerate(states.calls):
-        q, k, v, g, beta = (x[:, call.start : call.stop] for x in inputs)
+    of_calls = zip(*(states.of_calls(x, 1) for x in inputs), strict=True)
+    for number, (q, k, v, g, beta) in enumerate(of_calls):
         initial, wants = states.initial(number), states.wants_final(number)
         if initial is not None:
             initial = initial[None]  # of the store's memory, where it is the only one
-            if behind := len(call.lengths) - 1:  # whole documents, which begin with nothing
+            # Behind it whole documents, which begin with nothing.
+            if behind := len(states.calls[number].lengths) - 1:
                 others = initial.new_zeros(behind, *initial.shape[1:])
                 initial = torch.cat((initial, others))
         y, finals = rule(

@@ -98,13 +98,14 @@ def gated_delta_rule(
     state = k.new_zeros(*k.shape[1:2], k.shape[-1], v.shape[-1])
     if state_HKP is not None:
         state = state_HKP.to(k.dtype)
+    ends = decayed[:, :, -1].exp()[..., None]
     outputs = []
-    for block in range(len(q)):
-        changed = values[block] - keys[block] @ state
-        seen = (q[block] * decayed[block].exp()) @ state
-        outputs.append(seen + scores[block] @ changed)
-        end = decayed[block, :, -1].exp()[..., None]
-        state = end * state + left[block].mT @ changed
+    for value, key, query, score, end, rest in zip(
+        values, keys, q * decayed.exp(), scores, ends, left, strict=True
+    ):
+        changed = value - key @ state
+        outputs.append(query @ state + score @ changed)
+        state = end * state + rest.mT @ changed
     o = scale * torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:rows]
     return o, state
 

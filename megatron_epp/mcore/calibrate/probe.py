@@ -31,6 +31,8 @@ from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, NoMeter, SavedBytesMeter
 
+_CACHE_BYTES = 64 * 2**20  # more than a core has of its caches
+
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable]]
 
 
@@ -126,6 +128,7 @@ class Probe:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
+        self._others = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
         self._random = torch.Generator(device).manual_seed(20250921)
 
     def of_layer(self, at: int) -> "Probe":
@@ -244,19 +247,19 @@ class Probe:
         scale = self._scale(store, weigh)
         deferred = DeferredWeightGrads()
         with scale.watching(), self._deferring(deferred) if split else nullcontext():
-            start = self.now()
+            start = self._elsewhere()
             output = forward()
             middle = self.now()
             held, forward_peak = scale.held(), scale.peak()
             gradient = torch.ones_like(output)
             self._answer(store)
             kept = scale.held()
-            again = self.now()
+            again = self._elsewhere()
             if output.requires_grad:  # a frozen embedding's does not
                 output.backward(gradient)
             stop = self.now()
             backward_peak, waiting = scale.peak(), scale.held()
-            late = self.now()
+            late = self._elsewhere()
             deferred.accumulate_all()
             done = self.now()
         return Measurement(
@@ -268,6 +271,12 @@ class Probe:
             weight_seconds=done - late if split else 0.0,
             weight_input_bytes=waiting if split else 0,
         )
+
+    def _elsewhere(self) -> float:
+        """Now, after other layers and chunks: a core's own caches no longer have what comes."""
+        if self.device.type == "cpu":
+            self._others.add_(1)
+        return self.now()
 
     @contextmanager
     def _deferring(self, deferred: DeferredWeightGrads) -> Iterator[None]:

@@ -1,12 +1,13 @@
 """Measures what splitting a backward costs on this device, and bytes held from I to W."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds
 from megatron_epp.ir import KEEP
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
-SPLIT_REPEATS = 4  # the fastest counts: what matters is a difference of a few per cent
+SPLIT_REPEATS = 4  # the median counts, as of whole backwards
 
 
 def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
@@ -38,9 +39,12 @@ def _seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
             whole = probe.layers(shape, KEEP)
             halves = probe.layers(shape, KEEP, split=True)
             runs.append((whole.backward_seconds, halves.backward_seconds, halves.weight_seconds))
-        yield SplitSeconds(False, tokens, *map(min, zip(*runs, strict=True)))
+        yield SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True)))
     if probe.last:
         shape = Shape(largest // 2)
         ends = [probe.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
-        seconds, weight = min(e.backward_seconds for e in ends), min(e.weight_seconds for e in ends)
+        seconds, weight = (
+            median(getattr(one, name) for one in ends)
+            for name in ("backward_seconds", "weight_seconds")
+        )
         yield SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)

@@ -42,6 +42,7 @@ import torch
 from megatron_epp.mcore.patching import engine_on_cpu
 from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
 from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
+from megatron_epp.runtime.malloc_trim import keep_large_blocks
 
 # What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
 # cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
@@ -99,6 +100,7 @@ def install_cpu_host() -> bool:
     _replace_cuda_module()
     take_unequal_rows()
     _keep_random_state_in_data_loaders()
+    keep_large_blocks()
     setattr(torch.cuda, _MARK, True)
     if engine_on_cpu.is_wanted():
         engine_on_cpu.start_reference()

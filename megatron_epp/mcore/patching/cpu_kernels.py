@@ -7,13 +7,14 @@ arguments of the kernels those that Megatron or this package give are known; oth
 Python.
 
 Backward runs a kernel's forward again, as mamba_ssm's fused kernel does: what a layer keeps is
-then about what it keeps on a GPU.
+then about what it keeps on a GPU. Sequences are cut by ``split``, whose backward puts gradients one
+behind the other; a slice's would make zeros of the whole for every sequence.
 """
 
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import groupby
 from types import ModuleType
 from typing import Any
 
@@ -118,8 +119,8 @@ def mamba_split_conv1d_scan_combined(
         outputs, finals = [], []
         for batch, of_rows in enumerate(numbers):
             made, state = [], None if initial is None else initial[batch]
-            for start, stop in _runs(of_rows, rows.shape[1]):
-                y, final = sequence(rows[batch, start:stop], (weight, bias), rest, state)
+            for mine in rows[batch].split(_runs(of_rows, rows.shape[1])):
+                y, final = sequence(mine, (weight, bias), rest, state)
                 made.append(y)
                 state = None
             outputs.append(torch.cat(made))
@@ -131,12 +132,9 @@ def mamba_split_conv1d_scan_combined(
     return (y, final) if return_final_states else y
 
 
-def _runs(numbers: Sequence[int] | None, rows: int) -> list[tuple[int, int]]:
-    """[start, stop) of rows with one number each; None: all of them."""
-    if numbers is None:
-        return [(0, rows)]
-    starts = [row for row in range(rows) if row == 0 or numbers[row] != numbers[row - 1]]
-    return list(zip(starts, [*starts[1:], rows], strict=True))
+def _runs(numbers: Sequence[int] | None, rows: int) -> list[int]:
+    """Lengths of runs of rows with one number each; None: all of them."""
+    return [rows] if numbers is None else [len(list(run)) for _, run in groupby(numbers)]
 
 
 def causal_conv1d(
@@ -183,16 +181,16 @@ def chunk_gated_delta_rule(
     """fla.ops.gated_delta_rule's: [B, T, H, P], and a state [N, H, K, P] behind each sequence."""
     assert not use_qk_l2norm_in_kernel
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    borders = _sequences(cu_seqlens, q.shape[1])
+    lengths = _lengths(cu_seqlens, q.shape[1])
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
         parts = inputs[:5]
         outputs: list[Tensor] = []
         finals: list[Tensor] = []
-        for batch in range(len(parts[0])):
+        for of_rows in zip(*parts, strict=True):
             of_batch = []
-            for start, stop in borders:
-                q, k, v, g, beta = (part[batch, start:stop].float() for part in parts)
+            for mine in zip(*(part.split(lengths) for part in of_rows), strict=True):
+                q, k, v, g, beta = (part.float() for part in mine)
                 state = inputs[5][len(finals)] if len(inputs) > 5 else None
                 y, final = gated_delta_rule(q, k, v, g[..., None], beta, scale, state)
                 of_batch.append(y)
@@ -205,18 +203,17 @@ def chunk_gated_delta_rule(
     return y, final if output_final_state else None
 
 
-def _sequences(cu_seqlens: Tensor | None, rows: int) -> list[tuple[int, int]]:
-    ends = [0, rows] if cu_seqlens is None else cu_seqlens.tolist()
-    return list(pairwise(ends))
+def _lengths(cu_seqlens: Tensor | None, rows: int) -> list[int]:
+    return [rows] if cu_seqlens is None else cu_seqlens.diff().tolist()
 
 
 def _by_sequence(
     cu_seqlens: Tensor | None, function: Callable[[Tensor], Tensor], x_BTC: Tensor
 ) -> Tensor:
     """``function`` of each sequence of each batch alone."""
-    borders = _sequences(cu_seqlens, x_BTC.shape[1])
+    lengths = _lengths(cu_seqlens, x_BTC.shape[1])
     return torch.stack(
-        [torch.cat([function(rows[start:stop]) for start, stop in borders]) for rows in x_BTC]
+        [torch.cat([function(mine) for mine in rows.split(lengths)]) for rows in x_BTC]
     )
 
 

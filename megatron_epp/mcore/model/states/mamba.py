@@ -95,8 +95,7 @@ class MambaScan:
             "norm_before_gate": mixer.norm_before_gate,
         }
         outputs = []
-        for number, call in enumerate(states.calls):
-            rows = rows_TC[call.start : call.stop]
+        for number, rows in enumerate(states.of_calls(rows_TC)):
             front = states.front(number, rows)
             count = 0 if front is None else len(front)
             if front is not None:
