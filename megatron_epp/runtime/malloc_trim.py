@@ -38,7 +38,7 @@ class HostHeap:
         self._most_in_op = 0
 
     def begin(self) -> None:
-        """What came since the last op is none of an op's."""
+        """Count what came since the last op as no op's."""
         self._before = self._resident()
 
     def settle(self) -> bool:
