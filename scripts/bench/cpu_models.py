@@ -6,11 +6,12 @@
 Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
 a token, norms of Q and K), of one like gpt-oss (every second layer sees 128 keys in front, sinks,
 biases, YaRN, 8 experts, 2 of a token), or of HybridModels: nemotron-h of Mamba-2, attention and
-MLPs, nemotron-3 with a further token predicted behind it, qwen3-next of gated delta nets, attention
-and experts. States are scanned by the torch stand-ins that a CPU has for their kernels. Documents
-are the source text of this Python's standard library, or --data-path; a document longer than the
-context is truncated. As in cpu_pipeline.py, every batch runs in turn, in one job, with the same
-weights and kernels:
+MLPs, nemotron-3 with a further token predicted behind it (nemotron-3-by-time: the same layers, the
+border of the stages where --epp-partition auto puts it with the figures measured here), qwen3-next
+of gated delta nets, attention and experts. States are scanned by the torch stand-ins that a CPU has
+for their kernels. Documents are the source text of this Python's standard library, or --data-path;
+a document longer than the context is truncated. As in cpu_pipeline.py, every batch runs in turn, in
+one job, with the same weights and kernels:
 
     packing, no recompute                 its peak on each stage is the 100% of the budgets below
     epp      within 100% of that peak
@@ -79,6 +80,7 @@ MODELS = {
     """,
     "nemotron-h": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-|M-*-M-",
     "nemotron-3": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-|M-*-/*-",
+    "nemotron-3-by-time": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-M-*|-/*-",
     "qwen3-next": f"""{_HYBRID} {_BALANCED} --hybrid-layer-pattern=GE*EGE|GE*EGE
         --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32
         --linear-value-head-dim 32 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96
