@@ -39,23 +39,18 @@ def selective_scan(
 
     Source: Dao and Gu, Transformers are SSMs (2024), listing 1.
     """
-
-    def scan(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _selective_blocks(*parts, A_H, state)
-
-    return _with_rest(scan, (x_LHP, dt_LH, B_LGN, C_LGN), state_HPN)
+    return _with_rest(
+        lambda parts, state: _selective_blocks(parts, A_H, state),
+        (x_LHP, dt_LH, B_LGN, C_LGN),
+        state_HPN,
+    )
 
 
 def _selective_blocks(
-    x_LHP: Tensor,
-    dt_LH: Tensor,
-    B_LGN: Tensor,
-    C_LGN: Tensor,
-    A_H: Tensor,
-    state_HPN: Tensor | None,
+    parts: Sequence[Tensor], A_H: Tensor, state_HPN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    groups = B_LGN.shape[1]
-    x, dt, B, C = (_blocks(part) for part in (x_LHP, dt_LH, B_LGN, C_LGN))
+    x, dt, B, C = map(_blocks, parts)
+    groups = B.shape[2]
     x = x.unflatten(2, (groups, -1))  # [c, Q, G, R, P]
     dt = dt.unflatten(2, (groups, -1))  # [c, Q, G, R]
     decayed = (dt * A_H.unflatten(0, (groups, -1))).cumsum(1)
@@ -92,25 +87,19 @@ def gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), eq. 10; a block's rows by one
     triangular system, as in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
     """
-
-    def scan(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _delta_blocks(*parts, scale, state)
-
-    return _with_rest(scan, (q_LHK, k_LHK, v_LHP, g_LHk, beta_LH), state_HKP)
+    return _with_rest(
+        lambda parts, state: _delta_blocks(parts, scale, state),
+        (q_LHK, k_LHK, v_LHP, g_LHk, beta_LH),
+        state_HKP,
+    )
 
 
 def _delta_blocks(
-    q_LHK: Tensor,
-    k_LHK: Tensor,
-    v_LHP: Tensor,
-    g_LHk: Tensor,
-    beta_LH: Tensor,
-    scale: float,
-    state_HKP: Tensor | None,
+    parts: Sequence[Tensor], scale: float, state_HKP: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     # [c, H, Q, .]
-    q, k, v, g = (_blocks(part).transpose(1, 2) for part in (q_LHK, k_LHK, v_LHP, g_LHk))
-    beta = _blocks(beta_LH).transpose(1, 2)[..., None]
+    q, k, v, g, beta = (_blocks(part).transpose(1, 2) for part in parts)
+    beta = beta[..., None]
     decayed = g.cumsum(2)  # [c, H, Q, k]
     within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
 
