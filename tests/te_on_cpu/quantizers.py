@@ -8,7 +8,7 @@ by columns are for products that add up over rows: there FP8's blocks are transp
     FP8, 128 x 128      [T, K]      [T / 128, K / 128]   by columns   [K, T]   [K / 128, T / 128]
     MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
 
-Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
+One scale for a whole tensor: whole_tensors.py. Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
 layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .operands import dense, require, torch_dtype
+from .whole_tensors import has_scale, is_whole, quantize_whole, whole_operand
 
 BLOCK, MX_BLOCK = 128, 32
 MX_BIAS = 127  # of the exponent that a scale of MXFP8 is
@@ -62,7 +63,7 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
 
 
 def is_quantised(tensor: Any) -> bool:
-    return hasattr(tensor, "_rowwise_data")
+    return hasattr(tensor, "_fp8_dtype")
 
 
 def _power(exponents: Tensor) -> Tensor:
@@ -89,11 +90,14 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
     kernel = "quantize"
     require(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
-    x_TK = x.double().reshape(-1, x.shape[-1])
-    _layout(quantizer, False)  # or it is none of those written
+    whole = is_whole(quantizer) or has_scale(quantizer)
+    if not whole:
+        _layout(quantizer, False)  # or it is none of those written
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
-    dtype = torch_dtype(quantizer.dtype)
+    if whole:
+        return quantize_whole(kernel, x, quantizer, output)
+    x_TK, dtype = x.double().reshape(-1, x.shape[-1]), torch_dtype(quantizer.dtype)
     for columnwise in (False, True):
         data, scales = _parts(output, columnwise)
         if data is None:
@@ -163,6 +167,8 @@ def _scaled(
 
 def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     """[T, K] of a quantised tensor, by the data that a product in this direction reads."""
+    if is_whole(tensor):
+        return whole_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
     way = "columns" if columnwise else "rows"
     require(data is not None, kernel, f"{name} is read by {way}, and has no such data")
@@ -182,7 +188,7 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    by_rows = _parts(tensor, False)[0] is not None
+    by_rows = is_whole(tensor) or _parts(tensor, False)[0] is not None
     values = operand("dequantize", "the tensor", tensor, not by_rows)
     return values.to(torch_dtype(dtype)).view(tensor.size())
 

@@ -153,7 +153,7 @@ TABLE: tuple[Limit, ...] = (
         "fp8 whose scales are of whole tensors, so that they depend on what is computed together "
         "(--fp8-recipe delayed, which is the default, tensorwise; custom: of what, nobody knows)",
         "give --fp8-recipe blockwise or mxfp8",
-        lambda args: _fp8(args) and args.fp8_recipe not in ("blockwise", "mxfp8"),
+        lambda args: _fp8(args) and args.fp8_recipe in ("delayed", "custom"),
     ),
     Limit(
         "fp8 in Megatron's local layers (--transformer-impl local)",

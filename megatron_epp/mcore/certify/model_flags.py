@@ -21,6 +21,7 @@ from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
+from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 from megatron_epp.mcore.placing.asked import PLACE, place_of
@@ -106,7 +107,9 @@ class ScaledArgs:
     layers: tuple[int, ...]  # of every stage
     elastic: Namespace
     plain: Namespace
-    own: Namespace | None  # the plain one in the elastic one's format, where that is another
+    # What ``plain`` is compared with, and errors are told in: the same in the elastic one's format,
+    # where that is another; without fp8, where its scales are of whole tensors.
+    own: Namespace | None
 
 
 def scaled(
@@ -121,16 +124,20 @@ def scaled(
     layout = raw.pipeline_model_parallel_layout
     tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
     extra = OVERLAP if overlap else {}
-    for part in MEGATRON_PARTS if dtype == BF16 else ():
+    for part in MEGATRON_PARTS if dtype == BF16 or scales_of_whole_tensors(raw) else ():
         tiny.values.update(part.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
-    plain = tiny.values | _NOT_PLAIN | (_QUANTISED if elastic.fp8 else _LOCAL)
+    plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
-    own = _validated(raw, plain, 1, dtype) if dtype != FLOAT64 else None
     layers = with_further(elastic, tiny.layers)
-    return ScaledArgs(layers, elastic, _validated(raw, plain, 1), own)
+    known, own = plain | (_QUANTISED if elastic.fp8 else _LOCAL), None
+    if scales_of_whole_tensors(elastic):
+        own = _validated(raw, plain | _LOCAL, 1)
+    elif dtype != FLOAT64:
+        own = _validated(raw, known, 1, dtype)
+    return ScaledArgs(layers, elastic, _validated(raw, known, 1), own)
 
 
 def _require_engine(raw: Namespace, lora_rank: int) -> None:

@@ -19,6 +19,11 @@ from megatron_epp.mcore.model.prediction.depths import depths_of
 _KEPT = "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
 
 
+def scales_of_whole_tensors(args: Any) -> bool:
+    """Whether what is computed together shares one scale, so that results depend on the plan."""
+    return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
+
+
 def quantise_everywhere(model: nn.Module, config: Any) -> None:
     """Make the linears in layers of ``model`` compute in the format of ``config`` whoever runs
     them, and keep their quantised weights until :func:`forget_quantised_weights`."""
