@@ -229,8 +229,7 @@ def verdict(judged: Sequence[BatchVerdict]) -> str:
         f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
         f"{' '.join(failed)}; worst error {told}{besides}"
         if failed
-        else f"certified: {len(judged)} batches, worst error {told}{besides}; "
-        f"{every[0].HELD}"
+        else f"certified: {len(judged)} batches, worst error {told}{besides}; {every[0].HELD}"
     )
     counts = sorted(sum((batch.collectives for batch in judged), Counter()).items())
     issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"

@@ -45,9 +45,9 @@ def arbitrary_plan(
     ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
     choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
     default stage i on rank i. Long documents are cut into up to five slices, unless they are to
-    stay ``whole``, the rest is packed, some of it beside a slice; ``alone``: neither. The orders are
-    one random walk of all stages through what is ready. ``prefixes``: of documents that continue
-    others, which then lie in chunks behind these or in one with them.
+    stay ``whole``, the rest is packed, some of it beside a slice; neither where all are ``alone``.
+    The orders are one random walk of all stages through what is ready. ``prefixes``: of documents
+    that continue others, which then lie in chunks behind these or in one with them.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)

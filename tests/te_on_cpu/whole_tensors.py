@@ -1,6 +1,6 @@
 """FP8 with one scale for a whole tensor: what the format holds at most over its largest number.
 
-    x [T, K]    data [T, K]    transpose [K, T], where products read rows only    scale, inverted [1]
+    x [T, K]    data [T, K]    transpose [K, T], where products read rows only    1 / scale [1]
 
 ``current`` scaling looks for the largest number itself, over a group where it is told to; where
 parts of weights are cast, the scale is handed over (``Float8Quantizer``). A transpose that is said
