@@ -66,15 +66,29 @@ def is_quantised(tensor: Any) -> bool:
     return hasattr(tensor, "_fp8_dtype")
 
 
-def _power(exponents: Tensor) -> Tensor:
+def power(exponents: Tensor) -> Tensor:
     """2 to these, exactly."""
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
-def _spread(blocks: Tensor, layout: _Layout, rows: int, columns: int) -> Tensor:
-    """[T, K] of a number for each block."""
-    wide = blocks.repeat_interleave(layout.rows, 0)[:rows]
-    return wide.repeat_interleave(layout.columns, 1)[:, :columns]
+def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
+    """Sizes of x's numbers in blocks of so many ``rows`` and ``columns``: [down, rows, across,
+    columns], padded with zeros."""
+    missing = -x_TK.shape[1] % columns, -x_TK.shape[0] % rows
+    tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
+    return tiles.view(tiles.shape[0] // rows, rows, tiles.shape[1] // columns, columns)
+
+
+def exponents_of(amax: Tensor, largest: float) -> Tensor:
+    """Of the smallest powers of two over which these are no more than the format's ``largest``."""
+    _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
+    return (1 - exponent.long()).clamp(LEAST, MOST)
+
+
+def spread(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
+    """[T, K], that is ``shape``, of a number for each block."""
+    wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
+    return wide.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def create_empty_quantized_tensor(
@@ -107,7 +121,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
         stored = values.T if layout.data_across else values
         data.copy_(stored.contiguous().view(torch.uint8).view(data.shape))
         blocks = exponents.T if layout.scales_across else exponents
-        encoded = (blocks + MX_BIAS) if layout.exponents else _power(blocks)
+        encoded = (blocks + MX_BIAS) if layout.exponents else power(blocks)
         placed = torch.zeros_like(scales)
         placed[: blocks.shape[0], : blocks.shape[1]] = encoded.to(scales.dtype)
         scales.copy_(_swizzled(placed, columnwise) if layout.swizzled else placed)
@@ -154,14 +168,8 @@ def _scaled(
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
     whole = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
     require(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
-    missing = -columns % layout.columns, -rows % layout.rows
-    tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
-    down, across = (rows + missing[1]) // layout.rows, (columns + missing[0]) // layout.columns
-    tiles = tiles.view(down, layout.rows, across, layout.columns)
-    amax = tiles.amax((1, 3))
-    _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
-    exponents = (1 - exponent.long()).clamp(LEAST, MOST)
-    values = x_TK * _power(-_spread(exponents, layout, rows, columns))
+    exponents = exponents_of(tiled(x_TK, layout.rows, layout.columns).amax((1, 3)), largest)
+    values = x_TK * power(-spread(exponents, x_TK.shape, layout.rows, layout.columns))
     return values.clamp(-largest, largest).float().to(dtype), exponents
 
 
@@ -183,8 +191,8 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
         scales = _unswizzled(scales, columnwise)
     blocks = scales.T if layout.scales_across else scales
     blocks = blocks[: -(-rows // layout.rows), : -(-columns // layout.columns)]
-    powers = _power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
-    return values * _spread(powers, layout, rows, columns)
+    powers = power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
+    return values * spread(powers, values.shape, layout.rows, layout.columns)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:

@@ -161,12 +161,10 @@ TABLE: tuple[Limit, ...] = (
         lambda args: _fp8(args) and args.transformer_impl == "local",
     ),
     Limit(
-        "fp8 beyond products of linears (--fp8-param-gather, --fp8-dot-product-attention, "
-        "--fp8-multi-head-attention, --fp8-output-proj)",
+        "fp8 beyond linears of layers (--fp8-dot-product-attention, --fp8-multi-head-attention, "
+        "--fp8-output-proj)",
         "leave it out",
         given(
-            "fp8_param_gather",
-            "fp8_param",
             "fp8_dot_product_attention",
             "fp8_multi_head_attention",
             "fp8_output_proj",

@@ -81,6 +81,8 @@ _NOT_PLAIN: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
+    "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "epp_vocab_parallel": OFF,
