@@ -5,8 +5,6 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,22 +58,21 @@ def _be(device: Device) -> None:
     torch.cuda._sleep = lambda cycles: None
     torch.cuda._compile_kernel = Kernel
     torch.cuda.memory_snapshot = list
-    # gloo takes together what Python has collected; it has no queue of a device to begin with, and
-    # reads all of it in the first one's format: parameters in fp8 and others are gathered as bytes.
+    # gloo takes together what Python has collected; it has no queue of a device to begin with.
     together: Any = torch.distributed._coalescing_manager
-    collected = torch.distributed.distributed_c10d._world.pg_coalesce_state
 
-    @contextmanager
-    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-        group = group or torch.distributed.group.WORLD
-        with together(group, None, async_ops) as works:
-            yield works
-            for one in collected.get(group, ()):
-                if one.op is torch.distributed.all_gather_into_tensor:
-                    one.tensor = one.tensor.view(torch.uint8)
-                    one.dst_tensor = one.dst_tensor.view(torch.uint8)
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return together(group, None, async_ops)
 
     torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
+    # And reads all of it in the first one's format: parameters in fp8 and others go as bytes.
+    gather: Any = torch.distributed.ProcessGroup.allgather_into_tensor_coalesced
+
+    def gather_bytes(group: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        both = ([x.view(torch.uint8) for x in tensors] for tensors in (outputs, inputs))
+        return gather(group, *both, *given, **named)
+
+    torch.distributed.ProcessGroup.allgather_into_tensor_coalesced = gather_bytes
 
 
 def _nothing(name: str) -> types.ModuleType:

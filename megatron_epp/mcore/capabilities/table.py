@@ -150,9 +150,9 @@ TABLE: tuple[Limit, ...] = (
         no_gpu=_needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
     ),
     Limit(
-        "fp8 whose scales are of whole tensors, so that they depend on what is computed together "
-        "(--fp8-recipe delayed, which is the default, tensorwise; custom: of what, nobody knows)",
-        "give --fp8-recipe blockwise or mxfp8",
+        "fp8 whose scales follow from what was computed before, in an order that a plan changes "
+        "(--fp8-recipe delayed, which is the default; custom: from what, nobody knows)",
+        "give --fp8-recipe blockwise, mxfp8 or tensorwise",
         lambda args: _fp8(args) and args.fp8_recipe in ("delayed", "custom"),
     ),
     Limit(

@@ -63,16 +63,19 @@ OVERLAP: dict[str, Any] = {
     # Small enough that a tiny model has several buckets.
     "ddp_bucket_size": 4000,
 }
+# What the plain model's weights are not held in.
+_UNHELD: dict[str, Any] = {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}
 # What Megatron's local layers lack, and the plain model has none but these.
 _LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
     "apply_rope_fusion": False,
     "fp8": None,
+    **_UNHELD,
 }
 # What is compared in fp8 has a plain model in fp8, of Transformer Engine's layers; it is no trainer
 # that would say when weights have changed.
-_QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+_QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True, **_UNHELD}
 _NOT_PLAIN: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
@@ -81,8 +84,6 @@ _NOT_PLAIN: dict[str, Any] = {
     "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
-    "fp8_param_gather": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "epp_vocab_parallel": OFF,
@@ -181,6 +182,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
     words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
+    words += ["weights held in it"] * bool(args.fp8_param_gather)
     words += ["sequence parallel"] * args.sequence_parallel
     if place := place_of(args):
         words.append(f"stages on ranks {' '.join(map(str, place))}")

@@ -88,11 +88,12 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
 
 class ChangingWeights:
     """Weights that differ from batch to batch, as an optimizer's do: what is kept of them longer
-    shows. Matrices are halved and doubled again, which no format rounds."""
+    shows. Matrices are halved and doubled again, which no format rounds, and change their signs,
+    which no scale says."""
 
     def __init__(self, *models: Any):
         self._matrices = [one for model in models for one in model.parameters() if one.dim() > 1]
-        self._factors = cycle((0.5, 2.0))
+        self._factors = cycle((-0.5, -2.0))
 
     def change(self) -> None:
         factor = next(self._factors)
