@@ -7,7 +7,8 @@ Here stands another of that name, of the functions that training calls, each wri
     enums           names of number formats, layouts, masks
     operands        what a kernel would misread, refused: strides, formats, sizes
     products        matrix products with bias, GELU, accumulation, in groups
-    quantizers      FP8 in blocks and MXFP8, whose operands products take; whole_tensors: of one scale
+    quantizers      FP8 in blocks and MXFP8, whose operands products take
+    whole_tensors   FP8 with one scale
     primary         weights held in FP8, of which ranks cast parts
     norms, activations, rotary, softmax, attention, flash, permutation, optimizers
     device          an H100, or a B200, as far as Python asks

@@ -9,7 +9,8 @@ by columns are for products that add up over rows: there FP8's blocks are transp
     MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
 
 Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
-layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it. Whole tensors: whole_tensors.py.
+layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
+One scale for a whole tensor: whole_tensors.py.
 """
 
 import importlib

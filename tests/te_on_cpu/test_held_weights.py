@@ -15,11 +15,11 @@ HELD = {"fp8_param_gather": True}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """``run(recipe, processes, **changes)``: a training run."""
+    """``run(**changes)``: a training run."""
     folder = tmp_path_factory.mktemp("held")
     corpus = write_corpus(folder / "corpus", LENGTHS)
 
-    def run(recipe: str, processes: int = 1, **changes: object) -> Run:
+    def run(**changes: object) -> Run:
         named = {
             "epp": True,
             "bf16": True,
@@ -27,8 +27,10 @@ def runs(tmp_path_factory):
             "ffn_hidden_size": 64,
             "transformer_impl": "transformer_engine",
             "fp8_format": "e4m3",
-            "fp8_recipe": recipe,
+            "fp8_recipe": "tensorwise",
             "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
             "train_iters": ITERATIONS,
             # A step that fp8 feels.
             "lr": "4e-2",
@@ -36,7 +38,7 @@ def runs(tmp_path_factory):
             # Megatron's default keeps what the optimizer has of weights in fp8 apart from the rest.
             "dist_ckpt_optim_fully_reshardable": True,
         }
-        made = train(flags(corpus, **(named | changes)), processes)
+        made = train(flags(corpus, **(named | changes)))
         assert made.status == 0, made.output
         return made
 
@@ -52,18 +54,12 @@ def resumed(folder: Path) -> dict[str, object]:
 
 
 def test_a_step_is_seen_and_checkpoints_go_both_ways(runs, tmp_path) -> None:
-    """Scales of whole tensors, in which a weight that stayed as it was would show at once."""
-    plain = runs("tensorwise", **saved(tmp_path / "plain"))
-    held = runs("tensorwise", **HELD, **saved(tmp_path / "held"))
+    """Over two replicas, each of which casts a part of the weights."""
+    plain = runs(**saved(tmp_path / "plain"))
+    held = runs(**HELD, **saved(tmp_path / "held"))
     assert len(set(plain.losses)) == ITERATIONS and held.losses == plain.losses
     assert "what is computed together shares a scale" in plain.output
     # Megatron's own run goes on otherwise, too, from its second step behind a checkpoint on.
-    into_held = runs("tensorwise", **HELD, **resumed(tmp_path / "plain"))
-    from_held = runs("tensorwise", **resumed(tmp_path / "held"))
+    into_held = runs(**HELD, **resumed(tmp_path / "plain"))
+    from_held = runs(**resumed(tmp_path / "held"))
     assert into_held.losses == from_held.losses and into_held.losses[0] == plain.losses[SAVED]
-
-
-def test_replicas_gather_what_each_has_cast(runs) -> None:
-    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    plain, held = (runs("blockwise", 2, **overlapped, **way) for way in ({}, HELD))
-    assert len(set(plain.losses)) == ITERATIONS and held.losses == plain.losses
