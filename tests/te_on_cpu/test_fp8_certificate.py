@@ -53,10 +53,9 @@ EVERY_DEGREE = {
         Degrees(1, 2, 1),
         models(
             f"{DENSE} --sequence-parallel",
-            f"{DENSE} --sequence-parallel{HELD}",
             f"{LLAMA} --num-layers 2 --sequence-parallel{TENSORS}{HELD}",  # ranks have parts
         ),
-        batches=3,
+        batches=2,
         overlap=True,
     ),
     "stages": Trial(

@@ -9,7 +9,7 @@ from tests.mcore.runs import Run, flags, train, write_corpus
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [5, 80, 17, 120, 33, 2, 64, 9, 100, 41, 28, 77] * 2
-ITERATIONS, SAVED = 4, 2
+ITERATIONS, SAVED = 3, 2
 HELD = {"fp8_param_gather": True}
 
 
@@ -59,7 +59,5 @@ def test_a_step_is_seen_and_checkpoints_go_both_ways(runs, tmp_path) -> None:
     held = runs(**HELD, **saved(tmp_path / "held"))
     assert len(set(plain.losses)) == ITERATIONS and held.losses == plain.losses
     assert "what is computed together shares a scale" in plain.output
-    # Megatron's own run goes on otherwise, too, from its second step behind a checkpoint on.
-    into_held = runs(**HELD, **resumed(tmp_path / "plain"))
-    from_held = runs(**resumed(tmp_path / "held"))
-    assert into_held.losses == from_held.losses and into_held.losses[0] == plain.losses[SAVED]
+    for folder, way in (("plain", HELD), ("held", {})):
+        assert runs(**way, **resumed(tmp_path / folder)).losses == plain.losses[SAVED:], folder
