@@ -35,6 +35,8 @@ class Frame:
     place            the rank of every stage; () where stage i lies on rank i
     trees            whether documents continue others
     plans            plan of a replica's documents, in the place of arbitrary ones
+    alone            in half of the batches every document is a chunk of its own, of a multiple of
+                     so many inputs: what is computed together is what the plain model has; 0: none
     """
 
     vocabulary: int
@@ -49,6 +51,11 @@ class Frame:
     place: tuple[int, ...] = ()
     trees: bool = False
     plans: Callable[[Sequence[int]], Plan] | None = None
+    alone: int = 0
+
+    def is_alone(self, number: int) -> bool:
+        """Whether every document of batch ``number`` is a chunk of its own."""
+        return bool(self.alone) and number.bit_count() % 2 == 1  # of models in turn, too
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
@@ -134,6 +141,9 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     """Batch ``number``: the same on every process that asks for it."""
     random = Random(f"{seed} {number}")
     lengths = _lengths(number, random, frame.replicas)
+    if frame.is_alone(number):
+        lengths = [-(-length // frame.alone) * frame.alone for length in lengths]
+        lengths = [min(length, CONTEXT - frame.alone) for length in lengths]
     if frame.trees:  # so that those that continue others fit behind them
         lengths = [-(-length // 3) for length in lengths]
     generator = numpy.random.default_rng([seed, number])
@@ -141,7 +151,7 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     # None, some or all backwards are split.
     share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
-    plans = _plans(lengths, deals, frame, random, share)
+    plans = _plans(lengths, deals, frame, random, share, frame.is_alone(number))
     local = frame.ranks > 1 and not frame.whole
     if local and number % 3:  # of every third batch all documents are spread
         where = Random(f"{seed} {number} local")
@@ -168,9 +178,10 @@ def _plans(
     frame: Frame,
     random: Random,
     share: float,
+    alone: bool,
 ) -> tuple[Plan, ...]:
     """Plans of every replica; those in lockstep have one skeleton. ``share``: of backwards
-    split."""
+    split. ``alone``: whether every document is a chunk."""
     dealt = [[lengths[document] for document in deal] for deal in deals]
     if frame.plans is not None:
         made = enumerate(map(frame.plans, dealt))
@@ -188,6 +199,7 @@ def _plans(
                 vocabulary_parallel=frame.vocabulary_parallel,
                 place=frame.place,
                 whole=frame.whole,
+                alone=alone,
                 prefixes=arbitrary_prefixes(each, random, CONTEXT - 1) if frame.trees else (),
             )
             for replica, each in enumerate(dealt)

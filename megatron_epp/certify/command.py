@@ -207,25 +207,29 @@ def header(judged: BatchVerdict) -> str:
     return _line(dict(zip(names, names, strict=True)), "worst parameter")
 
 
+def _worst_of(judged: Sequence[BatchVerdict], bound: float) -> str:
+    """The worst error of batches with that bound."""
+    batches = [batch for batch in judged if batch.bound == bound]
+    worst = max(max(batch.loss_error, batch.gradient_error) for batch in batches)
+    of = "" if bound == BOUND else " of the plain model's own"
+    return f"{_told(batches[0], worst)}{of} (bound {bound:g})"
+
+
 def verdict(judged: Sequence[BatchVerdict]) -> str:
     """The last lines: what was run, and whether it is certified."""
     every = [batch.coverage for batch in judged]
     failed = [str(batch.number) for batch in judged if not batch.passed]
-    worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)
-    bound = judged[0].bound
-    told = _told(judged[0], worst)
-    if bound != BOUND:
-        told += " of the plain model's own"
+    bounds = sorted({batch.bound for batch in judged}, reverse=True)
+    told = ", of documents alone ".join(_worst_of(judged, bound) for bound in bounds)
     rounded = [one.quantised_error for one in judged if one.quantised_error is not None]
     besides = (
         f"; of weights in fp8 {max(rounded):.1e} (bound {QUANTISED_BOUND:.1e})" if rounded else ""
     )
     conclusion = (
         f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
-        f"{' '.join(failed)} (bound {bound:g}, worst {told}){besides}"
+        f"{' '.join(failed)}; worst error {told}{besides}"
         if failed
-        else f"certified: {len(judged)} batches, worst error {told} (bound {bound:g}){besides}; "
-        f"{every[0].HELD}"
+        else f"certified: {len(judged)} batches, worst error {told}{besides}; {every[0].HELD}"
     )
     counts = sorted(sum((batch.collectives for batch in judged), Counter()).items())
     issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"

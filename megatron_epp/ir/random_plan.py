@@ -37,6 +37,7 @@ def arbitrary_plan(
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
     whole: bool = False,
+    alone: bool = False,
     prefixes: Prefixes = (),
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
@@ -44,14 +45,14 @@ def arbitrary_plan(
     ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
     choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
     default stage i on rank i. Long documents are cut into up to five slices, unless they are to
-    stay ``whole``, the rest is packed, some of it beside a slice. The orders are one random walk of
-    all stages through what is ready. ``prefixes``: of documents that continue others, which then
-    lie in chunks behind these or in one with them.
+    stay ``whole``, the rest is packed, some of it beside a slice; neither where all are ``alone``.
+    The orders are one random walk of all stages through what is ready. ``prefixes``: of documents
+    that continue others, which then lie in chunks behind these or in one with them.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
         if any(prefix is not None for prefix in prefixes)
-        else arbitrary_chunks(lengths, random, whole=whole)
+        else arbitrary_chunks(lengths, random, whole=whole or alone, packed=0.0 if alone else 0.7)
     )
     bare = Plan(
         documents=tuple(lengths),
@@ -183,9 +184,14 @@ def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def arbitrary_chunks(
-    lengths: Sequence[int], random: Random, first: int = 0, whole: bool = False
+    lengths: Sequence[int],
+    random: Random,
+    first: int = 0,
+    whole: bool = False,
+    packed: float = 0.7,
 ) -> tuple[Chunk, ...]:
-    """Documents of ``lengths``, counted from ``first`` on, packed, and cut unless ``whole``."""
+    """Documents of ``lengths``, counted from ``first`` on, cut unless ``whole``, and ``packed``:
+    that share of what is not, where there is room."""
     made: list[list[Span]] = []
     uncut = []
     for document, length in enumerate(lengths, first):
@@ -199,7 +205,7 @@ def arbitrary_chunks(
         made += ([Span(document, *border)] for border in pairwise(borders))
     for span in uncut:
         places = [chunk for chunk in made if len(chunk) < 4]
-        chunk = random.choice(places) if places and random.random() < 0.7 else None
+        chunk = random.choice(places) if places and random.random() < packed else None
         if chunk is None:
             made.append([span])
         else:

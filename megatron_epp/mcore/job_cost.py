@@ -28,6 +28,7 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
+from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of
@@ -222,9 +223,8 @@ def training_states(args: Any) -> States:
     if args.optimizer_cpu_offload:
         optimizer *= 1 - args.optimizer_offload_fraction
     sharded = optimizer if args.use_distributed_optimizer else 0.0
-    return replace(
-        STATES, zero1_resident=weight + gradient + optimizer - sharded, zero1_sharded=sharded
-    )
+    held = weight_bytes(args) + gradient + optimizer - sharded
+    return replace(STATES, zero1_resident=held, zero1_sharded=sharded)
 
 
 def device_name() -> str:

@@ -48,6 +48,7 @@ from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.prediction.depths import layers_of
+from megatron_epp.mcore.model.quantisation import warn_of_scales
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
 from megatron_epp.mcore.model.vocabulary.tied import tie
@@ -175,6 +176,7 @@ def setup(args: Any, model_config: Any, hooks: TrainerParts | None = None) -> tu
     config = Config.of(args)
     refusals.refuse(args)
     replaced.warn(args)
+    warn_of_scales(args)
     end_with_launcher()
     host_budget_bytes(config)  # refused before anything is slow
     if args.sft:

@@ -1,4 +1,4 @@
-"""fp8 in blocks: weights quantised once an iteration and no less often; what slices add up to."""
+"""fp8: weights quantised once an iteration and no less often, or held so; what slices add up to."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,8 @@ certified = pytest.mark.skipif(
 
 
 @pytest.fixture
-def quantised(alone, engine):
+def quantised(alone, engine, request):
+    """In blocks, where a test does not say otherwise."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     from megatron_epp.mcore.data.row_share import RowShare
@@ -28,7 +29,7 @@ def quantised(alone, engine):
     if not available:
         pytest.skip(why)
     args = copy.copy(alone.args)
-    args.fp8, args.fp8_recipe = "hybrid", "blockwise"
+    args.fp8, args.fp8_recipe = "hybrid", getattr(request, "param", "blockwise")
     return replace(alone, args=args, share=RowShare.of(args))
 
 
@@ -81,6 +82,36 @@ def test_changed_weights_are_seen_by_the_next_iteration(quantised) -> None:
     assert off(run(quantised, right), expected) < 1e-3
     with patch.object(stage_runner, "forget_quantised_weights", lambda model: None):
         assert off(run(quantised, wrong), expected) > 0.1
+
+
+@certified
+@pytest.mark.parametrize("quantised", ["blockwise", "tensorwise"], indirect=True)
+def test_weights_held_in_fp8_are_multiplied_by_as_they_are(quantised) -> None:
+    """They give what weights quantised in an iteration give, behind a step, too, which is not
+    before they are written; no copy lies beside them."""
+    import torch
+    from megatron.core.fp8_utils import is_float8tensor
+
+    from megatron_epp.mcore.model.quantisation import COPY_BYTES
+
+    args = copy.copy(quantised.args)
+    args.fp8_param_gather = args.use_distributed_optimizer = True
+    held = replace(quantised, args=args)
+    (plain,), (model,) = stages(quantised, 1), stages(held, 1)
+    weights = [one for one in model.parameters() if is_float8tensor(one)]
+    assert len(weights) == LINEARS
+    for factor in (1.0, 1.7):
+        with torch.no_grad():
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                mine.copy_(theirs.mul_(factor))
+        expected = run(quantised, plain)
+        assert off(run(held, model), expected) < 1e-3
+        assert off(run(held, model, halves((2, 0, 3, 1))), expected) < 1e-2
+    assert not any(getattr(module, "_fp8_workspaces", None) for module in model.modules())
+    for weight in weights:
+        inner = [one for one in weight.get_metadata().values() if isinstance(one, torch.Tensor)]
+        per_number = sum(one.numel() * one.itemsize for one in inner) / weight.numel()
+        assert per_number <= 1.01 * COPY_BYTES[args.fp8_recipe]
 
 
 @certified

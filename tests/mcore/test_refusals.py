@@ -160,9 +160,10 @@ class Wanted:
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"fp4": "e2m1"}, "fp4"),
-        ({**FP8, "fp8_recipe": "delayed"}, "give --fp8-recipe blockwise or mxfp8"),
+        ({**FP8, "fp8_recipe": "delayed"}, "give --fp8-recipe blockwise, mxfp8 or tensorwise"),
+        ({**FP8, "fp8_recipe": "custom"}, "from what, nobody knows"),
         ({**FP8, "transformer_impl": "local"}, "fp8 in Megatron's local layers"),
-        ({**FP8, "fp8_param_gather": True}, "fp8 beyond products of linears"),
+        ({**FP8, "fp8_dot_product_attention": True}, "fp8 beyond linears of layers"),
         ({**FP8, **FURTHER, **EXPERTS}, "further tokens predicted by experts in fp8"),
         ({"recompute_granularity": "full"}, "--epp-memory-budget-gib"),
         ({"cpu_offloading_num_layers": 2}, "offloading"),
@@ -186,8 +187,8 @@ def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
     refuse(Wanted(**EXPERTS))
     refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
-    for recipe in ("blockwise", "mxfp8"):
-        refuse(Wanted(**{**FP8, "fp8_recipe": recipe}))
+    for recipe in ("blockwise", "mxfp8", "tensorwise"):
+        refuse(Wanted(**{**FP8, "fp8_recipe": recipe, "fp8_param_gather": True}))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
     spread = {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
     refuse(Wanted(**{**EXPERTS, **spread}, data_parallel_size=4))

@@ -26,6 +26,13 @@ def test_states_are_those_that_megatron_holds() -> None:
         assert held == pytest.approx(expected, rel=0.01), way
     # What the planners take where nobody says: the first of them.
     assert job_cost.training_states(job(**WAYS[0])) == STATES
+    # A weight, and in fp8 its two copies; these alone where weights are held so.
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", **WAYS[0]}
+    beside, alone = (
+        job_cost.training_states(job(**fp8, fp8_param_gather=x)) for x in (False, True)
+    )
+    assert beside.zero1_resident == STATES.zero1_resident + 2 * (1 + 1 / 32)
+    assert alone.zero1_resident == STATES.zero1_resident + 2 / 32
 
 
 def test_a_budget_is_no_more_than_is_there(monkeypatch) -> None:

@@ -10,6 +10,7 @@ from . import (
     norms,
     optimizers,
     permutation,
+    primary,
     products,
     quantizers,
     rotary,
@@ -74,7 +75,8 @@ def _names() -> dict[str, Any]:
 
 def _functions() -> dict[str, Callable[..., Any]]:
     made = functions()
-    parts = attention, norms, optimizers, permutation, products, quantizers, rotary, softmax
+    parts = (attention, norms, optimizers, permutation, primary, products, quantizers, rotary)
+    parts = (*parts, softmax)
     for module in parts:
         made |= {
             name: value

@@ -83,6 +83,8 @@ def _product(
     both = is_quantised(A), is_quantised(B)
     require(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
     a, b = _factor(kernel, "A", A, not transA), _factor(kernel, "B", B, transB)
+    if both[0]:  # what they stand for says nothing of how they are read
+        a, b = (x.to(torch.promote_types(a.dtype, b.dtype)) for x in (a, b))
     require(a.dtype == b.dtype, kernel, f"A is of {a.dtype}, B of {b.dtype}")
     rows_of_a, rows_of_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     left = rows_of_b.T if transB else rows_of_b

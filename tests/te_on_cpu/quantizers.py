@@ -10,6 +10,7 @@ by columns are for products that add up over rows: there FP8's blocks are transp
 
 Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
 layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
+One scale for a whole tensor: whole_tensors.py.
 """
 
 import importlib
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .operands import dense, require, torch_dtype
+from .whole_tensors import has_scale, is_whole, quantize_whole, whole_operand
 
 BLOCK, MX_BLOCK = 128, 32
 MX_BIAS = 127  # of the exponent that a scale of MXFP8 is
@@ -62,18 +64,32 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
 
 
 def is_quantised(tensor: Any) -> bool:
-    return hasattr(tensor, "_rowwise_data")
+    return hasattr(tensor, "_fp8_dtype")
 
 
-def _power(exponents: Tensor) -> Tensor:
+def power(exponents: Tensor) -> Tensor:
     """2 to these, exactly."""
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
-def _spread(blocks: Tensor, layout: _Layout, rows: int, columns: int) -> Tensor:
-    """[T, K] of a number for each block."""
-    wide = blocks.repeat_interleave(layout.rows, 0)[:rows]
-    return wide.repeat_interleave(layout.columns, 1)[:, :columns]
+def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
+    """Sizes of x's numbers in blocks of so many ``rows`` and ``columns``: [down, rows, across,
+    columns], padded with zeros."""
+    missing = -x_TK.shape[1] % columns, -x_TK.shape[0] % rows
+    tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
+    return tiles.view(tiles.shape[0] // rows, rows, tiles.shape[1] // columns, columns)
+
+
+def exponents_of(amax: Tensor, largest: float) -> Tensor:
+    """Of the smallest powers of two over which these are no more than the format's ``largest``."""
+    _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
+    return (1 - exponent.long()).clamp(LEAST, MOST)
+
+
+def spread(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
+    """[T, K], that is ``shape``, of a number for each block."""
+    wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
+    return wide.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def create_empty_quantized_tensor(
@@ -89,11 +105,14 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
     kernel = "quantize"
     require(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
-    x_TK = x.double().reshape(-1, x.shape[-1])
-    _layout(quantizer, False)  # or it is none of those written
+    whole = is_whole(quantizer) or has_scale(quantizer)
+    if not whole:
+        _layout(quantizer, False)  # or it is none of those written
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
-    dtype = torch_dtype(quantizer.dtype)
+    if whole:
+        return quantize_whole(kernel, x, quantizer, output)
+    x_TK, dtype = x.double().reshape(-1, x.shape[-1]), torch_dtype(quantizer.dtype)
     for columnwise in (False, True):
         data, scales = _parts(output, columnwise)
         if data is None:
@@ -103,7 +122,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
         stored = values.T if layout.data_across else values
         data.copy_(stored.contiguous().view(torch.uint8).view(data.shape))
         blocks = exponents.T if layout.scales_across else exponents
-        encoded = (blocks + MX_BIAS) if layout.exponents else _power(blocks)
+        encoded = (blocks + MX_BIAS) if layout.exponents else power(blocks)
         placed = torch.zeros_like(scales)
         placed[: blocks.shape[0], : blocks.shape[1]] = encoded.to(scales.dtype)
         scales.copy_(_swizzled(placed, columnwise) if layout.swizzled else placed)
@@ -150,19 +169,15 @@ def _scaled(
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
     whole = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
     require(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
-    missing = -columns % layout.columns, -rows % layout.rows
-    tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
-    down, across = (rows + missing[1]) // layout.rows, (columns + missing[0]) // layout.columns
-    tiles = tiles.view(down, layout.rows, across, layout.columns)
-    amax = tiles.amax((1, 3))
-    _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
-    exponents = (1 - exponent.long()).clamp(LEAST, MOST)
-    values = x_TK * _power(-_spread(exponents, layout, rows, columns))
+    exponents = exponents_of(tiled(x_TK, layout.rows, layout.columns).amax((1, 3)), largest)
+    values = x_TK * power(-spread(exponents, x_TK.shape, layout.rows, layout.columns))
     return values.clamp(-largest, largest).float().to(dtype), exponents
 
 
 def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     """[T, K] of a quantised tensor, by the data that a product in this direction reads."""
+    if is_whole(tensor):
+        return whole_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
     way = "columns" if columnwise else "rows"
     require(data is not None, kernel, f"{name} is read by {way}, and has no such data")
@@ -177,12 +192,12 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
         scales = _unswizzled(scales, columnwise)
     blocks = scales.T if layout.scales_across else scales
     blocks = blocks[: -(-rows // layout.rows), : -(-columns // layout.columns)]
-    powers = _power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
-    return values * _spread(powers, layout, rows, columns)
+    powers = power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
+    return values * spread(powers, values.shape, layout.rows, layout.columns)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    by_rows = _parts(tensor, False)[0] is not None
+    by_rows = is_whole(tensor) or _parts(tensor, False)[0] is not None
     values = operand("dequantize", "the tensor", tensor, not by_rows)
     return values.to(torch_dtype(dtype)).view(tensor.size())
 

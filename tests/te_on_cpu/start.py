@@ -65,6 +65,14 @@ def _be(device: Device) -> None:
         return together(group, None, async_ops)
 
     torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
+    # And reads all of it in the first one's format: parameters in fp8 and others go as bytes.
+    gather: Any = torch.distributed.ProcessGroup.allgather_into_tensor_coalesced
+
+    def gather_bytes(group: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        both = ([x.view(torch.uint8) for x in tensors] for tensors in (outputs, inputs))
+        return gather(group, *both, *given, **named)
+
+    torch.distributed.ProcessGroup.allgather_into_tensor_coalesced = gather_bytes
 
 
 def _nothing(name: str) -> types.ModuleType:

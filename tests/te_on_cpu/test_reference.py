@@ -14,6 +14,7 @@ from tests.te_on_cpu import (
     norms,
     optimizers,
     permutation,
+    primary,
     products,
     quantizers,
     rotary,
@@ -505,3 +506,76 @@ def test_products_take_quantised_operands_in_their_direction() -> None:
     with pytest.raises(Misread, match="quantised products over 24"):
         product(quantised(x[:24], "blocks", True), quantised(x[:24], "blocks", True), "NT",
                 output_dtype=F64)  # fmt: skip
+
+
+# ------------------------------------------------------------------ one scale, and held weights
+
+
+class Float8CurrentScalingQuantizer(SimpleNamespace):
+    """As Transformer Engine's asks for one scale."""
+
+
+def of_one_scale(x: Tensor):
+    quantizer = Float8CurrentScalingQuantizer(
+        dtype=enums.DType.kFloat8E4M3, force_pow_2_scales=False, amax_epsilon=0.0,
+        with_amax_reduction=False,
+    )  # fmt: skip
+    made = SimpleNamespace(
+        _fp8_dtype=enums.DType.kFloat8E4M3, _dtype=F64, _scale_inv=torch.empty(1),
+        _data=torch.empty(x.shape, dtype=torch.uint8), _transpose_invalid=True,
+        _transpose=torch.empty(x.shape[::-1], dtype=torch.uint8),
+    )  # fmt: skip
+    return quantizers.quantize(x, quantizer, made)
+
+
+def test_one_scale_is_the_largest_numbers_and_its_transpose_is_not_read_when_stale() -> None:
+    x = drawn(48, 64)
+    made = of_one_scale(x)
+    found = values(made, False)
+    assert bool(((found - x).abs() <= 2**-4 * x.abs() + 2**-10 / 448 * x.abs().amax()).all())
+    assert float((found.abs().amax() / x.abs().amax() - 1).abs()) < 1e-6
+    assert torch.equal(values(made, True), found)
+    made._transpose_invalid = True
+    with pytest.raises(Misread, match="x is read by columns, and has none"):
+        values(made, True)
+
+
+def test_parts_of_a_weight_are_cast_as_the_whole() -> None:
+    x, cut = drawn(160, 96).float(), 37 * 96 + 5
+    parts = ((x.flatten()[:cut], 0), (x.flatten()[cut:], cut))
+    scale, inverse, noop = torch.empty(1), torch.empty(1), torch.zeros(1)
+    amaxes = [torch.empty(1) for _ in parts]
+    for (part, _), amax in zip(parts, amaxes, strict=True):
+        primary.compute_amax(part, amax)
+    lists = [[torch.maximum(*amaxes)], [scale], [inverse]]
+    primary.multi_tensor_compute_scale_and_scale_inv(1, noop, lists, 448.0, False, 0.0)
+    assert torch.equal(inverse, of_one_scale(x)._scale_inv)
+
+    squares, out = quantised(x, "squares", False), torch.empty(x.numel(), dtype=torch.uint8)
+    amaxes = [torch.zeros(2, 1) for _ in parts]
+    for (part, start), amax in zip(parts, amaxes, strict=True):
+        primary.fp8_block_scaling_compute_partial_amax(part, amax, *x.shape, start, 128)
+    scale, inverse = torch.empty(2, 1), torch.empty(2, 1)
+    lists = [[torch.maximum(*amaxes)], [scale], [inverse]]
+    primary.multi_tensor_compute_scale_and_scale_inv(1, noop, lists, 448.0, True, 0.0)
+    assert torch.equal(inverse, squares._rowwise_scale_inv[:2, :1])
+    for part, start in parts:
+        to = out[start : start + len(part)]
+        given = (part, to, scale, *x.shape, start, 128, enums.DType.kFloat8E4M3)
+        primary.fp8_block_scaling_partial_cast(*given)
+    assert torch.equal(out, squares._rowwise_data.flatten())
+
+    ways = [quantised(x, "mxfp8", columnwise) for columnwise in (False, True)]
+    scales = ways[0]._rowwise_scale_inv, ways[1]._columnwise_scale_inv
+    amaxes = [[torch.zeros(one.shape) for one in scales] for _ in parts]
+    for (part, start), both in zip(parts, amaxes, strict=True):
+        primary.mxfp8_scaling_compute_partial_amax(part, *both, *x.shape, start)
+    made = [torch.empty_like(one) for one in scales]
+    largest = [torch.maximum(*each) for each in zip(*amaxes, strict=True)]
+    primary.multi_tensor_compute_scale_inv_e8m0(1, None, [largest, made])
+    outs = [torch.empty(x.numel(), dtype=torch.uint8) for _ in ways]
+    for part, start in parts:
+        to = [one[start : start + len(part)] for one in outs]
+        primary.mxfp8_scaling_partial_cast(part, *to, *made, *x.shape, start)
+    assert torch.equal(outs[0], ways[0]._rowwise_data.flatten())
+    assert torch.equal(outs[1], ways[1]._columnwise_data.flatten())

@@ -130,7 +130,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.weight, ctx.biased, ctx.product, ctx.fused = weight, bias is not None, product, fused
-        return weight.new_empty(())
+        return torch.empty((), dtype=weight.dtype, device=weight.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor):
@@ -148,5 +148,5 @@ def _added(weight: Parameter) -> Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    zeros = getattr(weight, "zero_out_wgrad", False)
-    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+    made = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return made(weight.shape, dtype=weight.dtype, device=weight.device)  # of one in fp8, too

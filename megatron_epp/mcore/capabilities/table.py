@@ -150,10 +150,10 @@ TABLE: tuple[Limit, ...] = (
         no_gpu=_needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
     ),
     Limit(
-        "fp8 whose scales are of whole tensors, so that they depend on what is computed together "
-        "(--fp8-recipe delayed, which is the default, tensorwise; custom: of what, nobody knows)",
-        "give --fp8-recipe blockwise or mxfp8",
-        lambda args: _fp8(args) and args.fp8_recipe not in ("blockwise", "mxfp8"),
+        "fp8 whose scales follow from what was computed before, in an order that a plan changes "
+        "(--fp8-recipe delayed, which is the default; custom: from what, nobody knows)",
+        "give --fp8-recipe blockwise, mxfp8 or tensorwise",
+        lambda args: _fp8(args) and args.fp8_recipe in ("delayed", "custom"),
     ),
     Limit(
         "fp8 in Megatron's local layers (--transformer-impl local)",
@@ -161,12 +161,10 @@ TABLE: tuple[Limit, ...] = (
         lambda args: _fp8(args) and args.transformer_impl == "local",
     ),
     Limit(
-        "fp8 beyond products of linears (--fp8-param-gather, --fp8-dot-product-attention, "
-        "--fp8-multi-head-attention, --fp8-output-proj)",
+        "fp8 beyond linears of layers (--fp8-dot-product-attention, --fp8-multi-head-attention, "
+        "--fp8-output-proj)",
         "leave it out",
         given(
-            "fp8_param_gather",
-            "fp8_param",
             "fp8_dot_product_attention",
             "fp8_multi_head_attention",
             "fp8_output_proj",

@@ -21,6 +21,7 @@ from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
+from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 from megatron_epp.mcore.placing.asked import PLACE, place_of
@@ -62,16 +63,19 @@ OVERLAP: dict[str, Any] = {
     # Small enough that a tiny model has several buckets.
     "ddp_bucket_size": 4000,
 }
+# What the plain model's weights are not held in.
+_UNHELD: dict[str, Any] = {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}
 # What Megatron's local layers lack, and the plain model has none but these.
 _LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
     "apply_rope_fusion": False,
     "fp8": None,
+    **_UNHELD,
 }
 # What is compared in fp8 has a plain model in fp8, of Transformer Engine's layers; it is no trainer
 # that would say when weights have changed.
-_QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True}
+_QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True, **_UNHELD}
 _NOT_PLAIN: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
@@ -106,7 +110,9 @@ class ScaledArgs:
     layers: tuple[int, ...]  # of every stage
     elastic: Namespace
     plain: Namespace
-    own: Namespace | None  # the plain one in the elastic one's format, where that is another
+    # What ``plain`` is compared with, and errors are told in: the same in the elastic one's format,
+    # where that is another; without fp8, where its scales are of whole tensors.
+    own: Namespace | None
 
 
 def scaled(
@@ -121,16 +127,20 @@ def scaled(
     layout = raw.pipeline_model_parallel_layout
     tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
     extra = OVERLAP if overlap else {}
-    for part in MEGATRON_PARTS if dtype == BF16 else ():
+    for part in MEGATRON_PARTS if dtype == BF16 or scales_of_whole_tensors(raw) else ():
         tiny.values.update(part.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
-    plain = tiny.values | _NOT_PLAIN | (_QUANTISED if elastic.fp8 else _LOCAL)
+    plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
-    own = _validated(raw, plain, 1, dtype) if dtype != FLOAT64 else None
     layers = with_further(elastic, tiny.layers)
-    return ScaledArgs(layers, elastic, _validated(raw, plain, 1), own)
+    known, own = plain | (_QUANTISED if elastic.fp8 else _LOCAL), None
+    if scales_of_whole_tensors(elastic):
+        own = _validated(raw, plain | _LOCAL, 1)
+    elif dtype != FLOAT64:
+        own = _validated(raw, known, 1, dtype)
+    return ScaledArgs(layers, elastic, _validated(raw, known, 1), own)
 
 
 def _require_engine(raw: Namespace, lora_rank: int) -> None:
@@ -172,6 +182,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
     words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
+    words += ["weights held in it"] * bool(args.fp8_param_gather)
     words += ["sequence parallel"] * args.sequence_parallel
     if place := place_of(args):
         words.append(f"stages on ranks {' '.join(map(str, place))}")

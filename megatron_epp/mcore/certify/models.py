@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
@@ -21,6 +22,7 @@ from megatron.training.training import get_megatron_ddp_config
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.routing import forget_losses
+from megatron_epp.mcore.certify.shards import main_copy
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 from megatron_epp.mcore.model.prediction.depths import layers_of
@@ -86,16 +88,21 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
 
 class ChangingWeights:
     """Weights that differ from batch to batch, as an optimizer's do: what is kept of them longer
-    shows. Matrices are halved and doubled again, which no format rounds."""
+    shows. Matrices are halved and doubled again, which no format rounds, and change their signs,
+    which no scale says."""
 
     def __init__(self, *models: Any):
         self._matrices = [one for model in models for one in model.parameters() if one.dim() > 1]
-        self._factors = cycle((0.5, 2.0))
+        self._factors = cycle((-0.5, -2.0))
 
     def change(self) -> None:
         factor = next(self._factors)
-        for matrix in self._matrices:
-            matrix.data.mul_(factor)
+        with torch.no_grad():
+            for matrix in self._matrices:
+                if is_float8tensor(matrix):  # and quantised anew, as by an optimizer's step
+                    matrix.copy_(main_copy(matrix).mul_(factor))
+                else:
+                    matrix.data.mul_(factor)
 
 
 def elastic_models(

@@ -33,7 +33,7 @@ from megatron_epp.mcore.model.kinds.registry import (
     require_shared,
     whole_documents,
 )
-from megatron_epp.mcore.model.quantisation import quantises
+from megatron_epp.mcore.model.quantisation import quantises, scales_of_whole_tensors
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of
 
@@ -73,11 +73,11 @@ class PlainModel:
         if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:  # which its kernels know
             choose_layers(small.elastic, asked)
         args = small.plain
-        by_engine = small.elastic.transformer_impl != args.transformer_impl
-        left_out = ", not in fp8" * bool(raw.fp8 and not args.fp8)
+        self.in_fp8 = bool(small.elastic.fp8)
+        left_out = ", not in fp8" * bool(raw.fp8 and not self.in_fp8)
         begin(args, self.seed)
         with refusals_as_value_errors(), self._exactly():
-            self.model = self.built(args, by_engine)
+            self.model = self.built(args, small.elastic)
         if lora_rank:
             adapt(self.model, lora_rank)
         self.routing = RoutingNotes(self.model)
@@ -86,21 +86,28 @@ class PlainModel:
         scale = JITTER * args.init_method_std
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
+            if self.trial.dtype != FLOAT64:
+                inner = torch.from_numpy(weights[key]).to(small.elastic.params_dtype)
+                weights[key] = inner.double().numpy()
         if small.own is not None:
-            self.own = self.built(small.own, by_engine).to(small.own.params_dtype)
+            self._as_own = self._exactly if small.own.params_dtype == torch.float64 else nullcontext
+            with self._as_own():
+                self.own = self.built(small.own, small.elastic).to(small.own.params_dtype)
             fill(self.own, weights)
-            weights = whole(shards(self.own, lambda parameter: parameter.data))
         fill(self.model, weights)
         self.weights = ChangingWeights(*filter(None, (self.model, self.own)))
-        self.in_fp8 = bool(args.fp8)
-        # None of them where errors are told in those of the format.
+        # None of them where errors are told in those of another model.
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
-        self.rows = quantised_rows(args)
+        self.rows = quantised_rows(small.elastic)
         letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
         splits = all(part.splits(small.elastic) for part in MEGATRON_PARTS)
         spread, whole_ones = vocabulary_parallel(small.elastic), whole_documents(small.elastic)
         place = place_of(small.elastic)
+        # Ranks that share a tensor have a scale each, of their part.
+        shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
+        drawn_here = self.trial.planner is None and not self.trial.trees
+        exact = scales_of_whole_tensors(small.elastic) and drawn_here and not shared
         plans = None
         if self.trial.planner is not None:
             if lockstep_of(small.elastic) > 1:
@@ -123,6 +130,7 @@ class PlainModel:
             place=place,
             trees=self.trial.trees,
             plans=plans,
+            alone=self.rows * exact if self.trial.dtype == FLOAT64 else 0,
         )
         if self.trial.trees:
             require_shared(small.elastic, "--trees")
@@ -133,9 +141,9 @@ class PlainModel:
             describe(small.layers, small.elastic, lora_rank) + left_out,
         )
 
-    def built(self, args: Any, by_engine: bool) -> Any:
-        """The plain model of ``args``."""
-        return plain_model(args, by_engine)
+    def built(self, args: Any, elastic: Any) -> Any:
+        """The plain model of ``args``, with the keys of the ``elastic`` one's layers."""
+        return plain_model(args, elastic.transformer_impl != args.transformer_impl)
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
@@ -152,8 +160,9 @@ class PlainModel:
         # Routers that compare all tokens of a document choose otherwise in evaluation.
         evaluation_loss = self._evaluated(drawn) if self.frame.whole else loss
         own, unit = None, abs(loss)
-        if self.own is not None:
-            found, own = self._of_documents(self.own, drawn)
+        if self.own is not None and not self.frame.is_alone(number):
+            with self._as_own():
+                found, own = self._of_documents(self.own, drawn)
             self.routing.taken()
             # However the errors of tokens add up, their mean is at most this.
             unit = off(found, losses) / drawn.loss_tokens**0.5

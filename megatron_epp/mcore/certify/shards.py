@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor, nn
 
 from megatron_epp.certify.compare import Shard
@@ -67,8 +68,20 @@ def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]
 
 
 def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Write the whole model's ``weights`` (numpy, by key) into this rank's parameters."""
+    """Write the whole model's ``weights`` (numpy, by key) into this rank's parameters; those held
+    in fp8 have their main copy beside them (``certified_main``), as an optimizer's."""
+    mains = {one: main_copy(one) for one in model.parameters() if is_float8tensor(one)}
     with torch.no_grad():
-        for tensor in _sharded(model):
-            part = weights[tensor.key][_place(tensor)]
-            tensor.data.copy_(torch.from_numpy(part))
+        with _in_place_of_parameters(model, lambda one: mains.get(one, one)):
+            for tensor in _sharded(model):
+                part = weights[tensor.key][_place(tensor)]
+                tensor.data.copy_(torch.from_numpy(part))
+        for parameter, main in mains.items():
+            parameter.copy_(main)
+
+
+def main_copy(parameter: Any) -> Tensor:
+    if not hasattr(parameter, "certified_main"):
+        shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+        parameter.certified_main = torch.empty(shape, dtype=dtype, device=device)
+    return parameter.certified_main

@@ -4,9 +4,11 @@ Which layers compute in fp8 is said around a layer's forward, by Megatron's bloc
 computes again runs outside of that: so every linear says it for itself. Weights are quantised by a
 linear's first forward of an iteration, and kept; what is kept is thrown away before the next one,
 as nothing else tells Transformer Engine that the weights have changed: no micro-batch is the first
-here (elastic_layers.py).
+here (elastic_layers.py). Weights that are held in fp8 (--fp8-param-gather) are made so by the
+optimizer's step, and linears keep nothing beside them.
 """
 
+import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,7 +18,38 @@ from torch import nn
 
 from megatron_epp.mcore.model.prediction.depths import depths_of
 
+logger = logging.getLogger(__name__)
+
+# Bytes of a quantised weight's number, by rows and by columns, with its share of the scales. (Where
+# products read either, as on Blackwell, one scale for all needs half.)
+COPY_BYTES = {"tensorwise": 2.0, "blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32)}
+
 _KEPT = "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
+
+
+def scales_of_whole_tensors(args: Any) -> bool:
+    """Whether what is computed together shares one scale, so that results depend on the plan."""
+    return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
+
+
+def warn_of_scales(args: Any) -> None:
+    """Say once in a job, on rank 0, that its results depend on the plan."""
+    if args.rank == 0 and scales_of_whole_tensors(args):
+        logger.warning(
+            "megatron_epp: --fp8-recipe tensorwise: what is computed together shares a scale, so "
+            "results depend on the plan, within fp8's own rounding; less with "
+            "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1, not with --fp8-recipe blockwise or mxfp8"
+        )
+
+
+def weight_bytes(args: Any) -> float:
+    """Bytes of a parameter between iterations and in them, of a job with Megatron's ``args``: a
+    weight and what is kept quantised of it, or that alone; of an embedding at least its format."""
+    plain = float(args.params_dtype.itemsize)
+    if not getattr(args, "fp8", None):
+        return plain
+    copies = COPY_BYTES[args.fp8_recipe]
+    return max(plain, copies) if args.fp8_param_gather else plain + copies
 
 
 def quantise_everywhere(model: nn.Module, config: Any) -> None:

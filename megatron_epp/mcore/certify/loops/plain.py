@@ -60,8 +60,8 @@ class PlainLoop(PlainModel):
         description = f"{made.description}, mean over {loss}"
         return ModelSetup(pickle.dumps(args), self.frame, made.weights, description)
 
-    def built(self, args: Any, by_engine: bool) -> Any:
-        made = super().built(args, by_engine)
+    def built(self, args: Any, elastic: Any) -> Any:
+        made = super().built(args, elastic)
         return WithEncoder(made) if self.trial.loop_model == ENCODER else made
 
     def compute(self, number: int) -> LoopReference:
