@@ -1,0 +1,55 @@
+"""Layers of DeepSeek's sparse attention, of Megatron's local modules: it has their duplicated
+linears of Transformer Engine's alone.
+
+Checkpoints have the keys that Transformer Engine's layers give them.
+"""
+
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_dsa_module_spec_for_backend,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_epp.mcore.model.experts.latent_experts import DuplicatedLinear
+from megatron_epp.mcore.model.local_layers import block_with, local_submodules
+
+
+class _Duplicated(DuplicatedLinear):
+    """As layers of an indexer are built."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
+        super().__init__(inputs, outputs, config, init_method)
+
+
+class _Modules(LocalSpecProvider):
+    """Megatron's local modules, with what they lack."""
+
+    def linear(self) -> type:
+        return _Duplicated
+
+
+def sparse_alone(config: Any) -> ModuleSpec:
+    """Description of a layer of sparse attention."""
+    whole = local_submodules(config)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=get_dsa_module_spec_for_backend(config, _Modules()),
+        self_attn_bda=whole.self_attn_bda,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def sparse_block(config: Any, vp_stage: int | None) -> Any:
+    """Description of a stage's layers of a GPTModel, with sparse attention in each."""
+    attention = get_dsa_module_spec_for_backend(config, _Modules())
+
+    def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:
+        # Of the latents' norms, which stand alone here as in Transformer Engine's layers.
+        keys = submodules.sharded_state_dict_keys_map
+        kept = {ours: theirs for ours, theirs in keys.items() if "self_attention" not in ours}
+        return {"self_attention": attention, "sharded_state_dict_keys_map": kept}
+
+    return block_with(config, vp_stage, changed)
