@@ -280,8 +280,10 @@ class StageLayout:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows of the kinds of layers, narrowest first."""
-        return tuple(sorted({each.window for each in self.figures} - {0}))
+        """Most keys of a query in the kinds of layers, the fewest first: those of windows, and
+        those that queries choose."""
+        known = (keys for each in self.figures for keys in (each.window, each.chosen))
+        return tuple(sorted({*known} - {0}))
 
     @cached_property
     def _with_context(self) -> bool:
@@ -334,6 +336,8 @@ class StageLayout:
         row[0], row[2] = seconds.per_token / self.shards, seconds.per_chunk
         column = 1 if of is None or not of.window else 3 + self.windows.index(of.window)
         row[column] = seconds.per_pair / self.shards
+        if of is not None and of.chosen:
+            row[3 + self.windows.index(of.chosen)] = seconds.per_chosen_pair / self.shards
         if context:
             row[-1] = context / self.shards
         return row

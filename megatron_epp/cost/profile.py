@@ -43,17 +43,24 @@ class _Figures:
 
 @dataclass(frozen=True, slots=True)
 class Seconds(_Figures):
-    """Seconds of some work: per_token * tokens + per_pair * query-key pairs + per_chunk."""
+    """Seconds of some work: per_token * tokens + per_pair * query-key pairs + per_chunk, and
+    per_chosen_pair for those pairs of which a query has no more than it chooses."""
 
     per_token: float = 0.0
     per_pair: float = 0.0
     per_chunk: float = 0.0
+    per_chosen_pair: float = 0.0
 
     def __call__(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs + self.per_chunk
 
     def __mul__(self, factor: float) -> "Seconds":
-        return Seconds(self.per_token * factor, self.per_pair * factor, self.per_chunk * factor)
+        return Seconds(
+            self.per_token * factor,
+            self.per_pair * factor,
+            self.per_chunk * factor,
+            self.per_chosen_pair * factor,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,9 @@ class LayerFigures:
     window                        keys that a query sees at most, itself among them; 0: all of its
                                   document before it. Only so many tokens before a border between
                                   slices are kept for later slices
+    chosen                        keys that a query chooses at most among those it sees; 0: it
+                                  attends to all of them. Whatever of it is measured is told by
+                                  pairs alone
     context_seconds[kind]         per token of a slice's context: what is made again of it, as K and
                                   V of latents; kinds that lack take none
     kv_replicated                 whether every device of the stage keeps all of what later slices
@@ -192,6 +202,7 @@ class LayerFigures:
     layer_parameters: float
     forward_workspace_bytes: Mapping[str, Workspace] = dataclasses.field(default_factory=dict)
     window: int = 0
+    chosen: int = 0
     context_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     kv_replicated: bool = False
     border_bytes: float = 0.0

@@ -147,6 +147,16 @@ class Layer:
         return sum(part.flops_per_pair for part in self.parts)
 
     @property
+    def flops_per_chosen_pair(self) -> float:
+        """Forward flops for one query and one of the keys that it has chosen."""
+        return sum(part.flops_per_chosen_pair for part in self.parts)
+
+    @property
+    def chosen(self) -> int:
+        """Keys that a query chooses at most; 0: it attends to all that it sees."""
+        return max(part.chosen for part in self.parts)
+
+    @property
     def flops_per_context_token(self) -> float:
         """Forward flops of what is made again of an earlier slice's tokens."""
         return sum(part.flops_per_context_token for part in self.parts)

@@ -4,12 +4,14 @@ linears of Transformer Engine's alone.
 Checkpoints have the keys that Transformer Engine's layers give them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_dsa_module_spec_for_backend,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
@@ -31,12 +33,19 @@ class _Modules(LocalSpecProvider):
         return _Duplicated
 
 
+def _sparse(config: Any) -> ModuleSpec:
+    """The attention, whose latents are made as those of Megatron's local ones."""
+    made = get_dsa_module_spec_for_backend(config, _Modules())
+    down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
+    return replace(made, submodules=replace(made.submodules, **down))
+
+
 def sparse_alone(config: Any) -> ModuleSpec:
     """Description of a layer of sparse attention."""
     whole = local_submodules(config)
     submodules = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm,
-        self_attention=get_dsa_module_spec_for_backend(config, _Modules()),
+        self_attention=_sparse(config),
         self_attn_bda=whole.self_attn_bda,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -44,7 +53,7 @@ def sparse_alone(config: Any) -> ModuleSpec:
 
 def sparse_block(config: Any, vp_stage: int | None) -> Any:
     """Description of a stage's layers of a GPTModel, with sparse attention in each."""
-    attention = get_dsa_module_spec_for_backend(config, _Modules())
+    attention = _sparse(config)
 
     def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:
         # Of the latents' norms, which stand alone here as in Transformer Engine's layers.
