@@ -237,15 +237,11 @@ def _layer(
     saved, carried = _saved_bytes(layer, kept), layer.carried
     pairs = Seconds(per_pair=attention, per_chosen_pair=_of_chosen(layer, attention))
     forward = dataclasses.replace(pairs, per_token=linear, per_chunk=launch)
-    inputs = dataclasses.replace(
-        pairs * ATTENTION_BACKWARD, per_token=linear, per_chunk=launch
-    )
+    inputs = dataclasses.replace(pairs * ATTENTION_BACKWARD, per_token=linear, per_chunk=launch)
     return LayerFigures(
         layer_seconds={
             Kind.FORWARD: forward,
-            Kind.BACKWARD: dataclasses.replace(
-                inputs, per_token=2 * linear, per_chunk=2 * launch
-            ),
+            Kind.BACKWARD: dataclasses.replace(inputs, per_token=2 * linear, per_chunk=2 * launch),
             Kind.INPUT: inputs,
             Kind.WEIGHT: Seconds(linear, 0.0, launch),
         },

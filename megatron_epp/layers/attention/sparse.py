@@ -305,9 +305,8 @@ def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ..
     mine, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
     own = tuple(key[mine] for key in keys)
     parts = [store.context(ctx.layer, *context) for context in rows.context]
-    if rows.cut and not rows.last:
-        if not rows.prefix:  # all of them are in one buffer
-            return tuple(part[:, 0] for part in store.context(ctx.layer, span.document, span.stop))
+    if rows.cut and not rows.last and not rows.prefix:  # all of them are in one buffer
+        return tuple(part[:, 0] for part in store.context(ctx.layer, span.document, span.stop))
     if not parts:
         return tuple(part[:, 0] for part in own)
     return tuple(torch.cat(part)[:, 0] for part in zip(*parts, own, strict=True))
@@ -340,9 +339,7 @@ def _odds(q_bHD: Tensor, key_SD: Tensor, there_bS: Tensor, how: Sparse) -> Tenso
     return logits_bHS.masked_fill(~there_bS[:, None], -torch.inf).softmax(-1)
 
 
-def _picked(
-    q_bHD: Tensor, key_SD: Tensor, found_bK: Tensor, how: Sparse
-) -> tuple[Tensor, Tensor]:
+def _picked(q_bHD: Tensor, key_SD: Tensor, found_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
     """The chosen keys of each row [b, K, D], and the softmax over them [b, H, K]."""
     wide = _wide(q_bHD)
     picked_bKD = key_SD[found_bK.clamp_min(0)]

@@ -34,7 +34,7 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handle,
     saving_handles,
 )
-from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.layers.recompute.wrap import wrap_norm
 from megatron_epp.mcore.model.elastic_attention import attention_of
 from megatron_epp.mcore.model.elastic_layers import PositionedRotary
 from megatron_epp.mcore.model.kinds.base import LayerPlace

@@ -124,7 +124,9 @@ class MegatronSparse(MegatronLatents):
                 f"--experimental-attention-variant {SPARSE}: expected --multi-latent-attention"
             )
         if getattr(args, "add_bias_linear", False):
-            raise ValueError("sparse attention: its linears have no bias; give --disable-bias-linear")
+            raise ValueError(
+                "sparse attention: its linears have no bias; give --disable-bias-linear"
+            )
         if tp > 1 and not args.sequence_parallel:
             raise ValueError(
                 f"sparse attention over --tensor-model-parallel-size {tp}: give --sequence-parallel"
