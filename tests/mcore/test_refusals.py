@@ -183,6 +183,7 @@ class Wanted:
         (SPARSE | {"dsa_kernel_backend": "tilelang"}, "torch's products"),
         (SPARSE | {"dsa_indexer_topk_freq": 4}, "every layer chooses its own"),
         (SPARSE | {**FP8, "fp8_recipe": "blockwise"}, "sparse attention in fp8"),
+        (SPARSE | FURTHER, "builds no such depth"),
         (SPARSE | {"window_size": (128, 0)}, "sparse attention within a window"),
         ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),
     ],

@@ -14,8 +14,9 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
 from megatron_epp.mcore.model.kinds.sparse import MegatronSparse
 from tests.mcore.certified import certified
+from tests.mcore.resumes import logged, require_megatrons_own_numbers
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
-from tests.mcore.test_latents import EXPERTS, LATENTS, V3
+from tests.mcore.test_latents import EXPERTS, LATENTS, MODEL, V3, latent_flags
 
 SABOTAGE = Path(__file__).with_name("sabotage_sparse.py")
 INDEXER = (
@@ -94,6 +95,27 @@ def judged() -> Mapping[str, BatchVerdict]:
 @pytest.mark.parametrize("way", WAYS)
 def test_wrong_choices_show_and_right_ones_pass(judged, way) -> None:
     require_shown(judged[way], way)
+
+
+# ------------------------------------------------------------------ trained
+
+TRAINED = MODEL | {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 8,
+    "dsa_indexer_head_dim": 8,
+    "dsa_indexer_topk": 16,
+    "dsa_indexer_loss_coeff": 0.1,
+    "no_dsa_indexer_rotate_activation": True,
+    "pipeline_model_parallel_size": 1,
+}
+
+
+def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
+    """With Megatron's own attention and indexer, whose losses are logged."""
+    ours, theirs = require_megatrons_own_numbers(tmp_path, TRAINED, words=latent_flags)
+    taught = [logged("indexer loss", run.output) for run in (ours, theirs)]
+    assert len(taught[1]) == 4 and min(taught[1]) > 0
+    assert taught[0] == pytest.approx(taught[1], rel=2e-5)
 
 
 # ------------------------------------------------------------------ refused

@@ -179,8 +179,8 @@ class _AttendChosen(torch.autograd.Function):
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
     """Output and chosen keys of a forward whose own were dropped; its loss has been noted."""
-    queries, keys, _ = _AttendChosen.inputs(ctx)
-    out_THR, chosen_TK, _ = _attend_rows(*queries, keys, ctx, False)
+    (q_THD, iq_TJI, weight_TJ), keys, _ = _AttendChosen.inputs(ctx)
+    out_THR, chosen_TK, _ = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, False)
     return out_THR, chosen_TK
 
 

@@ -114,8 +114,8 @@ class LatentLayer:
         self.wrap_readers()
 
     def wrap_readers(self, *further: Any) -> None:
-        """Wrap what reads something that may be dropped: the layer's norm ``further`` linears,
-        too."""
+        """Wrap what reads something that may be dropped: the ``further`` linears read the
+        layer's norm, too."""
         around = self.around
         # The first ones leave the handle of the layer's norm to the last.
         if around.config.q_lora_rank is None:

@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-_NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 # ------------------------------------------------------------------ layers of a HybridModel
 
@@ -68,7 +68,7 @@ def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules
         pre_mlp_layernorm=whole.pre_mlp_layernorm,
         mlp=experts or whole.mlp,
         mlp_bda=whole.mlp_bda,
-        sharded_state_dict_keys_map={} if experts else {**_NORM_OF_MLP},
+        sharded_state_dict_keys_map={} if experts else {**NORM_OF_MLP},
     )
 
 
@@ -131,14 +131,14 @@ def mend_latents(layer: Any, config: Any) -> None:
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     }
     if not config.num_moe_experts:
-        layer.sharded_state_dict_keys_map |= _NORM_OF_MLP
+        layer.sharded_state_dict_keys_map |= NORM_OF_MLP
 
 
 def norm_as_engines(layer: Any) -> None:
     """Give the norm in front of experts the key that it has in Transformer Engine's layers: local
     ones write it under that of a dense layer."""
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
-    kept = {ours: theirs for ours, theirs in names.items() if ours not in _NORM_OF_MLP}
+    kept = {ours: theirs for ours, theirs in names.items() if ours not in NORM_OF_MLP}
     layer.submodules_config = copy.copy(layer.submodules_config)
     layer.submodules_config.sharded_state_dict_keys_map = kept
 

@@ -10,13 +10,14 @@ from typing import Any
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_dsa_module_spec_for_backend,
+    get_moe_layer_pattern,
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_epp.mcore.model.experts.latent_experts import DuplicatedLinear
-from megatron_epp.mcore.model.local_layers import block_with, local_submodules
+from megatron_epp.mcore.model.local_layers import NORM_OF_MLP, block_with, local_submodules
 
 
 class _Duplicated(DuplicatedLinear):
@@ -54,11 +55,11 @@ def sparse_alone(config: Any) -> ModuleSpec:
 def sparse_block(config: Any, vp_stage: int | None) -> Any:
     """Description of a stage's layers of a GPTModel, with sparse attention in each."""
     attention = _sparse(config)
+    experts = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
 
-    def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:
-        # Of the latents' norms, which stand alone here as in Transformer Engine's layers.
-        keys = submodules.sharded_state_dict_keys_map
-        kept = {ours: theirs for ours, theirs in keys.items() if "self_attention" not in ours}
-        return {"self_attention": attention, "sharded_state_dict_keys_map": kept}
+    def changed(number: int, _: TransformerLayerSubmodules) -> dict[str, Any]:
+        # Norms of attention and of experts stand alone, as in Transformer Engine's layers.
+        keys = {} if experts[number] else {**NORM_OF_MLP}
+        return {"self_attention": attention, "sharded_state_dict_keys_map": keys}
 
     return block_with(config, vp_stage, changed)

@@ -36,9 +36,9 @@ from megatron_epp.layers.recompute.outputs import (
 )
 from megatron_epp.layers.recompute.wrap import wrap_norm
 from megatron_epp.mcore.model.elastic_attention import attention_of
-from megatron_epp.mcore.model.elastic_layers import PositionedRotary
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.latent_attention import UP_PROJECTION, LatentLayer
+from megatron_epp.mcore.model.positions import PositionedRotary
 
 
 def install_sparse(place: LayerPlace) -> None:

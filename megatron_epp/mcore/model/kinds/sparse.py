@@ -63,6 +63,16 @@ class MegatronSparse(MegatronLatents):
             _where(lambda args: getattr(args, "fp8", None)),
         ),
         Limit(
+            "further tokens predicted by sparse attention in a GPTModel (--mtp-num-layers)",
+            "give a HybridModel's pattern, D-D-/D-: Megatron builds no such depth of a GPTModel",
+            _where(
+                lambda args: (
+                    getattr(args, "mtp_num_layers", None)
+                    and not getattr(args, "hybrid_layer_pattern", None)
+                )
+            ),
+        ),
+        Limit(
             "sparse attention within a window (--window-size)",
             "leave it out",
             _where(lambda args: getattr(args, "window_size", None)),
