@@ -244,13 +244,6 @@ def _choosing(layer: Layer) -> dict[Kind, Workspace]:
     }
 
 
-def _of_chosen(layer: Layer, attention: float) -> float:
-    """Seconds of a chosen pair, where ``attention`` are those of any pair."""
-    if not layer.flops_per_chosen_pair:
-        return 0.0
-    return attention * layer.flops_per_chosen_pair / layer.flops_per_pair
-
-
 def _layer(
     layer: Layer,
     linear: float,
@@ -263,14 +256,18 @@ def _layer(
     """Figures from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers,
     and bytes per token from F to B and from I to W."""
     saved, carried = _saved_bytes(layer, kept), layer.carried
-    pairs = Seconds(per_pair=attention, per_chosen_pair=_of_chosen(layer, attention))
-    forward = dataclasses.replace(pairs, per_token=linear, per_chunk=launch)
-    inputs = dataclasses.replace(pairs * ATTENTION_BACKWARD, per_token=linear, per_chunk=launch)
+    of_chosen = attention * layer.flops_per_chosen_pair
+    of_chosen /= layer.flops_per_pair or 1.0
+    chosen = {
+        Kind.FORWARD: of_chosen,
+        Kind.BACKWARD: ATTENTION_BACKWARD * of_chosen,
+        Kind.INPUT: ATTENTION_BACKWARD * of_chosen,
+    }
     return LayerFigures(
         layer_seconds={
-            Kind.FORWARD: forward,
-            Kind.BACKWARD: dataclasses.replace(inputs, per_token=2 * linear, per_chunk=2 * launch),
-            Kind.INPUT: inputs,
+            Kind.FORWARD: Seconds(linear, attention, launch),
+            Kind.BACKWARD: Seconds(2 * linear, ATTENTION_BACKWARD * attention, 2 * launch),
+            Kind.INPUT: Seconds(linear, ATTENTION_BACKWARD * attention, launch),
             Kind.WEIGHT: Seconds(linear, 0.0, launch),
         },
         recompute_seconds=_recompute_seconds(layer, linear, attention, launch),
@@ -293,6 +290,7 @@ def _layer(
         layer_parameters=layer.parameters,
         window=layer.window,
         chosen=layer.chosen,
+        chosen_seconds=chosen if of_chosen else {},
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
@@ -376,8 +374,6 @@ def _recompute_seconds(
     """Seconds that one layer adds to B or I, by recompute letter: none where it has no such module,
     and keeps everything."""
 
-    of_chosen = _of_chosen(layer, attention)
-
     def of_module(name: str) -> tuple[float, float]:
         again = layer.recomputed(name)
         parameters = sum(each.parameters for each in again)
@@ -388,13 +384,12 @@ def _recompute_seconds(
 
     again = layer.active_parameters - sum(part.parameters for part in layer.beside)
     whole = linear * (again / layer.active_parameters)
-    seconds = {KEEP: Seconds(), FULL: Seconds(whole, attention, launch, of_chosen)}
+    seconds = {KEEP: Seconds(), FULL: Seconds(whole, attention, launch)}
     for letter, modules in SELECTIVE.items():
         seconds[letter] = Seconds()
         if any(layer.recomputed(name) for name in modules):
             tokens, pairs = zip(*map(of_module, modules), strict=True)
-            chosen = of_chosen if any(pairs) else 0.0
-            seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4, chosen)
+            seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4)
     return seconds
 
 

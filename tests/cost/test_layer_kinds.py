@@ -545,7 +545,7 @@ def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_th
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         of, found = made.layer_seconds[kind], cost.seconds(kind, cost.loads(chunks, (70, 5)))[0]
         for rows, seconds in ((range(1, 31), found[0]), ([*range(31, 71), *range(1, 6)], found[1])):
-            chosen = of.per_chosen_pair * sum(min(row, 9) for row in rows)
+            chosen = made.chosen_seconds[kind] * sum(min(row, 9) for row in rows)
             assert seconds == pytest.approx(of(len(rows), sum(rows)) + chosen)
 
 

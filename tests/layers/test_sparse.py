@@ -66,7 +66,8 @@ class SparseRunner(Runner):
     drop = False
 
     def __init__(self, plan: Plan, given: Given, how: Sparse):
-        super().__init__(plan, given, multiple=4)
+        super().__init__(plan, [each[:4] for each in given], multiple=4)
+        self.given = given
         self.results = [
             tuple(torch.full_like(t, torch.nan) for t in (each[-1], *each[:-1])) for each in given
         ]

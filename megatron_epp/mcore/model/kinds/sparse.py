@@ -25,7 +25,7 @@ def _asked(args: Any) -> bool:
 
 def _where(asked: Any) -> Any:
     """The same asked of models with such layers alone."""
-    return lambda args: _asked(args) and asked(args)
+    return lambda args: _asked(args) and bool(asked(args))
 
 
 class MegatronSparse(MegatronLatents):
