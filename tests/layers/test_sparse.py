@@ -58,7 +58,7 @@ def naive(given: Given, how: Sparse) -> tuple[list[tuple[Tensor, ...]], float]:
         loss = how.weight * terms.sum()
         gradients = torch.autograd.grad((out * grad).sum() + loss, inputs)
         results.append((out.detach(), *gradients))
-        total += float(loss)
+        total += float(loss.detach())
     return results, total
 
 

@@ -194,4 +194,4 @@ class SparseLayer(LatentLayer):
     def _loss_scale(self) -> Any:
         """The optimizer's factor of the loss: the indexer's adds its gradients outside of it."""
         scale = self.around.config.grad_scale_func
-        return 1.0 if scale is None else scale(torch.ones(()))
+        return 1.0 if scale is None else scale(torch.ones(())).reshape(())
