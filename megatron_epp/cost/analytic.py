@@ -227,7 +227,7 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
 
 
 def _choosing(layer: Layer) -> dict[Kind, Workspace]:
-    """What rows take while they choose: blocks, their context side by side, and in backward its
+    """Workspaces of rows that choose their keys: blocks, their context side by side, and in backward its
     gradients."""
     channels, (forward, backward) = layer.carried.channels, CHOICE_TENSORS
     block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too

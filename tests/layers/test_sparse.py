@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_epp.cost import analytic
 from megatron_epp.ir import Plan
 from megatron_epp.layers.attention import sparse
-from megatron_epp.layers.attention.sparse import Indexed, Sparse, attend_chosen
+from megatron_epp.layers.attention.sparse import Index, Sparse, attend_chosen
 from megatron_epp.layers.chunk_state import ChunkState
 from tests.layers.runner import LAYER, ROWS, SCALE, Runner, plan_of
 
@@ -79,7 +79,7 @@ class SparseRunner(Runner):
         if not teaches:
             indexed = [each.detach() for each in indexed]
         inside = state, LAYER, self.how, teaches, self.drop
-        out, loss, again = attend_chosen(q, key, Indexed(*indexed), *inside)
+        out, loss, again = attend_chosen(q, key, Index(*indexed), *inside)
         assert again is None or torch.equal(again.value(), out)
         self.losses += float(loss)
         return out if teaches else out + 0.0 * sum(each.sum() for each in inputs[2:])
@@ -90,12 +90,12 @@ class Dropping(SparseRunner):
 
 
 @pytest.mark.parametrize("runner", [SparseRunner, Dropping])
-@pytest.mark.parametrize("block", [1, 300, sparse.BLOCK])
+@pytest.mark.parametrize("block", [1, 300, sparse.AT_ONCE])
 @pytest.mark.parametrize("way", WAYS)
 def test_slices_compute_what_whole_documents_compute(way, block, runner) -> None:
     for name, plan in ROWS.items():
         given, how = documents(plan.documents), WAYS[way]
-        with patch.object(sparse, "BLOCK", block):
+        with patch.object(sparse, "AT_ONCE", block):
             run = runner(plan, given, how)
             results = run.run()
         expected, loss = naive(given, how)
@@ -113,4 +113,4 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_planners_know_the_block() -> None:
-    assert analytic.CHOICE_BLOCK == sparse.BLOCK
+    assert analytic.CHOICE_BLOCK == sparse.AT_ONCE

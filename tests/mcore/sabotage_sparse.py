@@ -81,9 +81,9 @@ def scale_the_loss_by_the_chunk() -> AbstractContextManager:
     """A mean over the rows of a chunk, and not a sum."""
     plain = sparse_attention.attend_chosen
 
-    def attend(q, key, indexed, state, layer, how, *others):
+    def attend(q, key, index, state, layer, how, *others):
         of_mean = replace(how, weight=how.weight / state.used)
-        return plain(q, key, indexed, state, layer, of_mean, *others)
+        return plain(q, key, index, state, layer, of_mean, *others)
 
     return patch.object(sparse_attention, "attend_chosen", attend)
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
-BLOCK = 2**24  # numbers of a block's widest tensor, about
+AT_ONCE = 2**24  # numbers of a block's widest tensor, about
 NONE = -1  # in the place of a chosen key where a row has fewer
-LEAST = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
+LEAST_ODDS = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class Indexed:
-    """What the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J] and keys
+class Index:
+    """Tensors that the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J] and keys
     [T, 1, I]."""
 
     query_TJI: Tensor
@@ -73,7 +73,7 @@ class Indexed:
 def attend_chosen(
     q_THD: Tensor,
     key_T1D: Tensor,
-    indexed: Indexed,
+    index: Index,
     state: ChunkState,
     layer: int,
     how: Sparse,
@@ -83,7 +83,7 @@ def attend_chosen(
     """Output [T, H, R], the rows' weighted losses added up, which has no gradient to give but puts
     its own into backward where it ``teaches``, and with ``drop`` the handle of the output."""
     recompute = AttentionRecompute() if drop else None
-    made = indexed.query_TJI, indexed.weight_TJ, indexed.key_T1I
+    made = index.query_TJI, index.weight_TJ, index.key_T1I
     inputs = q_THD, key_T1D, *made, state, layer, how, teaches, recompute
     return *_AttendChosen.apply(*inputs), recompute
 
@@ -294,7 +294,7 @@ def _blocks(
 ) -> Iterator[_Block]:
     keys, heads = len(seen[0]), max(q_THD.shape[1], iq_TJI.shape[1])
     widest = max(keys * heads, min(how.most, keys) * q_THD.shape[2])
-    step, context = max(1, BLOCK // widest), keys - (rows.stop - rows.start)
+    step, context = max(1, AT_ONCE // widest), keys - (rows.stop - rows.start)
     for start in range(rows.start, rows.stop, step):
         yield _Block(slice(start, min(start + step, rows.stop)), context + start - rows.start)
 
@@ -353,10 +353,10 @@ def _target(odds_bHS: Tensor, how: Sparse) -> Tensor:
     sums_bS = odds_bHS.sum(1)
     if how.group is not None:
         dist.all_reduce(sums_bS, group=how.group)
-    return sums_bS / sums_bS.sum(-1, keepdim=True).clamp_min(LEAST)
+    return sums_bS / sums_bS.sum(-1, keepdim=True).clamp_min(LEAST_ODDS)
 
 
 def _divergence(target_bS: Tensor, scores_bS: Tensor) -> Tensor:
     """KL(target || softmax(scores)), of all rows together."""
     taught_bS = scores_bS.log_softmax(-1).masked_fill(scores_bS == -torch.inf, 0.0)
-    return (target_bS * (target_bS.clamp_min(LEAST).log() - taught_bS)).sum()
+    return (target_bS * (target_bS.clamp_min(LEAST_ODDS).log() - taught_bS)).sum()

@@ -131,7 +131,7 @@ class Rank:
 
     def build(self) -> list[Any]:
         """This rank's part of the model, wrapped: one for each of its stages."""
-        latents.BLOCK, sparse.BLOCK = LATENTS_BLOCK, SPARSE_BLOCK
+        latents.BLOCK, sparse.AT_ONCE = LATENTS_BLOCK, SPARSE_BLOCK
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,

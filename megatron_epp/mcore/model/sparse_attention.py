@@ -26,7 +26,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
 from torch import Tensor
 
 from megatron_epp.layers.attention.layer_attention import Attention
-from megatron_epp.layers.attention.sparse import Indexed, Sparse, attend_chosen
+from megatron_epp.layers.attention.sparse import Index, Sparse, attend_chosen
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import (
     RecomputeHandle,
@@ -50,7 +50,7 @@ def install_sparse(place: LayerPlace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What ``attend`` takes of ``project``: the up-projection [N, R] that queries have seen, and Q
+    """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and Q
     that need not be saved."""
 
     weight_NR: Tensor
@@ -123,7 +123,7 @@ class SparseLayer(LatentLayer):
         return torch.cat((absorbed_THR, self._rotated(turning, table, factor)), -1)
 
     def _up_projections(self, weight_NR: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each head its K's and its V's."""
+        """The up-projections of K and of V, of each head."""
         sizes = [self.around.config.qk_head_dim, self.around.config.v_head_dim]
         of_keys, of_values = weight_NR.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
         return of_keys, of_values
@@ -149,7 +149,7 @@ class SparseLayer(LatentLayer):
         teaches = state.training and torch.is_grad_enabled() and coefficient > 0
         with nullcontext() if teaches else torch.no_grad():
             read = others["x"].detach(), others["qr"].detach()
-            indexed = Indexed(*self._index(*read, packed_seq_params))
+            index = Index(*self._index(*read, packed_seq_params))
         how = Sparse(
             self.around.softmax_scale,
             config.dsa_indexer_topk,
@@ -161,7 +161,7 @@ class SparseLayer(LatentLayer):
         )
         inside = state, state.layer(self.layer), how, teaches, drop
         out_THR, loss, handle = saving_handles(
-            made.with_handles, lambda: attend_chosen(query_THD, key_T1D, indexed, *inside)
+            made.with_handles, lambda: attend_chosen(query_THD, key_T1D, index, *inside)
         )
         if teaches:
             DSAIndexerLossLoggingHelper.save_loss_to_tracker(

@@ -100,7 +100,8 @@ class MegatronSparse(MegatronLatents):
     def defaults(self, wanted: Any) -> dict[str, Any]:
         """On hosts without a GPU no Hadamard matrix, whose kernel they lack: the scores are the
         same."""
-        return {"dsa_indexer_rotate_activation": False} if cpu_host.is_cpu_host() else {}
+        lacks = _asked(wanted) and cpu_host.is_cpu_host()
+        return {"dsa_indexer_rotate_activation": False} if lacks else {}
 
     def words(self, args: Any) -> list[str]:
         if not _asked(args):
