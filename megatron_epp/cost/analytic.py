@@ -227,8 +227,8 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
 
 
 def _choosing(layer: Layer) -> dict[Kind, Workspace]:
-    """Workspaces of rows that choose their keys: blocks, their context side by side, and in backward its
-    gradients."""
+    """Workspaces of rows that choose their keys: blocks, their context side by side, and in
+    backward its gradients."""
     channels, (forward, backward) = layer.carried.channels, CHOICE_TENSORS
     block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
     back = Workspace(

@@ -62,8 +62,8 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Tensors that the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J] and keys
-    [T, 1, I]."""
+    """Tensors that the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J]
+    and keys [T, 1, I]."""
 
     query_TJI: Tensor
     weight_TJ: Tensor
@@ -316,7 +316,7 @@ def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ..
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """What softmaxes and scores of ``x`` are computed in."""
+    """The format in which softmaxes and scores of ``x`` are computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -50,8 +50,8 @@ def install_sparse(place: LayerPlace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and Q
-    that need not be saved."""
+    """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and
+    Q that need not be saved."""
 
     weight_NR: Tensor
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
