@@ -6,21 +6,23 @@
 Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
 a token, norms of Q and K), of one like gpt-oss (every second layer sees 128 keys in front, sinks,
 biases, YaRN, 8 experts, 2 of a token), or of HybridModels: nemotron-h of Mamba-2, attention and
-MLPs, nemotron-3 with a further token predicted behind it, qwen3-next of gated delta nets, attention
-and experts. States are scanned by the torch stand-ins that a CPU has for their kernels. Documents
-are the source text of this Python's standard library, or --data-path; a document longer than the
-context is truncated. As in cpu_pipeline.py, every batch runs in turn, in one job, with the same
-weights and kernels:
+MLPs, nemotron-3 with a further token predicted behind it (nemotron-3-by-time: the same layers, the
+border of the stages where --epp-partition auto puts it with the figures measured here), qwen3-next
+of gated delta nets, attention and experts. States are scanned by the torch stand-ins that a CPU has
+for their kernels. Documents are the source text of this Python's standard library, or --data-path;
+a document longer than the context is truncated. As in cpu_pipeline.py, every batch runs in turn, in
+one job, with the same weights and kernels:
 
     packing, no recompute                 its peak on each stage is the 100% of the budgets below
     epp      within 100% of that peak
     packing  within  60% of that peak     the least uniform recompute that fits
     epp      within  60% of that peak
 
-and with --lines 100 the first two alone. Each runs once before, on the first batch: what touches
-memory for the first time waits for it. What is timed is the schedule, from the first op to the last
-of any stage. Every kind of layer is measured alone at start. Predicted against measured: seconds as
-the median over iterations, memory as the worst stage of the worst iteration.
+and with --lines 100 the first two alone. Each runs twice before, on the first batch: what touches
+memory for the first time waits for it, and the heap finds its size in two rounds. What is timed is
+the schedule, from the first op to the last of any stage. Every kind of layer is measured alone at
+start. Predicted against measured: seconds as the median over iterations, memory as the worst stage
+of the worst iteration.
 """
 
 import argparse
@@ -78,11 +80,13 @@ MODELS = {
     """,
     "nemotron-h": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-|M-*-M-",
     "nemotron-3": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-|M-*-/*-",
+    "nemotron-3-by-time": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-M-*|-/*-",
     "qwen3-next": f"""{_HYBRID} {_BALANCED} --hybrid-layer-pattern=GE*EGE|GE*EGE
         --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32
         --linear-value-head-dim 32 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96
     """,
 }
+WARM_UP_ROUNDS = 2
 LINES = {"all": VARIANTS, "100": VARIANTS[:2]}
 CASES = (
     "qwen3-moe:16384x6",
@@ -149,13 +153,14 @@ def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
 def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
     """Entries of every iteration behind those that warm up."""
     turns = len(LINES[arguments.lines])
-    iterations = turns + arguments.batches * turns
+    warm_up = WARM_UP_ROUNDS * turns
+    iterations = warm_up + arguments.batches * turns
     words = [*flags(case, corpus, iterations), "--epp-effort", str(arguments.effort)]
     program = [str(Path(__file__).resolve()), WORK, arguments.lines]
-    program += [str(turns), str(arguments.first)]
+    program += [str(warm_up), str(arguments.first)]
     name = str(case).replace(":", "-")
     text = torchrun(program, words, folder / f"{name}.log")
-    return entries_told(text, iterations)[turns:]
+    return entries_told(text, iterations)[warm_up:]
 
 
 def rows(case: Case, variants: Sequence[Variant], entries: Sequence[dict]) -> list[list[str]]:

@@ -13,7 +13,14 @@ from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.states import carried
 from megatron_epp.layers.states.carried import WITHIN, Call, CarriedStates, calls_of
-from megatron_epp.layers.states.scans import causal_conv, gated_delta_rule, selective_scan
+from megatron_epp.layers.states.scans import (
+    SCAN_ROWS,
+    causal_conv,
+    gated_delta_rule,
+    selective_scan,
+)
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
 HEADS, GROUPS, VALUES, KEYS, TAPS = 4, 2, 3, 5, 4
 Scan = Callable[..., tuple[Tensor, Tensor]]
@@ -85,6 +92,33 @@ def test_a_scan_in_blocks_is_the_one_by_row(rows, scan, by_row, inputs, state) -
         made.append([output, final, *torch.autograd.grad(loss, mine)])
     for found, wanted in zip(*made, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("scan", "inputs", "state"),
+    [
+        (selective_scan, mamba_inputs, (HEADS, VALUES, KEYS)),
+        (delta, delta_inputs, (HEADS, KEYS, VALUES)),
+    ],
+    ids=["mamba", "delta"],
+)
+def test_rows_behind_the_last_block_keep_no_copy_of_the_others(scan, inputs, state) -> None:
+    def saved(rows: int) -> int:
+        """Where all that is scanned lies in one tensor, as in layers."""
+        made = inputs(rows)
+        of_rows = [one.flatten(1) for one in made if len(one) == rows]
+        parts = torch.cat(of_rows, 1).requires_grad_().split([one.shape[1] for one in of_rows], 1)
+        scanned = iter(parts)
+        given = [next(scanned).view_as(one) if len(one) == rows else one for one in made]
+        given.append(drawn(*state).requires_grad_())
+        meter = SavedBytesMeter([])
+        with meter.watch(Store({})):
+            made = scan(*given)
+            assert made[0].requires_grad
+            return meter.now
+
+    rows = 20 * SCAN_ROWS
+    assert saved(rows + 1) - saved(rows) < rows * HEADS * VALUES * 8
 
 
 # --- over borders ---------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class MadeUpLayers:
     """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
 
     first, last, head_tokens, stores_last_slice = True, True, 0, False
-    early_head = True
+    early_head, computes_alone = True, False
     device = torch.device("cpu")
     config = SimpleNamespace(
         tensor_model_parallel_size=1, context_parallel_size=1, kv_channels=16, num_query_groups=2,

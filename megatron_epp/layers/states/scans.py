@@ -7,6 +7,8 @@ L rows of a sequence in c blocks of Q, H heads of which R share a group, G group
 channels of a head's values, N (of the delta rule K) channels of its keys.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,8 +39,18 @@ def selective_scan(
 
     Source: Dao and Gu, Transformers are SSMs (2024), listing 1.
     """
-    rows, heads, groups = len(x_LHP), x_LHP.shape[1], B_LGN.shape[1]
-    x, dt, B, C = (_blocks(part) for part in (x_LHP, dt_LH, B_LGN, C_LGN))
+    return _with_rest(
+        lambda parts, state: _selective_blocks(parts, A_H, state),
+        (x_LHP, dt_LH, B_LGN, C_LGN),
+        state_HPN,
+    )
+
+
+def _selective_blocks(
+    parts: Sequence[Tensor], A_H: Tensor, state_HPN: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x, dt, B, C = map(_blocks, parts)
+    groups = B.shape[2]
     x = x.unflatten(2, (groups, -1))  # [c, Q, G, R, P]
     dt = dt.unflatten(2, (groups, -1))  # [c, Q, G, R]
     decayed = (dt * A_H.unflatten(0, (groups, -1))).cumsum(1)
@@ -56,7 +68,7 @@ def selective_scan(
         before.append(state)
         state = its_decay[..., None, None] * state + of_block
     y = y + torch.einsum("cign,cgrpn,cigr->cigrp", C, torch.stack(before), decayed.exp())
-    return y.flatten(0, 1)[:rows].flatten(1, 2).reshape(rows, heads, -1), state.flatten(0, 1)
+    return y.flatten(0, 1).flatten(1, 2), state.flatten(0, 1)
 
 
 def gated_delta_rule(
@@ -75,10 +87,19 @@ def gated_delta_rule(
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), eq. 10; a block's rows by one
     triangular system, as in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
     """
-    rows = len(q_LHK)
+    return _with_rest(
+        lambda parts, state: _delta_blocks(parts, scale, state),
+        (q_LHK, k_LHK, v_LHP, g_LHk, beta_LH),
+        state_HKP,
+    )
+
+
+def _delta_blocks(
+    parts: Sequence[Tensor], scale: float, state_HKP: Tensor | None
+) -> tuple[Tensor, Tensor]:
     # [c, H, Q, .]
-    q, k, v, g = (_blocks(part).transpose(1, 2) for part in (q_LHK, k_LHK, v_LHP, g_LHk))
-    beta = _blocks(beta_LH).transpose(1, 2)[..., None]
+    q, k, v, g, beta = (_blocks(part).transpose(1, 2) for part in parts)
+    beta = beta[..., None]
     decayed = g.cumsum(2)  # [c, H, Q, k]
     within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
 
@@ -106,17 +127,29 @@ def gated_delta_rule(
         changed = value - key @ state
         outputs.append(query @ state + score @ changed)
         state = end * state + rest.mT @ changed
-    o = scale * torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:rows]
+    o = scale * torch.stack(outputs).transpose(1, 2).flatten(0, 1)
     return o, state
 
 
+def _with_rest(
+    scan: Callable[[Sequence[Tensor], Tensor | None], tuple[Tensor, Tensor]],
+    parts: Sequence[Tensor],
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``scan`` of the whole blocks, then of the rows behind them: filled up with zeros instead, all
+    rows were copied, and the copies kept for backward."""
+    rows = len(parts[0])
+    whole = rows - rows % SCAN_ROWS
+    if whole in (0, rows):
+        return scan(parts, state)
+    first, state = scan([part[:whole] for part in parts], state)
+    rest, state = scan([part[whole:] for part in parts], state)
+    return torch.cat((first, rest)), state
+
+
 def _blocks(x: Tensor) -> Tensor:
-    """[L, ...] as [c, Q, ...], with rows of zeros behind the last: they leave a state as it is."""
-    rows = len(x)
-    size = min(SCAN_ROWS, max(1, rows))
-    padding = -rows % size
-    padded = torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) if padding else x
-    return padded.unflatten(0, (-1, size))
+    """[L, ...] as [c, Q, ...], of whole blocks or less than one."""
+    return x.unflatten(0, (-1, min(SCAN_ROWS, max(1, len(x)))))
 
 
 def _decay(sums: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class Point:
 # What a chunk costs whatever its size shows in small ones only. They cost little to measure and
 # are easily disturbed, so they run twice as often as the others.
 _SMALL = (Point(0.125), Point(0.25))
+_COMPANY = Shape(512)
 # Slices of fewer tokens are not what planners cut, and kernels take up to twice as long for a pair
 # where they have few queries, which would pass for what every pair costs.
 _LEAST_SLICE = 512
@@ -152,7 +153,7 @@ def calibrate(
         there = layer if mine is not None else None
         _measure_bytes(mine or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
-        _measure_seconds(mine, groups, shapes, readings, layer)
+        _measure_seconds(mine, probe, groups, shapes, readings, layer)
         if first:
             _measure_end_seconds(probe, groups, shapes, readings)
         if mine is not None:
@@ -277,18 +278,20 @@ def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement
 
 def _measure_seconds(
     probe: Probe | None,
+    company: Probe,
     groups: Groups,
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
     layer: Layer,
 ) -> None:
-    """``probe``: None where the stage has no such ``layer``; it waits for those that have."""
+    """``probe``: None where the stage has no such ``layer``; it waits for those that have, with
+    ``company``."""
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
         probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
     for _ in range(REPEATS):
         for shape, letter in shapes:
-            dist.barrier(groups.control)
+            _meet(company, groups)
             if probe is not None:
                 runs.setdefault((shape, letter), []).append(probe.layers(shape, letter))
     typical = {
@@ -307,6 +310,14 @@ def _measure_seconds(
             readings.again.append((letter, shape.tokens, more, plain[0]))
 
 
+def _meet(probe: Probe, groups: Groups) -> None:
+    """All ranks; whoever waits on a host computes meanwhile: its memory and caches are shared."""
+    met = dist.barrier(groups.control, async_op=True)
+    while probe.computes_alone and not met.is_completed():
+        probe.layers(_COMPANY, KEEP)
+    met.wait()
+
+
 def _measure_end_seconds(
     probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
 ) -> None:
@@ -318,7 +329,7 @@ def _measure_end_seconds(
     runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
         for shape in (Shape(largest // 8), Shape(largest // 2), Shape(largest)):
-            dist.barrier(groups.control)
+            _meet(probe, groups)
             runs.setdefault(shape, []).append(list(_ends(probe, shape, weigh=False)))
     for shape, got in runs.items():
         for same in zip(*got, strict=True):

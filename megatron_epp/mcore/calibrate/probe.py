@@ -151,6 +151,13 @@ class Probe:
         return bool(self.model.post_process)
 
     @property
+    def computes_alone(self) -> bool:
+        """Whether layers run on a core of their own, and exchange nothing with other ranks."""
+        config = self.config
+        sharing = config.tensor_model_parallel_size, config.context_parallel_size
+        return self._has_core and {*sharing, config.expert_model_parallel_size} == {1}
+
+    @property
     def stores_last_slice(self) -> bool:
         """Whether the layer has the store keep what last slices carry, too."""
         return any(part.stores_last_slice(self.layer) for part in layer_parts(self.layer))

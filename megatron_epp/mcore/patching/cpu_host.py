@@ -10,6 +10,7 @@ all of them go through a handful of names in torch, so the stand-ins sit there a
     streams, events, synchronize, memory counters       do nothing, or count nothing
     torch.cuda's generator                              is the CPU's generator
     gloo's gather and reduce-scatter of lists           take tensors of unlike sizes
+    gloo's groups                                       share a network device
 
 ``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
 one there. The few places in Megatron that need a replacement of their own are seams with
@@ -41,6 +42,7 @@ import torch
 
 from megatron_epp.mcore.patching import engine_on_cpu
 from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
+from megatron_epp.mcore.patching.gloo_device import share_gloo_device
 from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 from megatron_epp.runtime.malloc_trim import keep_large_blocks
 
@@ -99,6 +101,7 @@ def install_cpu_host() -> bool:
     _replace_tensor_methods()
     _replace_cuda_module()
     take_unequal_rows()
+    share_gloo_device()
     _keep_random_state_in_data_loaders()
     keep_large_blocks()
     setattr(torch.cuda, _MARK, True)
