@@ -39,6 +39,10 @@ LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the los
 # linears' forward.
 NORM_SHARE = 0.01
 CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
+# Numbers of a block of rows that choose their keys, in each of the tensors that are as wide as what
+# the rows see, and how many of these live at a time in forward and in backward.
+CHOICE_BLOCK = 2**24
+CHOICE_TENSORS = 4, 6
 # Rows whose logits live at once where the output layer runs early, on a GPU. Each block makes a
 # gradient of the whole output weight, which is written, read and added to main_grad: 0.45 ms for
 # 32K words, beside 2 ms of products for 1024 rows. So as large blocks as keep to so many logits:
@@ -188,6 +192,12 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
     kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
     made = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
     read = _kv_read_seconds(layer, device) if kv_read else {}
+    if layer.chosen:
+        return dataclasses.replace(
+            made,
+            context_seconds=read,
+            workspace_bytes={**made.workspace_bytes, **_choosing(layer)},
+        )
     if not layer.carried.expanded:
         return dataclasses.replace(made, context_seconds=read)
     again = layer.flops_per_context_token / device.linear_flops
@@ -216,6 +226,24 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
     )
 
 
+def _choosing(layer: Layer) -> dict[Kind, Workspace]:
+    """Workspaces of rows that choose their keys: blocks, their context side by side, and in
+    backward its gradients."""
+    channels, (forward, backward) = layer.carried.channels, CHOICE_TENSORS
+    block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
+    back = Workspace(
+        per_context_token=float((ELEMENT_BYTES + GRADIENT_BYTES) * channels),
+        per_op=backward * block,
+    )
+    return {
+        Kind.FORWARD: Workspace(
+            per_context_token=float(ELEMENT_BYTES * channels), per_op=forward * block
+        ),
+        Kind.BACKWARD: back,
+        Kind.INPUT: back,
+    }
+
+
 def _layer(
     layer: Layer,
     linear: float,
@@ -228,6 +256,13 @@ def _layer(
     """Figures from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers,
     and bytes per token from F to B and from I to W."""
     saved, carried = _saved_bytes(layer, kept), layer.carried
+    of_chosen = attention * layer.flops_per_chosen_pair
+    of_chosen /= layer.flops_per_pair or 1.0
+    chosen = {
+        Kind.FORWARD: of_chosen,
+        Kind.BACKWARD: ATTENTION_BACKWARD * of_chosen,
+        Kind.INPUT: ATTENTION_BACKWARD * of_chosen,
+    }
     return LayerFigures(
         layer_seconds={
             Kind.FORWARD: Seconds(linear, attention, launch),
@@ -254,6 +289,8 @@ def _layer(
         tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
         layer_parameters=layer.parameters,
         window=layer.window,
+        chosen=layer.chosen,
+        chosen_seconds=chosen if of_chosen else {},
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,

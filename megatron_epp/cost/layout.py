@@ -280,8 +280,10 @@ class StageLayout:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows of the kinds of layers, narrowest first."""
-        return tuple(sorted({each.window for each in self.figures} - {0}))
+        """Most keys of a query in the kinds of layers, the fewest first: those of windows, and
+        those that queries choose."""
+        known = (keys for each in self.figures for keys in (each.window, each.chosen))
+        return tuple(sorted({*known} - {0}))
 
     @cached_property
     def _with_context(self) -> bool:
@@ -326,14 +328,21 @@ class StageLayout:
     # --- figures of the profile, laid out --------------------------------------------------------
 
     def row(
-        self, seconds: Seconds, of: LayerFigures | None = None, context: float = 0.0
+        self,
+        seconds: Seconds,
+        of: LayerFigures | None = None,
+        context: float = 0.0,
+        chosen: float = 0.0,
     ) -> np.ndarray:
-        """[features] of ``seconds``, whose pairs are those of the kind ``of``'s window."""
+        """[features] of ``seconds``, whose pairs are those of the kind ``of``'s window, of those
+        per token of ``context``, and per pair that is ``chosen``."""
         # What a chunk costs whatever its size, launching kernels above all, is not divided.
         row = np.zeros(self.width)
         row[0], row[2] = seconds.per_token / self.shards, seconds.per_chunk
         column = 1 if of is None or not of.window else 3 + self.windows.index(of.window)
         row[column] = seconds.per_pair / self.shards
+        if of is not None and of.chosen:
+            row[3 + self.windows.index(of.chosen)] = chosen / self.shards
         if context:
             row[-1] = context / self.shards
         return row

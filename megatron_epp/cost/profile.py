@@ -162,6 +162,10 @@ class LayerFigures:
     window                        keys that a query sees at most, itself among them; 0: all of its
                                   document before it. Only so many tokens before a border between
                                   slices are kept for later slices
+    chosen                        keys that a query chooses at most among those it sees; 0: it
+                                  attends to all of them
+    chosen_seconds[kind]          per pair of a query and a key that it has chosen, beside those of
+                                  all pairs, which alone tell of what is measured
     context_seconds[kind]         per token of a slice's context: what is made again of it, as K and
                                   V of latents; kinds that lack take none
     kv_replicated                 whether every device of the stage keeps all of what later slices
@@ -192,6 +196,8 @@ class LayerFigures:
     layer_parameters: float
     forward_workspace_bytes: Mapping[str, Workspace] = dataclasses.field(default_factory=dict)
     window: int = 0
+    chosen: int = 0
+    chosen_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     context_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     kv_replicated: bool = False
     border_bytes: float = 0.0
@@ -337,7 +343,13 @@ def layer_figures(of: LayerFigures) -> LayerFigures:
 
 
 # What a device computes; gathers and messages are the links'.
-_LAYER_SECONDS = ("layer_seconds", "recompute_seconds", "context_seconds", "exchange_seconds")
+_LAYER_SECONDS = (
+    "layer_seconds",
+    "recompute_seconds",
+    "context_seconds",
+    "chosen_seconds",
+    "exchange_seconds",
+)
 _END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
 
 
@@ -371,8 +383,13 @@ _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _LETTER_NAMES = {letter: letter for letter in LETTERS}
 _AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
 # Fields that files of before there were such layers lack.
-_LATER: Mapping[str, Any] = {"heads": 0.0, "rank_slowness": []}
-_SOME_KEYS = re.compile("(context|exchange|head|forward)_.*")  # of a mapping, not all
+_LATER: Mapping[str, Any] = {
+    "heads": 0.0,
+    "rank_slowness": [],
+    "chosen": 0,
+    "chosen_seconds": {},
+}
+_SOME_KEYS = re.compile("(context|exchange|head|forward|chosen)_.*")  # of a mapping, not all
 # The most of any figure, by the end of its name: far above what a machine does, and so far below
 # what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
 _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST = 1e3, 1e12, 1e24

@@ -52,7 +52,12 @@ class OpSeconds(StageLayout):
         for kind in OF_LAYERS:
             per = self.over_stages(
                 [
-                    self.row(each.layer_seconds[kind], each, each.context_seconds.get(kind, 0.0))
+                    self.row(
+                        each.layer_seconds[kind],
+                        each,
+                        each.context_seconds.get(kind, 0.0),
+                        each.chosen_seconds.get(kind, 0.0),
+                    )
                     for each in self.figures
                 ]
             )
@@ -145,8 +150,9 @@ class OpSeconds(StageLayout):
             return np.zeros(self.width)
         modules = SELECTIVE.get(letter, ())
         attends = letter == FULL or "core_attn" in modules
-        again = of.context_seconds.get(Kind.FORWARD, 0.0) if attends else 0.0
-        row = self.row(of.recompute_seconds[letter], of, again)
+        again = (of.context_seconds, of.chosen_seconds) if attends else ({}, {})
+        forward = (each.get(Kind.FORWARD, 0.0) for each in again)
+        row = self.row(of.recompute_seconds[letter], of, *forward)
         if letter == FULL:
             row[0] += self._exposed(of)
         elif _exchanges(letter):

@@ -16,7 +16,7 @@ from megatron_epp.cost.build import even_layers, expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_figures
@@ -31,10 +31,13 @@ KINDS = {
     "experts": LayerShape(experts=8, active_experts=2, expert_hidden=40, shared_hidden=24),
     "latents": LayerShape(kv_rank=24, query_rank=20, rotary_size=8),
     "expanded": LayerShape(kv_rank=24, rotary_size=8, value_size=12, carries_latents=False),
+    "sparse": LayerShape(
+        kv_rank=24, query_rank=20, rotary_size=8, index_heads=6, index_size=10, chosen_keys=9
+    ),
     "attention": LayerShape(mlp=False),
     "mlp": LayerShape(attention=False),
 }
-MODEL = Model("small", 7, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=" ".join(KINDS))
+MODEL = Model("small", 8, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=" ".join(KINDS))
 PROFILE = profile(MODEL, DEVICES["h100-80g"])
 WORDS = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=12)
 
@@ -522,6 +525,28 @@ def test_what_later_slices_get() -> None:
     assert plain.kinds["experts"].kv_bytes_per_token == 81_920
     assert not plain.kinds["experts"].kv_replicated and latent.kv_replicated
     assert not plain.kinds["experts"].context_seconds and latent.context_seconds[Kind.FORWARD] > 0
+
+
+def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
+    shape = KINDS["sparse"]
+    taught = dataclasses.replace(shape, taught_on_all=True)
+    (part,), (of_all,) = (Layer(MODEL, one).mixers for one in (shape, taught))
+    assert part.flops_per_pair == 2 * (6 * 10 + 6)
+    assert of_all.flops_per_pair == part.flops_per_pair + 2 * 4 * (24 + 8)
+    assert part.flops_per_chosen_pair == 2 * 4 * (24 + 8 + 24)
+    latents = Layer(MODEL, KINDS["latents"]).parameters
+    indexer = 20 * 60 + 64 * 10 + 2 * 10 + 64 * 6
+    assert Layer(MODEL, shape).parameters == latents + indexer
+    assert part.carried.channels == 24 + 8 + 10 and not part.carried.heads
+
+    made = bare(PROFILE.of_kind("sparse"))
+    cost = Cost(made, (1,), (1e15,))
+    chunks = [Chunk((Span(0, 0, 30),)), Chunk((Span(0, 30, 70), Span(1, 0, 5)))]
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        of, found = made.layer_seconds[kind], cost.seconds(kind, cost.loads(chunks, (70, 5)))[0]
+        for rows, seconds in ((range(1, 31), found[0]), ([*range(31, 71), *range(1, 6)], found[1])):
+            chosen = made.chosen_seconds[kind] * sum(min(row, 9) for row in rows)
+            assert seconds == pytest.approx(of(len(rows), sum(rows)) + chosen)
 
 
 def test_layers_with_half_of_it() -> None:

@@ -88,7 +88,8 @@ class Runner:
         training = not self.plan.forward_only
         state = ChunkState(chunk, rows, total, "k", self.store, training)
         inputs = tuple(
-            self.gathered(rows, total, kind).requires_grad_(training) for kind in range(3)
+            self.gathered(rows, total, kind).requires_grad_(training)
+            for kind in range(len(self.given[0]) - 1)
         )
         out = self.attention(state, inputs)
         if self.plan.recompute[0][chunk] == "f":
@@ -106,7 +107,7 @@ class Runner:
     def backward(self, made: Pass) -> None:
         out = made.out if made.out.requires_grad else self.attention(made.state, made.inputs)
         rows = made.state.rows
-        grad = self.gathered(rows, made.state.tokens, 3)
+        grad = self.gathered(rows, made.state.tokens, -1)
         for kind, gradient in enumerate(torch.autograd.grad(out, made.inputs, grad), 1):
             assert not gradient[rows[-1].stop :].any(), "padding has no gradient"
             self.scatter(rows, kind, gradient)

@@ -19,12 +19,9 @@ from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
 from megatron_epp.mcore.model.early_head import rows_at_once
-from megatron_epp.mcore.model.elastic_layers import (
-    PositionedRotary,
-    add_every_gradient,
-    fuse_weight_gradients,
-)
+from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
 from megatron_epp.mcore.model.kinds.registry import heads_of, part_defaults
+from megatron_epp.mcore.model.positions import PositionedRotary
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 from tests.mcore.certified import certified

@@ -163,7 +163,7 @@ try:
 except ValueError as error:
     assert str(error) == (
         "layer 3: its mixer is a Hyena, a kind that --epp does not run; expected attention, latent "
-        "attention, Mamba, gated delta net, MLP, experts, decayed sum"), error
+        "attention, sparse attention, Mamba, gated delta net, MLP, experts, decayed sum"), error
 else:
     raise AssertionError("Hyena ran")
 layer = SimpleNamespace(layer_number=1, mixer=SumMixer())

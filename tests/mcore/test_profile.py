@@ -202,6 +202,7 @@ def test_every_size_of_a_layer_is_read_from_flags() -> None:
     }
     states |= {f"linear_num_{side}_heads": 2 for side in ("key", "value")}
     states |= {f"linear_{side}_head_dim": 4 for side in ("key", "value")}
+    states |= {f"dsa_indexer_{size}": 4 for size in ("n_heads", "head_dim", "topk")}
     every = args(
         **latent, **states, multi_latent_attention=True, num_experts=8, window_size=(16, 0)
     )

@@ -59,6 +59,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
 }
 
+SPARSE = {"experimental_attention_variant": "dsa"}
 FURTHER = {
     "mtp_num_layers": 1,
     "untie_embeddings_and_output_weights": True,
@@ -154,7 +155,7 @@ class Wanted:
         ({"log_max_attention_logit": True}, "largest logit"),
         ({"window_size": (4096, 0)}, "--window-size W,0"),
         ({"window_size": (128, 1)}, "--window-size W,0"),
-        ({"experimental_attention_variant": "dsa"}, "attention variants"),
+        ({"experimental_attention_variant": "another"}, "attention variants"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
         ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
@@ -179,7 +180,12 @@ class Wanted:
         ({"dataloader_type": "cyclic"}, "data loader"),
         ({"use_mamba_mem_eff_path": False}, "fused kernel"),
         ({"hybrid_layer_pattern": "G*-", "tensor_model_parallel_size": 2}, "norm's gradients"),
-        ({"hybrid_layer_pattern": "D-"}, "DeepSeek's sparse attention (D"),
+        ({"hybrid_layer_pattern": "D-", "context_parallel_size": 2}, "slices of long documents"),
+        (SPARSE | {"dsa_kernel_backend": "tilelang"}, "torch's products"),
+        (SPARSE | {"dsa_indexer_topk_freq": 4}, "every layer chooses its own"),
+        (SPARSE | {**FP8, "fp8_recipe": "blockwise"}, "sparse attention in fp8"),
+        (SPARSE | FURTHER, "builds no such depth"),
+        (SPARSE | {"window_size": (128, 0)}, "sparse attention within a window"),
         ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),
     ],
 )

@@ -274,6 +274,8 @@ def _fit_seconds(
             layer_figures(each),
             layer_seconds=layer[kind],
             context_seconds=context[kind],
+            # What is measured is told by all pairs alone.
+            chosen_seconds={} if any(samples.values()) else each.chosen_seconds,
             recompute_seconds=recompute[kind],
         )
         for kind, each in known.items()

@@ -40,7 +40,7 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
     return Refit(learnt, before, after)
 
 
-_OF_LAYERS = ("layer_seconds", "context_seconds", "recompute_seconds")
+_OF_LAYERS = ("layer_seconds", "context_seconds", "chosen_seconds", "recompute_seconds")
 
 
 def _with_seconds(profile: Profile, learnt: Profile) -> Profile:

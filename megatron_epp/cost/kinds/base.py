@@ -158,6 +158,16 @@ class Part:
         return 0.0
 
     @property
+    def flops_per_chosen_pair(self) -> float:
+        """Forward flops for one query and one of the :attr:`chosen` keys."""
+        return 0.0
+
+    @property
+    def chosen(self) -> int:
+        """Keys that a query chooses at most; 0: there is no choice."""
+        return 0
+
+    @property
     def flops_per_context_token(self) -> float:
         """Forward flops of what is made again of an earlier slice's token."""
         return 0.0

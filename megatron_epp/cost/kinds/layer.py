@@ -20,9 +20,10 @@ from megatron_epp.cost.kinds.base import (
     require_sizes,
 )
 from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
-from megatron_epp.cost.kinds.latents import LatentPart, LatentSizes
+from megatron_epp.cost.kinds.latents import LatentPart
 from megatron_epp.cost.kinds.mlp import MlpPart
 from megatron_epp.cost.kinds.prediction import PredictionPart, PredictionSizes
+from megatron_epp.cost.kinds.sparse import SparsePart, SparseSizes
 from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
@@ -31,6 +32,7 @@ PARTS: tuple[type[Part], ...] = (
     PredictionPart,
     AttentionPart,
     LatentPart,
+    SparsePart,
     MambaPart,
     DeltaPart,
     MlpPart,
@@ -39,7 +41,7 @@ PARTS: tuple[type[Part], ...] = (
 
 
 @dataclass(frozen=True)
-class LayerShape(PredictionSizes, StateSizes, WindowSizes, LatentSizes, ExpertSizes):
+class LayerShape(PredictionSizes, StateSizes, WindowSizes, SparseSizes, ExpertSizes):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 
@@ -143,6 +145,16 @@ class Layer:
     def flops_per_pair(self) -> float:
         """Forward flops of attention for one query and one key."""
         return sum(part.flops_per_pair for part in self.parts)
+
+    @property
+    def flops_per_chosen_pair(self) -> float:
+        """Forward flops for one query and one of the keys that it has chosen."""
+        return sum(part.flops_per_chosen_pair for part in self.parts)
+
+    @property
+    def chosen(self) -> int:
+        """Keys that a query chooses at most; 0: it attends to all that it sees."""
+        return max(part.chosen for part in self.parts)
 
     @property
     def flops_per_context_token(self) -> float:

@@ -33,7 +33,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.layers.attention import latents
+from megatron_epp.layers.attention import latents, sparse
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
@@ -51,6 +51,8 @@ from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 # Tokens of a context that are expanded at a time: as small as the contexts are.
 LATENTS_BLOCK = 7
+# Numbers of a block of rows in sparse attention: a few rows of a small model.
+SPARSE_BLOCK = 2000
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
@@ -129,7 +131,7 @@ class Rank:
 
     def build(self) -> list[Any]:
         """This rank's part of the model, wrapped: one for each of its stages."""
-        latents.BLOCK = LATENTS_BLOCK
+        latents.BLOCK, sparse.AT_ONCE = LATENTS_BLOCK, SPARSE_BLOCK
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,

@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossLoggingHelper,
+)
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -12,8 +15,9 @@ from megatron_epp.mcore.model.experts.router import logged_number, moe_layers
 
 
 def forget_losses() -> None:
-    """Forget the losses of routers that Megatron's log holds."""
+    """Forget the losses of routers and of indexers that Megatron's log holds."""
     get_moe_metrics_tracker().metrics.clear()
+    DSAIndexerLossLoggingHelper.tracker.clear()
 
 
 class RoutingNotes:

@@ -10,80 +10,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
-from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_layer
-from megatron_epp.mcore.data.chunk_params import ChunkParams, state_of
+from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.hybrid.stack import take_output_processor
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
+from megatron_epp.mcore.model.positions import PositionedRotary
 from megatron_epp.mcore.model.prediction.depths import depths_of, install_depths, layers_of
 from megatron_epp.mcore.model.quantisation import quantise_everywhere
-
-
-class PositionedRotary(nn.Module):
-    """The rotary embedding of each row's own position instead of rows 0, 1, 2, ...
-
-    Wraps Megatron's, whose table is made once for the whole context: its cache is keyed by length.
-    The rows are one sequence to Megatron, with a table of their own, so a kernel that counts
-    positions from 0 in every sequence (``fused``) finds the right ones, too. What is no chunk has
-    Megatron's own.
-
-    ``computed``: the chunk that a model computes which may never ask for its length here. It gets
-    the whole table, and what it makes of that is replaced before the layers see it.
-    """
-
-    def __init__(self, rotary: Any, context: int, fused: bool):
-        super().__init__()
-        self.rotary, self.context, self.fused = rotary, context, fused
-        self._positions: Tensor | None = None
-        self.computed: ChunkParams | None = None
-
-    @property
-    def inv_freq(self) -> Tensor:
-        """Frequencies, which models of others read."""
-        return self.rotary.inv_freq
-
-    def get_rotary_seq_len(self, *args: Any) -> int:
-        self._positions = None
-        params = args[-1] if args else None
-        if not isinstance(params, ChunkParams):
-            return self.rotary.get_rotary_seq_len(*args)
-        self._positions = params.positions
-        self._put_borders(params)
-        return self.context
-
-    def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
-        positions, self._positions = self._positions, None
-        if positions is None and self.computed is None:
-            return self.rotary(length, *args, **others)
-        # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
-        made = self.rotary(self.context, packed_seq=True)
-        if positions is None:
-            return made
-        self.computed = None  # the layers see what they must
-        return _rows_of(made, positions)
-
-    def replaced(self, given: Any) -> Any:
-        """The embedding for the layers, where a model hands them ``given``."""
-        params, self.computed = self.computed, None
-        if params is None or given is None:
-            return given
-        self._put_borders(params)
-        made = _rows_of(self.rotary(self.context, packed_seq=True), params.positions)
-        return made[0] if isinstance(made, tuple) else made
-
-    def _put_borders(self, params: ChunkParams) -> None:
-        if self.fused:
-            borders = on_device(params.cu_seqlens_q, params.positions.device)
-            params.cu_seqlens_q = params.cu_seqlens_kv = borders
-
-
-def _rows_of(made: Any, positions: Tensor) -> Any:
-    if isinstance(made, tuple):  # YaRN's, with the factor that attention applies
-        return made[0].index_select(0, positions), made[1]
-    return made.index_select(0, positions)
 
 
 def install_in_model(model: GPTModel | HybridModel, context: int, attention: Attention) -> None:

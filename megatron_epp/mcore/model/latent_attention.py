@@ -111,13 +111,20 @@ class LatentLayer:
         self._plain = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
         around._run_core_attention = self.attend
-        # Two linears read the layer's norm: the first leaves the handle of it to the second.
+        self.wrap_readers()
+
+    def wrap_readers(self, *further: Any) -> None:
+        """Wrap what reads something that may be dropped: the ``further`` linears read the
+        layer's norm, too."""
+        around = self.around
+        # The first ones leave the handle of the layer's norm to the last.
         if around.config.q_lora_rank is None:
-            first, second = around.linear_kv_down_proj, around.linear_q_proj
+            readers = around.linear_kv_down_proj, around.linear_q_proj, *further
         else:
-            first, second = around.linear_q_down_proj, around.linear_kv_down_proj
-        wrap_consumer(first, self.dropped, last=False)
-        wrap_consumer(second, self.dropped)
+            readers = around.linear_q_down_proj, around.linear_kv_down_proj, *further
+        for reader in readers[:-1]:
+            wrap_consumer(reader, self.dropped, last=False)
+        wrap_consumer(readers[-1], self.dropped)
         wrap_consumer(around.linear_proj, self.dropped)
         norm = getattr(around, "q_layernorm", None)
         counted_twice = around.config.qk_layernorm and not around.config.sequence_parallel

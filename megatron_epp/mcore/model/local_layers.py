@@ -12,19 +12,29 @@ Checkpoints have the keys that Transformer Engine's layers give them.
 """
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_submodules,
+)
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
-_NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 # ------------------------------------------------------------------ layers of a HybridModel
 
@@ -58,8 +68,39 @@ def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules
         pre_mlp_layernorm=whole.pre_mlp_layernorm,
         mlp=experts or whole.mlp,
         mlp_bda=whole.mlp_bda,
-        sharded_state_dict_keys_map={} if experts else {**_NORM_OF_MLP},
+        sharded_state_dict_keys_map={} if experts else {**NORM_OF_MLP},
     )
+
+
+def block_with(
+    config: Any,
+    vp_stage: int | None,
+    changed: Callable[[int, TransformerLayerSubmodules], dict[str, Any]],
+) -> Any:
+    """Description of a stage's layers of a GPTModel with another attention variant: plain ones, but
+    for what is ``changed`` in the submodules of each, by its number in the model, from 0 on."""
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    block = copy.deepcopy(
+        get_gpt_decoder_block_spec(
+            plain,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers: Any = range(first, first + len(block.layer_specs))
+    if config.pipeline_model_parallel_layout is not None:
+        numbers = config.pipeline_model_parallel_layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage
+        )
+    for at, number in enumerate(numbers):
+        layer = block.layer_specs[at]
+        submodules = replace(layer.submodules, **changed(number, layer.submodules))
+        block.layer_specs[at] = replace(layer, submodules=submodules)
+    return block
 
 
 # ------------------------------------------------------------------ what they lack
@@ -90,14 +131,14 @@ def mend_latents(layer: Any, config: Any) -> None:
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     }
     if not config.num_moe_experts:
-        layer.sharded_state_dict_keys_map |= _NORM_OF_MLP
+        layer.sharded_state_dict_keys_map |= NORM_OF_MLP
 
 
 def norm_as_engines(layer: Any) -> None:
     """Give the norm in front of experts the key that it has in Transformer Engine's layers: local
     ones write it under that of a dense layer."""
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
-    kept = {ours: theirs for ours, theirs in names.items() if ours not in _NORM_OF_MLP}
+    kept = {ours: theirs for ours, theirs in names.items() if ours not in NORM_OF_MLP}
     layer.submodules_config = copy.copy(layer.submodules_config)
     layer.submodules_config.sharded_state_dict_keys_map = kept
 

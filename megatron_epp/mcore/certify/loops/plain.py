@@ -48,6 +48,7 @@ class PlainLoop(PlainModel):
             _refuse_for_context(raw)
         made, per_token = super().prepare(turn), bool(turn % 2)
         for model in filter(None, (self.model, self.own)):
+            get_model_config(model).calculate_per_token_loss = per_token
             for module in model.modules():
                 if hasattr(module, "calculate_per_token_loss"):  # a router, which read it when made
                     module.calculate_per_token_loss = per_token

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron_epp.cost.kinds.latents import LatentPart
 from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.model.kinds.base import LayerPlace
-from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.kinds.self_attention import SPARSE, MegatronAttention
 from megatron_epp.mcore.model.limit import Limit, given
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ class MegatronLatents(MegatronAttention):
     ABSENT: ClassVar = {}
     STACK = "mla_layer"
     FLAGS: ClassVar = {"multi_latent_attention": False}
-    CHOICE, VALUES = "epp_mla_keeps", (EXPANDED, LATENTS)
-    LIMITS = (
+    CHOICE: str = "epp_mla_keeps"
+    VALUES: tuple[str, ...] = (EXPANDED, LATENTS)
+    LIMITS: tuple[Limit, ...] = (
         Limit(
             "one product for both latents, and latents cached (--mla-down-proj-fusion, "
             "--cache-mla-latents)",
@@ -39,9 +40,11 @@ class MegatronLatents(MegatronAttention):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        if not getattr(args, "multi_latent_attention", False):
-            return (False,) * args.num_layers
-        return super().layers(args)
+        """But those of a GPTModel with sparse attention, which attends in latents otherwise."""
+        here = bool(getattr(args, "multi_latent_attention", False))
+        if not getattr(args, "hybrid_layer_pattern", None):
+            here = here and getattr(args, "experimental_attention_variant", None) != SPARSE
+        return super().layers(args) if here else (False,) * args.num_layers
 
     def sizes(self, args: Any) -> dict[str, Any]:
         return {

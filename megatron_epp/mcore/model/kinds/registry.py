@@ -26,6 +26,7 @@ from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
 from megatron_epp.mcore.model.kinds.prediction import MegatronPrediction
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.kinds.sparse import MegatronSparse
 from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronKda, MegatronMamba
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronAttention(),
     MegatronLatents(),
+    MegatronSparse(),
     MegatronMamba(),
     MegatronDelta(),
     MegatronKda(),
@@ -54,12 +56,8 @@ MIXER_FLAGS = {
     if part.PRICED is None or part.PRICED.MIXER
     for name, plain in part.FLAGS.items()
 }
-# Letters of a HybridModel's layers that --epp runs; of others, what they are: they choose what they
-# attend to.
+# Letters of a HybridModel's layers that --epp runs.
 LETTERS = {part.LETTER: part.NAME for part in MEGATRON_PARTS if part.LETTER}
-UNSUPPORTED_LETTERS = {
-    "D": "layers of DeepSeek's sparse attention",
-}
 # Attributes of Megatron's layers that hold what computes.
 _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
@@ -118,21 +116,9 @@ def require_shared(holder: Any, what: str) -> None:
         raise ValueError(f"{what}: not with {found}; expected a model without")
 
 
-def _limit_of_letter(letter: str, what: str) -> Limit:
-    def asked(args: Any) -> bool:
-        return letter in (getattr(args, "hybrid_layer_pattern", None) or "")
-
-    return Limit(
-        f"{what} ({letter} in --hybrid-layer-pattern)",
-        f"use layers of {' '.join(LETTERS)} ({', '.join(LETTERS.values())}), or run without --epp",
-        asked,
-    )
-
-
 def limits_of_parts() -> tuple[Limit, ...]:
     """Everything that layers do not run."""
-    letters = (_limit_of_letter(*one) for one in UNSUPPORTED_LETTERS.items())
-    return (*(limit for part in MEGATRON_PARTS for limit in part.LIMITS), *letters)
+    return tuple(limit for part in MEGATRON_PARTS for limit in part.LIMITS)
 
 
 def require_pattern(args: Namespace) -> None:
@@ -146,7 +132,7 @@ def require_pattern(args: Namespace) -> None:
     expected = f"expected a letter for each layer, {', '.join(said[:-1])} or {said[-1]}, and "
     expected += f"{BORDER} between stages"
     for letter in pattern.replace(BORDER, "").replace(FURTHER, ""):
-        if letter not in LETTERS and letter not in UNSUPPORTED_LETTERS:
+        if letter not in LETTERS:
             raise ValueError(f"{whole}: {letter!r} stands for no layer; {expected}")
     letters = letters_of_layers(pattern)
     if not letters:

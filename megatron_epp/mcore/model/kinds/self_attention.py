@@ -8,6 +8,8 @@ from megatron_epp.mcore.model.kinds.states import DELTA, MegatronDelta
 from megatron_epp.mcore.model.limit import Limit, given, not_computed, of_config
 from megatron_epp.mcore.replaced import ReplacedFlags
 
+SPARSE = "dsa"
+
 
 def _undivided(model: Any) -> str | None:
     """Text on heads that context-parallel ranks cannot share."""
@@ -28,7 +30,7 @@ def _undivided(model: Any) -> str | None:
 class MegatronAttention(MegatronPart):
     """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
 
-    PRICED, NAME, LETTER, LETTERS = AttentionPart, "attention", "*", "*+"
+    PRICED, NAME, LETTER, LETTERS = AttentionPart, "attention", "*", "*+D"
     ABSENT: ClassVar = {"attention": False}
     SLOT = "self_attention"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
@@ -37,7 +39,7 @@ class MegatronAttention(MegatronPart):
         Limit(
             "other attention variants (--experimental-attention-variant)",
             "use plain softmax attention, or run without --epp",
-            given("experimental_attention_variant", harmless=(DELTA,)),
+            given("experimental_attention_variant", harmless=(DELTA, SPARSE)),
             slices=of_config(given("experimental_attention_variant", harmless=(DELTA,))),
         ),
         Limit(
@@ -94,9 +96,13 @@ class MegatronAttention(MegatronPart):
 
     def holds(self, module: Any) -> bool:
         from megatron.core.transformer.attention import Attention
+        from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+            AbsorbedMLASelfAttention,
+        )
         from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-        return isinstance(module, Attention) and not isinstance(module, MultiLatentAttention)
+        others = MultiLatentAttention, AbsorbedMLASelfAttention
+        return isinstance(module, Attention) and not isinstance(module, others)
 
     def install(self, place: LayerPlace) -> None:
         from megatron_epp.mcore.model.elastic_attention import install_heads

@@ -3,27 +3,19 @@
 Checkpoints have the keys that Transformer Engine's layers give them.
 """
 
-import copy
-from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_linear_attention_pattern,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-    get_transformer_layer_offset,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_epp.mcore.model.local_layers import local_submodules
+from megatron_epp.mcore.model.local_layers import block_with, local_submodules
 
 _NORM_OF_DELTA = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
@@ -70,32 +62,14 @@ def _delta(norm: Any) -> ModuleSpec:
 def block_with_deltas(config: Any, vp_stage: int | None) -> Any:
     """Description of a stage's layers of a GPTModel, with gated delta nets in the place of
     attention where --linear-attention-freq has them."""
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None
-    block = copy.deepcopy(
-        get_gpt_decoder_block_spec(
-            plain,
-            use_transformer_engine=False,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-            vp_stage=vp_stage,
-        )
-    )
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    numbers: Any = range(first, first + len(block.layer_specs))
-    if config.pipeline_model_parallel_layout is not None:
-        numbers = config.pipeline_model_parallel_layout.get_layer_id_list(
-            layer_type=LayerType.decoder, vp_stage=vp_stage
-        )
     linear = get_linear_attention_pattern(config)
-    for at, number in enumerate(numbers):
-        if linear[number]:
-            layer = block.layer_specs[at]
-            keys = layer.submodules.sharded_state_dict_keys_map
-            changed = replace(
-                layer.submodules,
-                self_attention=_delta(layer.submodules.input_layernorm),
-                sharded_state_dict_keys_map=keys | _NORM_OF_DELTA,
-            )
-            block.layer_specs[at] = replace(layer, submodules=changed)
-    return block
+
+    def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:
+        if not linear[number]:
+            return {}
+        return {
+            "self_attention": _delta(submodules.input_layernorm),
+            "sharded_state_dict_keys_map": submodules.sharded_state_dict_keys_map | _NORM_OF_DELTA,
+        }
+
+    return block_with(config, vp_stage, changed)

@@ -1,0 +1,362 @@
+"""Sparse attention of a chunk: an indexer scores all keys in front of a query, which attends to the
+best of them.
+
+    of row t, a query of some document, and of every key s <= t of that document, wherever it lies
+    score    I[t, s] = sum over the indexer's heads j of w[t, j] relu(q[t, j] . k[s])
+    chosen   the ``most`` keys of the largest scores
+    output   softmax over the chosen ones of the query's logits, times the first R of D channels
+    loss     KL(p || softmax of I[t]) of row t: p is the mean over all heads of attention's softmax,
+             over every key in front of the row or over the chosen ones
+
+Of earlier slices the store holds the key that all heads have in common [D], a latent and its
+rotated part, and the indexer's key [I]: in the place of K and of V. Both get gradients back, one of
+the output, the other of the loss; which keys were chosen is constant to both.
+
+A row's loss is its own whatever else is in the chunk, so losses of slices add up to the whole
+document's. The heads here may be some of the layer's: then ``group`` adds up p over its ranks, the
+loss and its gradients are the same on all of them, and those of keys of these heads only.
+
+Rows go by in blocks, so that what is as wide as the prefix is not as long as the chunk.
+
+T rows of the chunk, b of a block, S keys in front of them, K chosen ones; H heads, D channels of a
+key, R of a value; J heads of the indexer, I channels of each
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
+from megatron_epp.layers.recompute.outputs import AttentionRecompute
+
+AT_ONCE = 2**24  # numbers of a block's widest tensor, about
+NONE = -1  # in the place of a chosen key where a row has fewer
+LEAST_ODDS = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """How a layer attends.
+
+    scale    of attention's logits
+    most     keys that a query attends to at most
+    values   R
+    relu     whether scores are of what is positive alone
+    weight   of the rows' losses; 0: there is none
+    among    whether the loss is over the chosen keys, and not over all
+    group    over whose ranks the heads are spread; None: all are here
+    """
+
+    scale: float
+    most: int
+    values: int
+    relu: bool = True
+    weight: float | Tensor = 0.0
+    among: bool = False
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Tensors that the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J]
+    and keys [T, 1, I]."""
+
+    query_TJI: Tensor
+    weight_TJ: Tensor
+    key_T1I: Tensor
+
+
+def attend_chosen(
+    q_THD: Tensor,
+    key_T1D: Tensor,
+    index: Index,
+    state: ChunkState,
+    layer: int,
+    how: Sparse,
+    teaches: bool,
+    drop: bool,
+) -> tuple[Tensor, Tensor, AttentionRecompute | None]:
+    """Output [T, H, R], the rows' weighted losses added up, which has no gradient to give but puts
+    its own into backward where it ``teaches``, and with ``drop`` the handle of the output."""
+    recompute = AttentionRecompute() if drop else None
+    made = index.query_TJI, index.weight_TJ, index.key_T1I
+    inputs = q_THD, key_T1D, *made, state, layer, how, teaches, recompute
+    return *_AttendChosen.apply(*inputs), recompute
+
+
+class _AttendChosen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        key_T1D: Tensor,
+        iq_TJI: Tensor,
+        weight_TJ: Tensor,
+        ikey_T1I: Tensor,
+        state: ChunkState,
+        layer: int,
+        how: Sparse,
+        teaches: bool,
+        recompute: AttentionRecompute | None,
+    ) -> tuple[Tensor, Tensor]:
+        for rows in state.rows:
+            if rows.cut and not rows.last:
+                mine, span = slice(rows.start, rows.stop), rows.span
+                state.store.append(layer, span.document, span.start, key_T1D[mine], ikey_T1I[mine])
+        ctx.state, ctx.layer, ctx.how, ctx.teaches = state, layer, how, teaches
+        keys = key_T1D, ikey_T1I
+        out_THR, chosen_TK, loss = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, teaches)
+        if not state.training:
+            for rows in state.rows:
+                let_go(state, layer, rows)
+        # The keys of a lone slice are in the store: what is there is not saved again.
+        ctx.kept = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
+        ctx.recompute = recompute
+        if recompute is not None:
+            recompute.of(ctx, _recomputed)
+        saved = q_THD, iq_TJI, weight_TJ, *(() if ctx.kept else keys)
+        ctx.save_for_backward(*saved, *([chosen_TK] if recompute is None else []))
+        ctx.mark_non_differentiable(loss)
+        return out_THR, loss
+
+    @staticmethod
+    def inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], list[Tensor]]:
+        """Queries with the indexer's and their weights; keys of both; what else was saved."""
+        saved = list(ctx.saved_tensors)
+        queries, others = tuple(saved[:3]), saved[3:]
+        if ctx.kept:
+            span = ctx.state.rows[0].span
+            keys = ctx.state.store.context(ctx.layer, span.document, span.stop, span.start)
+            return queries, keys, others
+        return queries, (others[0], others[1]), others[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad_THR: Tensor, _: Tensor):
+        state, layer, how = ctx.state, ctx.layer, ctx.how
+        (q_THD, iq_TJI, weight_TJ), keys, saved = _AttendChosen.inputs(ctx)
+        chosen_TK = saved[0] if ctx.recompute is None else ctx.recompute.taken()[1]
+        store = state.store
+        of_queries = tuple(map(torch.zeros_like, (q_THD, iq_TJI, weight_TJ)))
+        padded = q_THD.shape[0]
+        of_keys = tuple(key.new_zeros(padded, *key.shape[1:]) for key in keys)
+        for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
+            mine, span = slice(rows.start, rows.stop), rows.span
+            seen = _seen(rows, keys, ctx)
+            dtype = torch.promote_types(seen[0].dtype, torch.float32)
+            to_seen = tuple(torch.zeros_like(part, dtype=dtype) for part in seen)
+            for block in _blocks(rows, seen, q_THD, iq_TJI, how):
+                made = _block_backward(
+                    block,
+                    (grad_THR, q_THD, iq_TJI, weight_TJ, chosen_TK),
+                    seen,
+                    to_seen,
+                    how,
+                    ctx.teaches,
+                )
+                for gradient, part in zip(of_queries, made, strict=True):
+                    gradient[block.rows] = part
+            context = len(seen[0]) - (rows.stop - rows.start)
+            for gradient, part in zip(of_keys, to_seen, strict=True):
+                gradient[mine, 0] = part[context:].to(gradient.dtype)
+            if rows.cut and not rows.last:
+                later = store.gradient(layer, span.document, span.start, span.stop)
+                for gradient, part in zip(of_keys, later, strict=True):
+                    gradient[mine] += part
+            at = 0
+            for document, inputs in rows.context:
+                parts = tuple(part[at : at + inputs, None] for part in to_seen)
+                store.add_gradient(layer, document, *parts)
+                at += inputs
+            if rows.cut and span.start == 0:
+                store.release(layer, span.document)
+        of_index = (*of_queries[1:], of_keys[1]) if ctx.teaches else (None,) * 3
+        return of_queries[0], of_keys[0], *of_index, None, None, None, None, None
+
+
+def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Output and chosen keys of a forward whose own were dropped; its loss has been noted."""
+    (q_THD, iq_TJI, weight_TJ), keys, _ = _AttendChosen.inputs(ctx)
+    out_THR, chosen_TK, _ = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, False)
+    return out_THR, chosen_TK
+
+
+def _attend_rows(
+    q_THD: Tensor,
+    iq_TJI: Tensor,
+    weight_TJ: Tensor,
+    keys: tuple[Tensor, Tensor],
+    ctx: Any,
+    teaches: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [T, H, R], chosen keys [T, K] by their place among those that a row's document has
+    there, and the rows' weighted losses."""
+    state, how = ctx.state, ctx.how
+    out_THR = q_THD.new_zeros(*q_THD.shape[:2], how.values)
+    longest = max((rows.offset + rows.span.stop for rows in state.rows), default=0)
+    width = min(how.most, longest)
+    chosen_TK = torch.full((len(q_THD), width), NONE, dtype=torch.int32, device=q_THD.device)
+    loss = q_THD.new_zeros((), dtype=_wide(q_THD))
+    for rows in state.rows:
+        seen = _seen(rows, keys, ctx)
+        for block in _blocks(rows, seen, q_THD, iq_TJI, how):
+            mine, there_bS = block.rows, block.there(q_THD.device)
+            key_SD, ikey_SI = (part[: block.stop] for part in seen)
+            scores_bS = _scores(_dots(iq_TJI[mine], ikey_SI), weight_TJ[mine], there_bS, how)
+            best_bK, found_bK = scores_bS.topk(min(how.most, block.stop), -1)
+            found_bK = found_bK.masked_fill(best_bK == -torch.inf, NONE)
+            chosen_TK[mine, : found_bK.shape[1]] = found_bK.int()
+            picked_bKD, odds_bHK = _picked(q_THD[mine], key_SD, found_bK, how)
+            out_THR[mine] = odds_bHK.to(q_THD.dtype) @ picked_bKD[..., : how.values]
+            if teaches:
+                odds = odds_bHK if how.among else _odds(q_THD[mine], key_SD, there_bS, how)
+                scores = best_bK if how.among else scores_bS
+                loss += how.weight * _divergence(_target(odds, how), scores)
+    return out_THR, chosen_TK, loss
+
+
+def _block_backward(
+    block: "_Block",
+    of_rows: tuple[Tensor, ...],
+    seen: tuple[Tensor, ...],
+    to_seen: tuple[Tensor, ...],
+    how: Sparse,
+    teaches: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block's queries, the indexer's and their weights; those of the keys ``seen``
+    are added to ``to_seen``, [S, D] and [S, I]."""
+    grad, q_bHD, iq_bJI, weight_bJ, chosen_bK = (part[block.rows] for part in of_rows)
+    key_SD, ikey_SI = (part[: block.stop] for part in seen)
+    found_bK = chosen_bK[:, : block.stop].long()
+    picked_bKD, odds_bHK = _picked(q_bHD, key_SD, found_bK, how)
+    wide = odds_bHK.dtype
+    grad_bHR, q, picked_bKD = grad.to(wide), q_bHD.to(wide), picked_bKD.to(wide)
+    dodds_bHK = grad_bHR @ picked_bKD[..., : how.values].mT
+    mean_bH1 = (dodds_bHK * odds_bHK).sum(-1, keepdim=True)
+    dlogits_bHK = odds_bHK * (dodds_bHK - mean_bH1) * how.scale
+    dpicked_bKD = dlogits_bHK.mT @ q
+    dpicked_bKD[..., : how.values] += odds_bHK.mT @ grad_bHR
+    places_bK = found_bK.clamp_min(0)  # of none: with odds of 0
+    to_seen[0].index_add_(0, places_bK.flatten(), dpicked_bKD.flatten(0, 1))
+    dq_bHD = dlogits_bHK @ picked_bKD
+    if not teaches:
+        return dq_bHD, torch.zeros_like(iq_bJI), torch.zeros_like(weight_bJ)
+    iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey_SI))
+    if how.among:  # below S are the chosen ones
+        there_bS, odds, ikey = found_bK != NONE, odds_bHK, ikey[places_bK]
+    else:
+        there_bS = block.there(q.device)
+        odds = _odds(q_bHD, key_SD, there_bS, how)
+    dots_bJS = _dots(iq_bJI, ikey)
+    scores_bS = _scores(dots_bJS, weight_bJ, there_bS, how)
+    # Of KL(p || softmax(scores)).
+    dscores_bS = (scores_bS.softmax(-1) - _target(odds, how)) * how.weight
+    passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
+    dweight_bJ = (passed_bJS * dscores_bS[:, None]).sum(-1)
+    ddots_bJS = weight_bJ[..., None] * dscores_bS[:, None]
+    if how.relu:
+        ddots_bJS = ddots_bJS * (dots_bJS > 0)
+    if how.among:
+        dikey_bKI = ddots_bJS.mT @ iq_bJI
+        to_seen[1].index_add_(0, places_bK.flatten(), dikey_bKI.flatten(0, 1))
+        return dq_bHD, ddots_bJS @ ikey, dweight_bJ
+    to_seen[1][: block.stop] += torch.einsum("bjs,bji->si", ddots_bJS, iq_bJI)
+    return dq_bHD, torch.einsum("bjs,si->bji", ddots_bJS, ikey), dweight_bJ
+
+
+# ------------------------------------------------------------------ blocks, and what they see
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """``rows`` of the chunk; the first of them stands at place ``first`` of the keys that its
+    document has there, and the last sees ``stop``."""
+
+    rows: slice
+    first: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.rows.stop - self.rows.start
+
+    def there(self, device: torch.device) -> Tensor:
+        """[b, S]: whether a row sees a key."""
+        return torch.arange(self.stop, device=device) <= torch.arange(
+            self.first, self.stop, device=device
+        ).unsqueeze(1)
+
+
+def _blocks(
+    rows: Rows, seen: tuple[Tensor, ...], q_THD: Tensor, iq_TJI: Tensor, how: Sparse
+) -> Iterator[_Block]:
+    keys, heads = len(seen[0]), max(q_THD.shape[1], iq_TJI.shape[1])
+    widest = max(keys * heads, min(how.most, keys) * q_THD.shape[2])
+    step, context = max(1, AT_ONCE // widest), keys - (rows.stop - rows.start)
+    for start in range(rows.start, rows.stop, step):
+        yield _Block(slice(start, min(start + step, rows.stop)), context + start - rows.start)
+
+
+def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ...]:
+    """Keys [S, D] and the indexer's [S, I] of all inputs up to the span's last, in the order of
+    positions: no other document's."""
+    mine, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
+    own = tuple(key[mine] for key in keys)
+    parts = [store.context(ctx.layer, *context) for context in rows.context]
+    if rows.cut and not rows.last and not rows.prefix:  # all of them are in one buffer
+        return tuple(part[:, 0] for part in store.context(ctx.layer, span.document, span.stop))
+    if not parts:
+        return tuple(part[:, 0] for part in own)
+    return tuple(torch.cat(part)[:, 0] for part in zip(*parts, own, strict=True))
+
+
+# ------------------------------------------------------------------ of a block
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The format in which softmaxes and scores of ``x`` are computed."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
+    """[b, J, S] of keys [S, I], or of each row's own [b, S, I]."""
+    wide = _wide(iq_bJI)
+    return iq_bJI.to(wide) @ ikey.to(wide).mT
+
+
+def _scores(dots_bJS: Tensor, weight_bJ: Tensor, there_bS: Tensor, how: Sparse) -> Tensor:
+    passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
+    scores_bS = (passed_bJS * weight_bJ.unsqueeze(-1)).sum(1)
+    return scores_bS.masked_fill(~there_bS, -torch.inf)
+
+
+def _odds(q_bHD: Tensor, key_SD: Tensor, there_bS: Tensor, how: Sparse) -> Tensor:
+    """Softmax [b, H, S] of queries over all keys that are there."""
+    wide = _wide(q_bHD)
+    logits_bHS = q_bHD.to(wide) @ key_SD.to(wide).mT * how.scale
+    return logits_bHS.masked_fill(~there_bS[:, None], -torch.inf).softmax(-1)
+
+
+def _picked(q_bHD: Tensor, key_SD: Tensor, found_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
+    """The chosen keys of each row [b, K, D], and the softmax over them [b, H, K]."""
+    wide = _wide(q_bHD)
+    picked_bKD = key_SD[found_bK.clamp_min(0)]
+    logits_bHK = q_bHD.to(wide) @ picked_bKD.to(wide).mT * how.scale
+    logits_bHK.masked_fill_((found_bK == NONE)[:, None], -torch.inf)
+    return picked_bKD, logits_bHK.softmax(-1)
+
+
+def _target(odds_bHS: Tensor, how: Sparse) -> Tensor:
+    """The mean over the heads of all ranks."""
+    sums_bS = odds_bHS.sum(1)
+    if how.group is not None:
+        dist.all_reduce(sums_bS, group=how.group)
+    return sums_bS / sums_bS.sum(-1, keepdim=True).clamp_min(LEAST_ODDS)
+
+
+def _divergence(target_bS: Tensor, scores_bS: Tensor) -> Tensor:
+    """KL(target || softmax(scores)), of all rows together."""
+    taught_bS = scores_bS.log_softmax(-1).masked_fill(scores_bS == -torch.inf, 0.0)
+    return (target_bS * (target_bS.clamp_min(LEAST_ODDS).log() - taught_bS)).sum()

@@ -1,0 +1,116 @@
+"""Sparse attention of slices, and what its indexer learns, are those of whole documents."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_epp.cost import analytic
+from megatron_epp.ir import Plan
+from megatron_epp.layers.attention import sparse
+from megatron_epp.layers.attention.sparse import Index, Sparse, attend_chosen
+from megatron_epp.layers.chunk_state import ChunkState
+from tests.layers.runner import LAYER, ROWS, SCALE, Runner, plan_of
+
+HEADS, SIZE, VALUE, INDEX_HEADS, INDEX_SIZE, MOST = 3, 6, 4, 5, 4, 4
+Given = list[tuple[Tensor, ...]]  # q, key, indexer's q, weights and key, gradient of the output
+WAYS = {
+    "taught on all": Sparse(SCALE, MOST, VALUE, weight=0.7),
+    "taught on the chosen": Sparse(SCALE, MOST, VALUE, weight=0.7, among=True),
+    "without relu": Sparse(SCALE, MOST, VALUE, relu=False, weight=0.7),
+    "not taught": Sparse(SCALE, MOST, VALUE),
+}
+
+
+def documents(lengths: tuple[int, ...]) -> Given:
+    generator = torch.Generator().manual_seed(5)
+    shapes = (HEADS, SIZE), (1, SIZE), (INDEX_HEADS, INDEX_SIZE), (INDEX_HEADS,), (1, INDEX_SIZE)
+    return [
+        tuple(
+            torch.randn(length, *shape, generator=generator, dtype=torch.float64)
+            for shape in (*shapes, (HEADS, VALUE))
+        )
+        for length in lengths
+    ]
+
+
+def naive(given: Given, how: Sparse) -> tuple[list[tuple[Tensor, ...]], float]:
+    """(out, gradients of all that is given) of each document, and all rows' losses: masks, softmax,
+    autograd."""
+    results, total = [], 0.0
+    for *inputs, grad in given:
+        q, key, iq, weight, ikey = inputs = [each.clone().requires_grad_() for each in inputs]
+        dots_JTS = torch.einsum("tji,si->jts", iq, ikey[:, 0])
+        dots_JTS = dots_JTS.relu() if how.relu else dots_JTS
+        scores_TS = torch.einsum("jts,tj->ts", dots_JTS, weight)
+        there = torch.ones(len(q), len(q)).tril().bool()
+        scores_TS = scores_TS.masked_fill(~there, -torch.inf)
+        best = scores_TS.topk(min(MOST, len(q)), -1).indices
+        chosen = torch.zeros_like(there).scatter(1, best, True) & there
+        logits_HTS = torch.einsum("thd,sd->hts", q, key[:, 0]) * SCALE
+        odds_HTS = logits_HTS.masked_fill(~chosen, -torch.inf).softmax(-1)
+        out = torch.einsum("hts,sv->thv", odds_HTS, key[:, 0, :VALUE])
+        seen = chosen if how.among else there
+        target = logits_HTS.masked_fill(~seen, -torch.inf).softmax(-1).mean(0).detach()
+        taught = scores_TS.masked_fill(~seen, -torch.inf).log_softmax(-1)
+        terms = (target * (target.clamp_min(1e-10).log() - taught)).masked_fill(~seen, 0.0)
+        loss = how.weight * terms.sum()
+        gradients = torch.autograd.grad((out * grad).sum() + loss, inputs)
+        results.append((out.detach(), *gradients))
+        total += float(loss.detach())
+    return results, total
+
+
+class SparseRunner(Runner):
+    drop = False
+
+    def __init__(self, plan: Plan, given: Given, how: Sparse):
+        super().__init__(plan, [each[:4] for each in given], multiple=4)
+        self.given = given
+        self.results = [
+            tuple(torch.full_like(t, torch.nan) for t in (each[-1], *each[:-1])) for each in given
+        ]
+        self.how, self.losses = how, 0.0
+
+    def attention(self, state: ChunkState, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
+        q, key, *indexed = inputs
+        teaches = bool(self.how.weight) and state.training
+        if not teaches:
+            indexed = [each.detach() for each in indexed]
+        inside = state, LAYER, self.how, teaches, self.drop
+        out, loss, again = attend_chosen(q, key, Index(*indexed), *inside)
+        assert again is None or torch.equal(again.value(), out)
+        self.losses += float(loss)
+        return out if teaches else out + 0.0 * sum(each.sum() for each in inputs[2:])
+
+
+class Dropping(SparseRunner):
+    drop = True
+
+
+@pytest.mark.parametrize("runner", [SparseRunner, Dropping])
+@pytest.mark.parametrize("block", [1, 300, sparse.AT_ONCE])
+@pytest.mark.parametrize("way", WAYS)
+def test_slices_compute_what_whole_documents_compute(way, block, runner) -> None:
+    for name, plan in ROWS.items():
+        given, how = documents(plan.documents), WAYS[way]
+        with patch.object(sparse, "AT_ONCE", block):
+            run = runner(plan, given, how)
+            results = run.run()
+        expected, loss = naive(given, how)
+        for mine, theirs in zip(results, expected, strict=True):
+            for part, wanted in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(part.detach(), wanted, rtol=0, atol=1e-12, msg=name)
+        assert run.losses == pytest.approx(loss, rel=1e-12), name
+
+
+def test_evaluation_leaves_nothing_behind() -> None:
+    plan = plan_of((9,), ["0[0:4]", "0[4:9]"], "F0 F1")
+    given, how = documents(plan.documents), WAYS["taught on all"]
+    results = SparseRunner(plan, given, how).run()
+    torch.testing.assert_close(results[0][0], naive(given, how)[0][0][0], rtol=0, atol=1e-12)
+
+
+def test_planners_know_the_block() -> None:
+    assert analytic.CHOICE_BLOCK == sparse.AT_ONCE
