@@ -259,7 +259,7 @@ add overlaps 1 200 "measured calibration under the example scripts' overlaps, se
 add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
     "$python" scripts/gpu/heads.py --model llama-7b
 # Levers, which are off by default.
-add fp8 1 300 "fp8 in blocks: weights quantised once an iteration, slices, what is saved" "$tests" "${test[@]}" tests/gpu/test_fp8.py
+add fp8 1 300 "fp8: weights quantised once an iteration, or held so, slices, what is saved" "$tests" "${test[@]}" tests/gpu/test_fp8.py
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
 add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
 # More of what is known by now.
