@@ -78,9 +78,14 @@ def _alive(pid: int) -> bool:
 
 
 def iterations(text: str) -> Iterator[tuple[int, int, float, float]]:
-    """(iteration, of how many, milliseconds, loss) of every iteration in Megatron's log."""
-    for match in ITERATION.finditer(text):
-        yield int(match[1]), int(match[2]), float(match[3]), float(match[4])
+    """(iteration, of how many, milliseconds, loss) of every iteration in Megatron's log, which says
+    of the second the mean of the first two: its timer goes on behind the first (training_log,
+    is_first_iteration)."""
+    first = 0.0
+    for at, match in enumerate(ITERATION.finditer(text)):
+        said = float(match[3])
+        first = said if at == 0 else first
+        yield int(match[1]), int(match[2]), 2 * said - first if at == 1 else said, float(match[4])
 
 
 # ------------------------------------------------------------------ what a run was

@@ -63,6 +63,8 @@ def named_cost(
     the_model = model(model_name)
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
+    if cp > 1 and any(layer.chosen for layer in the_model.shapes.values()):
+        raise ValueError(f"cp {cp}: expected 1, as the model has sparse attention; use tp or pp")
     further = the_model.further_layers
     if layers is None:
         *others, last = even_layers(the_model.layers - further, pp)

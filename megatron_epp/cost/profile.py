@@ -392,7 +392,7 @@ _LATER: Mapping[str, Any] = {
 _SOME_KEYS = re.compile("(context|exchange|head|forward|chosen)_.*")  # of a mapping, not all
 # The most of any figure, by the end of its name: far above what a machine does, and so far below
 # what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
-_MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST = 1e3, 1e12, 1e24
+_MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
 
 
 def _limits(name: str, kind: Any) -> Limits:
@@ -405,6 +405,8 @@ def _limits(name: str, kind: Any) -> Limits:
         most = _MOST_SECONDS
     elif "bytes" in name and "per_second" not in name:
         most = _MOST_BYTES_OF_A_TOKEN
+    elif name in ("window", "chosen"):
+        most = _MOST_KEYS
     return Limits(int(name in _AT_LEAST_1), most, keys, bool(_SOME_KEYS.fullmatch(name)))
 
 

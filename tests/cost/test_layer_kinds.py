@@ -39,6 +39,9 @@ KINDS = {
 }
 MODEL = Model("small", 8, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=" ".join(KINDS))
 PROFILE = profile(MODEL, DEVICES["h100-80g"])
+INDEX = {
+    "kv_rank": 24, "rotary_size": 8, "index_heads": 6, "index_size": 10, "chosen_keys": 9
+}  # fmt: skip
 WORDS = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=12)
 
 
@@ -397,6 +400,13 @@ def test_expert_degrees(ep: int, experts: int, error: str) -> None:
     assert str(caught.value).startswith(error)
 
 
+def test_sparse_attention_has_no_context_parallel_ranks(tmp_path: Path) -> None:
+    described = model_file(tmp_path, kinds={"local": INDEX, "far": {}})
+    with pytest.raises(ValueError, match=r"^cp 2: expected 1, as the model has sparse attention"):
+        named_cost(described, "h200-141g", pp=2, cp=2)
+    assert named_cost(described, "h200-141g", pp=2).layers == (2, 2)
+
+
 def test_exchanges_and_states_by_expert_degree() -> None:
     """2 x k x hidden elements a token go there and back, what stays on the device not; a layer's
     experts and their optimizer are shared."""
@@ -611,6 +621,9 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {"far": 3}}, "kinds: far: expected a JSON object"),
         ({"kinds": {"far": {"windw": 3}}}, "kinds: far: unknown field 'windw'; did you mean windo"),
         ({"kinds": {"far": {"window": -1}}}, "kinds: far: window -1: expected a whole number of a"),
+        ({"kinds": {"far": {**INDEX, "index_size": 2}}}, "kinds: far: index_size 2: expected at "),
+        ({"kinds": {"far": {**INDEX, "window": 9}}}, "kinds: far: window 9: expected 0 beside "),
+        ({"kinds": {"far": {**INDEX, "carries_latents": False}}}, "kinds: far: carries_latents false"),
         ({"kinds": {"far": {"window": 10**12}}}, "kinds: far: window 1000000000000: expected at m"),
         ({"kinds": {"far": {"attention": 1}}}, "kinds: far: attention 1: expected true or false"),
         ({"kinds": {"far": {"attention": False, "mlp": False}}}, "kinds: far: attention false, ml"),

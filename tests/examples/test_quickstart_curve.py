@@ -1,4 +1,4 @@
-"""The curves of the quickstart's report."""
+"""The curves of the quickstart's report, and what it reads in a log."""
 
 import math
 import runpy
@@ -10,6 +10,15 @@ from megatron_epp.show.shapes import Label, Path
 
 SCRIPT = FilePath(__file__).parents[2] / "examples" / "quickstart_curve.py"
 draw_curves = runpy.run_path(str(SCRIPT))["draw_curves"]
+
+
+def test_an_iterations_own_time_is_read_from_megatrons_log(monkeypatch):
+    """Iterations of 8, 13.5, 7 and 6 s, as Megatron says them."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    iterations = runpy.run_path(str(SCRIPT.with_name("quickstart_report.py")))["iterations"]
+    said = "iteration {}/ 4 | elapsed time per iteration (ms): {} | lm loss: 9.0E+00 |\n"
+    log = "".join(said.format(at + 1, ms) for at, ms in enumerate((8000, 10750, 7000, 6000)))
+    assert [ms for _, _, ms, _ in iterations(log)] == [8000, 13500, 7000, 6000]
 
 
 def test_curves_go_where_their_values_are():

@@ -1,5 +1,6 @@
 """DeepSeek's sparse attention under ``--epp``: certified, broken on purpose, trained, refused."""
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,6 +160,8 @@ def test_the_small_indexer() -> None:
     [
         ({"dsa_indexer_topk": None}, "--dsa-indexer-topk is missing: sparse attention expects at"),
         ({"dsa_indexer_n_heads": 0}, "--dsa-indexer-n-heads 0: sparse attention expects at least"),
+        ({"dsa_indexer_loss_coeff": math.nan}, "--dsa-indexer-loss-coeff nan: expected a finite"),
+        ({"dsa_indexer_loss_coeff": -0.1}, "--dsa-indexer-loss-coeff -0.1: expected a finite"),
         ({"dsa_indexer_head_dim": 32}, "--dsa-indexer-head-dim 32: expected at least --qk-pos-emb"),
         ({"multi_latent_attention": False}, "dsa: expected --multi-latent-attention"),
         ({"add_bias_linear": True}, "its linears have no bias; give --disable-bias-linear"),

@@ -25,7 +25,6 @@ from megatron_epp.cost.kinds.mlp import MlpPart
 from megatron_epp.cost.kinds.prediction import PredictionPart, PredictionSizes
 from megatron_epp.cost.kinds.sparse import SparsePart, SparseSizes
 from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
-from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
 
 PARTS: tuple[type[Part], ...] = (
@@ -41,7 +40,7 @@ PARTS: tuple[type[Part], ...] = (
 
 
 @dataclass(frozen=True)
-class LayerShape(PredictionSizes, StateSizes, WindowSizes, SparseSizes, ExpertSizes):
+class LayerShape(PredictionSizes, StateSizes, SparseSizes, ExpertSizes):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.kinds.base import CarryOver, RecomputedModule
 from megatron_epp.cost.kinds.latents import LatentPart, LatentSizes
+from megatron_epp.cost.kinds.window import WindowSizes
 
 _PER_NUMBER = 2  # channels, of two bytes, that one of a chosen key takes
 
 
 @dataclass(frozen=True)
-class SparseSizes(LatentSizes):
+class SparseSizes(LatentSizes, WindowSizes):
     """The sizes of an indexer.
 
     index_heads     of the indexer's queries; 0: attention is over all keys
@@ -39,6 +40,16 @@ class SparseSizes(LatentSizes):
             raise ValueError(f"index_heads {self.index_heads}: expected kv_rank beside it")
         if self.taught_on_all and not self.index_heads:
             raise ValueError("taught_on_all true: expected index_heads beside it")
+        if not self.index_heads:
+            return
+        if self.index_size < self.rotary_size:
+            raise ValueError(
+                f"index_size {self.index_size}: expected at least rotary_size, {self.rotary_size}"
+            )
+        if self.window:
+            raise ValueError(f"window {self.window}: expected 0 beside index_heads")
+        if not self.carries_latents:
+            raise ValueError("carries_latents false: index_heads keep latents; leave it out")
 
 
 class SparsePart(LatentPart):

@@ -1,5 +1,6 @@
 """DeepSeek's sparse attention, in Megatron."""
 
+import math
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -122,6 +123,11 @@ class MegatronSparse(MegatronLatents):
             if size is None or size < 1:
                 flag, said = "--" + name.replace("_", "-"), "is missing" if size is None else size
                 raise ValueError(f"{flag} {said}: sparse attention expects at least 1")
+        taught = getattr(args, "dsa_indexer_loss_coeff", None)
+        if taught is not None and not 0 <= taught < math.inf:
+            raise ValueError(
+                f"--dsa-indexer-loss-coeff {taught}: expected a finite number of at least 0"
+            )
         rotary = args.qk_pos_emb_head_dim
         if args.dsa_indexer_head_dim < rotary:
             raise ValueError(
