@@ -623,7 +623,7 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {"far": {"window": -1}}}, "kinds: far: window -1: expected a whole number of a"),
         ({"kinds": {"far": {**INDEX, "index_size": 2}}}, "kinds: far: index_size 2: expected at "),
         ({"kinds": {"far": {**INDEX, "window": 9}}}, "kinds: far: window 9: expected 0 beside "),
-        ({"kinds": {"far": {**INDEX, "carries_latents": False}}}, "kinds: far: carries_latents false"),
+        ({"kinds": {"far": {**INDEX, "carries_latents": False}}}, "kinds: far: carries_latents"),
         ({"kinds": {"far": {"window": 10**12}}}, "kinds: far: window 1000000000000: expected at m"),
         ({"kinds": {"far": {"attention": 1}}}, "kinds: far: attention 1: expected true or false"),
         ({"kinds": {"far": {"attention": False, "mlp": False}}}, "kinds: far: attention false, ml"),
