@@ -13,31 +13,14 @@ import torch
 from megatron_epp.layers.attention import sparse
 from megatron_epp.mcore.model import sparse_attention
 from megatron_epp.mcore.model.sparse_attention import SparseLayer
-from megatron_epp.runtime.kv_store import Store
+from tests.mcore.sabotage_latents import (
+    lose_gradients_of_latents,
+    lose_gradients_of_rotated_keys,
+)
 
 
-def lose_gradients_of_the_indexer() -> AbstractContextManager:
-    """What later slices owe the indexer's keys never arrives."""
-    plain = Store.add_gradient
-    return patch.object(
-        Store,
-        "add_gradient",
-        lambda self, layer, document, key, ikey: plain(
-            self, layer, document, key, torch.zeros_like(ikey)
-        ),
-    )
-
-
-def lose_gradients_of_latents() -> AbstractContextManager:
-    """What later slices owe the keys that are attended to never arrives."""
-    plain = Store.add_gradient
-    return patch.object(
-        Store,
-        "add_gradient",
-        lambda self, layer, document, key, ikey: plain(
-            self, layer, document, torch.zeros_like(key), ikey
-        ),
-    )
+# The store has the indexer's key in the place of a latent's rotated one.
+lose_gradients_of_the_indexer = lose_gradients_of_rotated_keys
 
 
 @dataclass(frozen=True, slots=True)

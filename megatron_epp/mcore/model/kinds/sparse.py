@@ -86,13 +86,12 @@ class MegatronSparse(MegatronLatents):
         return (_asked(args),) * args.num_layers
 
     def sizes(self, args: Any) -> dict[str, Any]:
-        learns = bool(getattr(args, "dsa_indexer_loss_coeff", None))
         among = getattr(args, "dsa_indexer_use_sparse_loss", False)
         return super().sizes(args) | {
             "index_heads": args.dsa_indexer_n_heads,
             "index_size": args.dsa_indexer_head_dim,
             "chosen_keys": args.dsa_indexer_topk,
-            "taught_on_all": learns and not among,
+            "taught_on_all": _learns(args) and not among,
         }
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
@@ -268,6 +267,4 @@ class MegatronSparse(MegatronLatents):
 
 def _learns(holder: Any) -> bool:
     """Whether the indexer has a loss; ``holder``: flags, or a model's configuration."""
-    variant = getattr(holder, "experimental_attention_variant", None) == SPARSE
-    asked = variant or _asked(holder)
-    return asked and bool(getattr(holder, "dsa_indexer_loss_coeff", None))
+    return _asked(holder) and bool(getattr(holder, "dsa_indexer_loss_coeff", None))
