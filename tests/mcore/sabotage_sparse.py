@@ -18,7 +18,6 @@ from tests.mcore.sabotage_latents import (
     lose_gradients_of_rotated_keys,
 )
 
-
 # The store has the indexer's key in the place of a latent's rotated one.
 lose_gradients_of_the_indexer = lose_gradients_of_rotated_keys
 
