@@ -37,7 +37,7 @@ def layout_cost(
     cost, tried = choose_layout(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
-        mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
+        mark = " <- chosen" if (pp, cp) == (cost.layout.stages, cost.layout.cp) else ""
         print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
     return cost
 
@@ -65,17 +65,17 @@ def partitioned(
         raise UsageError(
             f"--partition auto has no effect on {planner}, which makes no pipeline plan"
         )
-    if cost.stages == 1:
+    if cost.layout.stages == 1:
         raise UsageError("--partition auto has no effect with one stage; leave it out")
     found = partition_of(cost, _expected(batches), options, planner)
-    flags = layout_flags(found.layers, cost.pinned_layers - 1)
+    flags = layout_flags(found.layers, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
         f"partition: {' '.join(map(str, found.layers))} ({share_text(found.gain)} less time than "
-        f"{' '.join(map(str, cost.layers))}); {said}",
+        f"{' '.join(map(str, cost.layout.layers))}); {said}",
         file=sys.stderr,
     )
-    return dataclasses.replace(cost, layers=found.layers)
+    return cost.replace(layers=found.layers)
 
 
 def _placed(
@@ -92,10 +92,10 @@ def _placed(
         raise UsageError(
             f"--placement auto has no effect on {planner}, which makes no pipeline plan"
         )
-    if cost.stages == 1:
+    if cost.layout.stages == 1:
         raise UsageError("--placement auto has no effect with one pipeline rank; leave it out")
     found = placement_of(cost, _expected(batches), options, planner)
-    layers = " ".join(map(str, found.cost.layers))
+    layers = " ".join(map(str, found.cost.layout.layers))
     print(f"placement: {found.name}, layers {layers}; {found.said} (simulated)", file=sys.stderr)
     return found.cost
 
@@ -123,14 +123,14 @@ def with_vocabulary(
     cost = chosen = partitioned(arguments, batches, cost, options, planner)
     if arguments.placement == AUTO_PLACEMENT:
         chosen = _placed(arguments, batches, cost, options, planner)
-    if asked != "auto" or cost.stages == 1 or not makes_plans(planner, cost, options):
+    if asked != "auto" or cost.layout.stages == 1 or not makes_plans(planner, cost, options):
         return cost, chosen
     why = ruled_out(cost)
     if why is None:
         cut = partitioned(arguments, batches, chosen.with_vocabulary(True), options, planner)
         found = vocabulary_of(chosen, _expected(batches), options, planner, cut)
         chosen, why = found.cost, f"{found.said} (simulated)"
-    how = "on" if chosen.vocabulary_parallel else "off"
+    how = "on" if chosen.layout.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
     return cost, chosen
 

@@ -21,6 +21,7 @@ from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
@@ -97,7 +98,7 @@ def make_planning(
             if config.epp_memory_budget_gib is None:
                 if unlike:
                     stages = cost.with_rank_budgets(unlike).budget_bytes
-                stages = kept_budgets(args, cost.stages) or stages
+                stages = kept_budgets(args, cost.layout.stages) or stages
                 if args.save:
                     write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
@@ -111,9 +112,9 @@ def make_planning(
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
     stages, host = json.loads(broadcast_text(budgets, error, groups.control))
-    cost = replace(cost, budget_bytes=tuple(stages))
+    cost = cost.replace(budget_bytes=tuple(stages))
     if "offload" in options.levers:
-        cost = replace(cost, host_budget_bytes=host)
+        cost = cost.replace(host_budget_bytes=host)
     ahead = config.epp_plan_ahead
     return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
 
@@ -185,17 +186,19 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
             "one, or one for each of them"
         )
     return Cost(
-        profile,
-        layers,
+        StageLayout(
+            profile,
+            layers,
+            tp=args.tensor_model_parallel_size,
+            cp=args.context_parallel_size,
+            dp=args.data_parallel_size,
+            zero=1,
+            **cost_sizes(args),
+            layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
+            vocabulary_parallel=vocabulary_parallel(args),
+            place=place,
+        ),
         tuple(budgets[rank % len(budgets)] * GIB for rank in rank_of),
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        dp=args.data_parallel_size,
-        zero=1,
-        **cost_sizes(args),
-        layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
-        vocabulary_parallel=vocabulary_parallel(args),
-        place=place,
     )
 
 

@@ -11,7 +11,6 @@ files by stage.
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ def _vocabulary_by_lengths(args: Any, parts: Any) -> tuple[bool, str]:
         found = vocabulary_of(cost, _batches(args, Config.of(args)), options, planner)
     except (OSError, ValueError) as unknown:
         return False, f"what it saves is not known: {str(unknown).split(';')[0]}"
-    return found.cost.vocabulary_parallel, f"{found.said} by {_by(args)} (simulated)"
+    return found.cost.layout.vocabulary_parallel, f"{found.said} by {_by(args)} (simulated)"
 
 
 def keeper(args: Any, name: str) -> Callable[[list[Any]], list[Any]]:
@@ -342,11 +341,11 @@ def _by_time(args: Any, even: tuple[int, ...], both: bool) -> tuple[Placement, s
         batches = _batches(args, Config.of(args))
         if both:
             chosen = placement_of(cost, batches, options, args.epp_planner)
-            place, layers = chosen.cost.rank_of, chosen.cost.layers
+            place, layers = chosen.cost.layout.placement.place, chosen.cost.layout.layers
             said = f"{chosen.said} by {_by(args)} (simulated)"
         else:
             found = partition_of(cost, batches, options, args.epp_planner)
-            place, layers = cost.rank_of, found.layers
+            place, layers = cost.layout.placement.place, found.layers
             said = f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
     *others, last = layers
     return Placement(place, (*others, last - len(further_shapes(args)))), said
@@ -369,7 +368,7 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(layers))
+        cost = cost.replace(budget_bytes=(AMPLE_BYTES,) * len(layers))
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )

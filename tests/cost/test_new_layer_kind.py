@@ -20,6 +20,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds import layer
 from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Chunk, Item, Kind, Span, check
 from megatron_epp.planner import PLANNERS, Options
@@ -96,9 +97,11 @@ def toy_model(layers: int = 8) -> Model:
 def toy_cost(pp: int = 2, room_gib: float = 20.0) -> Cost:
     model = toy_model()
     made = profile(model, DEVICES["h100-80g"], logits_held=False)
-    cost = Cost(made, even_layers(8, pp), (1e15,) * pp, 2, 2, layer_kinds=model.layer_kinds)
-    budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
-    return dataclasses.replace(cost, budget_bytes=budget)
+    cost = Cost(
+        StageLayout(made, even_layers(8, pp), 2, 2, layer_kinds=model.layer_kinds), (1e15,) * pp
+    )
+    budget = tuple(states + room_gib * GIB for states in cost.memory.states_bytes)
+    return cost.replace(budget_bytes=budget)
 
 
 @pytest.mark.parametrize("scale", [1, 5])
@@ -108,21 +111,27 @@ def test_a_state_is_charged_by_border_whatever_the_tokens(scale: int, slices: in
     cost, part = toy_cost(), 1000 * scale
     chunks = [Chunk((Span(0, n * part, (n + 1) * part),)) for n in range(slices)]
     loads = cost.loads(chunks, (slices * part,))
-    borders, shards = slices - 1, cost.tp * cost.cp
+    borders, shards = slices - 1, cost.layout.tp * cost.layout.cp
     assert loads.borders.tolist() == [borders]
-    attention = Cost(cost.profile.of_kind("full-heads-dense"), (1,), (1e15,), 2, 2)
+    attention = Cost(
+        StageLayout(cost.layout.profile.of_kind("full-heads-dense"), (1,), 2, 2), (1e15,)
+    )
     for found, of_attention, each in (
-        (cost.kv_bytes(loads), attention.kv_bytes(loads), STATE_BYTES),
-        (cost.kv_gradient_bytes(loads), attention.kv_gradient_bytes(loads), GRADIENT_BYTES),
+        (cost.memory.kv_bytes(loads), attention.memory.kv_bytes(loads), STATE_BYTES),
+        (
+            cost.memory.kv_gradient_bytes(loads),
+            attention.memory.kv_gradient_bytes(loads),
+            GRADIENT_BYTES,
+        ),
     ):
         states = 3 * borders * each / shards  # a stage has three such layers, and one of attention
         np.testing.assert_allclose(found - of_attention, states)
-    assert (cost.seconds(Kind.FORWARD, loads) > 0).all()
+    assert (cost.seconds.of(Kind.FORWARD, loads) > 0).all()
 
 
 def test_it_is_planned_for(tmp_path) -> None:
     cost = toy_cost(room_gib=6.0)
-    assert cost.kinds_text == "2*(3*full-sum-dense full-heads-dense)"
+    assert cost.layout.kinds_text == "2*(3*full-sum-dense full-heads-dense)"
     lengths = (120_000, 9_000, 40_000, 700, 3_000)
     for name in ("epp", "infinipipe"):
         planned = PLANNERS[name](lengths, cost, Options())
@@ -131,23 +140,23 @@ def test_it_is_planned_for(tmp_path) -> None:
     borders = cost.loads(planned.plan.chunks, planned.plan.documents).borders
     assert borders.sum() > 0
     # Larger states, the same orders: the peak grows by no less than those of one document.
-    figures = dict(cost.profile.kinds)
+    figures = dict(cost.layout.profile.kinds)
     kind = "full-sum-dense"
     figures[kind] = dataclasses.replace(figures[kind], border_bytes=1e9)
-    heavier = dataclasses.replace(cost, profile=cost.profile.with_kinds(figures))
+    heavier = cost.replace(profile=cost.layout.profile.with_kinds(figures))
     light, heavy = (play(planned.plan, one.table(planned.plan)) for one in (cost, heavier))
     grown = np.array(heavy.peak_bytes) - np.array(light.peak_bytes)
     assert (grown > 0.9 * 3 * borders.max() * 1e9 / 4).all()
     path = str(tmp_path / "profile.json")
-    cost.profile.save(path)
-    assert Profile.load(path) == cost.profile
+    cost.layout.profile.save(path)
+    assert Profile.load(path) == cost.layout.profile
 
 
 def test_its_states_are_items_of_documents() -> None:
     cost = toy_cost()
     plan = PLANNERS["epp"]((60_000, 500), cost, Options()).plan
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    assert np.array_equal(table.held_bytes[Item.KV], cost.kv_bytes(loads))
+    assert np.array_equal(table.held_bytes[Item.KV], cost.memory.kv_bytes(loads))
 
 
 # --- what was forgotten ---------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """No program hangs in one queue of a device, nor in a wait for all of it; other orders do."""
 
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -70,7 +69,7 @@ def test_planned_batches_on_sixteen_stages(planner: str, placement: str) -> None
     assert made is not None and made.stages == 16
     cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8)
     if not made.is_even:
-        cost = replace(cost, place=made.place)
+        cost = cost.replace(place=made.place)
     lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(16)]
     options = Options(context=65536, effort=0)
     plan = EXECUTED[planner](lengths, cost, options).plan

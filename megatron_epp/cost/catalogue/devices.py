@@ -13,7 +13,7 @@ MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
 
-# Least and most of each figure, far around any machine: beyond, times leave what numbers can say.
+# Least and most of each number, far around any machine: beyond, times leave what numbers can say.
 _RATE = (1.0, 1e24)
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "budget_gib": (1e-3, 1e6),
@@ -104,7 +104,7 @@ class Device:
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
 # Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
-# figures in those ratios. An assumption; a measured profile replaces it.
+# coefficients in those ratios. An assumption; a measured profile replaces it.
 _HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
 # Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight H100 is 350 GB/s (gather)
 # and 360 (scatter; NVIDIA/nccl issue 1281), on eight A100 about 200 (NVIDIA/nccl-tests issue 149).

@@ -1,7 +1,6 @@
 """Choices that flags leave open of layers (MegatronPart.CHOICE), made when the model is built."""
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,7 @@ def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
             kept = kept_budgets(args, len(layers)) or cost.budget_bytes
-            cost = dataclasses.replace(cost, budget_bytes=kept)
+            cost = cost.replace(budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)

@@ -30,5 +30,10 @@ def draft(
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
     return uniform_draft(
-        batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
+        batch,
+        chunking,
+        constant(chunking.sizes, cost.layout.stages),
+        cost,
+        options,
+        f"context {context}",
     )

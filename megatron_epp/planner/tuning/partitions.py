@@ -48,9 +48,9 @@ def sketched_seconds(
 
 def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
     """The documents of the replica with most work; of the block of ``lockstep`` replicas."""
-    if cost.dp == lockstep:
+    if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
-    deals = balance_replicas(lengths, cost, cost.dp // lockstep, least=lockstep)
+    deals = balance_replicas(lengths, cost, cost.layout.dp // lockstep, least=lockstep)
     held = [[lengths[document] for document in deal] for deal in deals]
     return max(held, key=lambda mine: float(rates.document_seconds(np.array(mine)).sum()))

@@ -4,7 +4,6 @@ As a partition it is for a whole run, so it is chosen on whole batches of the jo
 every rank is the way to beat: it sends the fewest messages, and its plans are searched most finely.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,10 +56,9 @@ def with_placement(cost: Cost, made: Placement) -> Cost:
     """``cost`` of one stage a rank with those of ``made`` instead, of layers as it says, or even
     ones. ValueError: more stages than layers."""
     budgets = cost.rank_budget_bytes
-    further = cost.pinned_layers - 1
-    *others, last = even_layers(sum(cost.layers) - further, made.stages)
-    return dataclasses.replace(
-        cost,
+    further = cost.layout.pinned_layers - 1
+    *others, last = even_layers(sum(cost.layout.layers) - further, made.stages)
+    return cost.replace(
         layers=made.layers or (*others, last + further),
         place=() if made.is_even else made.place,
         budget_bytes=tuple(budgets[rank] for rank in made.place),
@@ -77,13 +75,13 @@ def placement_of(
     chosen: Cost | None = None
     best = EVENLY
     for name in (EVENLY, *NAMES):
-        made = named_placement(name, cost.ranks)
+        made = named_placement(name, cost.layout.placement.ranks)
         assert made is not None
         seconds[name] = None
-        if made.stages > sum(cost.layers) - cost.pinned_layers + 1:
+        if made.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
             continue
         here = with_placement(cost, made) if name != EVENLY else cost
-        if with_layers(here, here.layers) is None and name != EVENLY:
+        if with_layers(here, here.layout.layers) is None and name != EVENLY:
             continue
         found = partition_of(here, batches, options, planner)
         seconds[name] = taken = found.tried[found.layers]
@@ -91,6 +89,6 @@ def placement_of(
         asked = 1 - PLACED_PAYS if best == EVENLY else 1.0
         better = taken is not None and (least is None or taken < least * asked)
         if chosen is None or better:
-            chosen, best = dataclasses.replace(here, layers=found.layers), name
+            chosen, best = here.replace(layers=found.layers), name
     assert chosen is not None
     return PlacementChoice(chosen, best, seconds)

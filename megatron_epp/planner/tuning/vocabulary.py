@@ -41,11 +41,11 @@ class VocabularyChoice:
 
 def ruled_out(cost: Cost) -> str | None:
     """Why nobody need plan with the output layer over the stages; None: it may pay."""
-    if cost.stages == 1:
+    if cost.layout.stages == 1:
         return "there is one stage"
-    if cost.ep > cost.tp * cost.cp:
+    if cost.layout.ep > cost.layout.tp * cost.layout.cp:
         return "experts are spread over replicas"
-    if is_of_cpu(cost.profile):
+    if is_of_cpu(cost.layout.profile):
         # scripts/bench/results/2026-11-22-cpu-vocab.md: 24% less time was promised.
         return "on a CPU it took 1.16 of the time (measured)"
     return None

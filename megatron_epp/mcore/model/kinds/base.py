@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from megatron_epp.cost.profile import LayerFigures
+    from megatron_epp.cost.profile import LayerCoefficients
     from megatron_epp.layers.attention.layer_attention import Attention, Heads
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
 
@@ -143,7 +143,7 @@ class MegatronPart:
         """Values of CHOICE that this rank's ``model`` cannot have, each with the reason."""
         return {}
 
-    def measured_with(self, figures: Iterable[LayerFigures]) -> str:
+    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
         """The value of CHOICE that kinds of layers were measured with."""
         raise NotImplementedError
 

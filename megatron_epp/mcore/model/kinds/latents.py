@@ -11,7 +11,7 @@ from megatron_epp.mcore.model.kinds.self_attention import SPARSE, MegatronAttent
 from megatron_epp.mcore.model.limit import Limit, given
 
 if TYPE_CHECKING:
-    from megatron_epp.cost.profile import LayerFigures
+    from megatron_epp.cost.profile import LayerCoefficients
 
 LEAST_RANK = 8
 
@@ -157,7 +157,7 @@ class MegatronLatents(MegatronAttention):
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
-    def measured_with(self, figures: Iterable["LayerFigures"]) -> str:
+    def measured_with(self, figures: Iterable["LayerCoefficients"]) -> str:
         return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
