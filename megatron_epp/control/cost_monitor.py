@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from megatron_epp.control.drift import Drift
@@ -72,8 +71,7 @@ class CostMonitor:
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
         ends = (one.stage == 0, has_head * cost.layout.predictions)
-        spans = np.array([(s.start, s.stop) for s in plan.chunks[one.chunk].spans]).T
-        first = sum(plan.layers[: one.stage])
+        spans, first = plan.chunks[one.chunk].spans, sum(plan.layers[: one.stage])
         return Sample(
             choice,
             *ends,
@@ -82,9 +80,7 @@ class CostMonitor:
             0,
             one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
             kinds=cost.layout.layer_kinds[first : first + len(choice)],
-            columns=tuple(
-                (column, float(np.sum(column.of_spans(*spans)))) for column in cost.layout.further
-            ),
+            columns=tuple((column, column.of(spans)) for column in cost.layout.further),
         )
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:

@@ -6,12 +6,14 @@ name; a profile then has seconds for each unit of them (``LayerCoefficients.colu
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from megatron_epp.cost.loads import Loads, pairs_before
+from megatron_epp.ir import Span
 
 TOKENS, PAIRS, CHUNKS = 0, 1, 2
 
@@ -35,6 +37,11 @@ class Column(ABC):
     @abstractmethod
     def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """Return the numbers of spans from ``start`` to ``stop`` of their documents."""
+
+    def of(self, spans: Iterable[Span]) -> float:
+        """Return the number of a chunk that has these ``spans``."""
+        start, stop = np.array([(span.start, span.stop) for span in spans]).reshape(-1, 2).T
+        return float(self.of_spans(start, stop).sum())
 
     def of_chunks(self, loads: Loads) -> np.ndarray:
         """Return the numbers of the chunks, [C]."""

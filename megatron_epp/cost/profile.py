@@ -496,7 +496,8 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
             found[name] = _field(name, kind, value[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}{name}: {error}") from error
-    return {**found, "column_seconds": _layer_columns(found)}
+    found["column_seconds"] = _layer_columns(found)
+    return found
 
 
 def _profile(value: Any, where: str) -> Profile:

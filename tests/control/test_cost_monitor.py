@@ -10,6 +10,7 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import Residual
 from megatron_epp.cost.kinds.layer import LayerShape
@@ -53,8 +54,8 @@ def test_a_sample_says_of_which_kinds_the_layers_are() -> None:
     one = Residual(1, Kind.BACKWARD, 1, 10, 30, 1.0, 2.0)
     sample = monitor._sample(cost, plan, one)
     assert sample.kinds == ("far", "near", "near")
-    assert sample.window_pairs == ((16, 10 * 16),) and sample.pairs == sum(range(31, 41))
-    assert sample.context == 30
+    assert sample.columns == ((WindowPairs(16), 10 * 16),)
+    assert sample.pairs == sum(range(31, 41))
 
 
 def test_a_sample_of_a_slower_rank_is_what_the_fastest_would_have_taken() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample, fit_profile
 from megatron_epp.cost.fitting.regression import fit, nnls
@@ -209,13 +210,16 @@ def test_what_slices_pay_for_their_context_is_not_taken_for_their_pairs() -> Non
     slices = [(512, 8192), (512, 2048), (1024, 4096), (1024, 1024), (256, 4096), (256, 1024)]
     rows = [
         Sample(
-            "k", False, 0, tokens, tokens * context + tokens * tokens // 2, 0, 0.0, (), (), context
+            *("k", False, 0, tokens, tokens * context + tokens * tokens // 2, 0, 0.0),
+            columns=((CONTEXT, context),),
         )
         for tokens, context in [*slices, (256, 0), (512, 0), (1024, 0), (2048, 0)] * 4
     ]
 
     def value(row: Sample) -> float:
-        price = 7e-4 * row.context  # against the model's sizes what 7 us are to 256 channels
+        price = 7e-4 * row.number(
+            CONTEXT
+        )  # against the model's sizes what 7 us are to 256 channels
         return seconds_of(truth, Kind.BACKWARD, row) + price
 
     found = {
@@ -226,8 +230,10 @@ def test_what_slices_pay_for_their_context_is_not_taken_for_their_pairs() -> Non
         ).profile
         for known in (True, False)
     }
-    assert found[True].context_seconds[Kind.BACKWARD] == pytest.approx(7e-4, rel=1e-2)
-    assert found[True].context_seconds[Kind.WEIGHT] == 0
+    assert found[True].column_seconds.get(CONTEXT, {})[Kind.BACKWARD] == pytest.approx(
+        7e-4, rel=1e-2
+    )
+    assert found[True].column_seconds.get(CONTEXT, {})[Kind.WEIGHT] == 0
     whole = Sample("k", False, 0, 16_384, 16_384 * 8_192, 0, 0.0)
     right = value(whole)
     assert seconds_of(found[True], Kind.BACKWARD, whole) == pytest.approx(right, rel=1e-2)

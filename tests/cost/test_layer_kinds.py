@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.control.routed_memory import routed_bytes
-from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
+from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
+from megatron_epp.cost.columns import CONTEXT, WindowPairs
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.kinds.latents import CONTEXT_BLOCK
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
@@ -516,7 +518,7 @@ def test_flops_by_hand() -> None:
     mlp = 9 * 3 * 7168 * 2048 + 7168 * 256
     assert deepseek.flops_per_token == 2 * (queries + latents + up + out + mlp + 2 * 7168)
     assert deepseek.flops_per_pair == 2 * 128 * (192 + 128)
-    assert deepseek.flops_per_context_token == 2 * up
+    assert deepseek.work[CONTEXT].flops == 2 * up
     window = model("gpt-oss-120b").shapes["window"]
     assert window.flops_per_pair == 4 * 64 * 64
     assert window.flops_per_token == 2 * (
@@ -544,7 +546,10 @@ def test_what_later_slices_get() -> None:
     plain = profile(dataclasses.replace(shape, kinds=expanded), DEVICES["h100-80g"])
     assert plain.kinds["experts"].kv_bytes_per_token == 81_920
     assert not plain.kinds["experts"].kv_replicated and latent.kv_replicated
-    assert not plain.kinds["experts"].context_seconds and latent.context_seconds[Kind.FORWARD] > 0
+    assert (
+        not plain.kinds["experts"].column_seconds.get(CONTEXT, {})
+        and latent.column_seconds.get(CONTEXT, {})[Kind.FORWARD] > 0
+    )
 
 
 def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
@@ -553,7 +558,7 @@ def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_th
     (part,), (of_all,) = (Layer(MODEL, one).mixers for one in (shape, taught))
     assert part.flops_per_pair == 2 * (6 * 10 + 6)
     assert of_all.flops_per_pair == part.flops_per_pair + 2 * 4 * (24 + 8)
-    assert part.flops_per_chosen_pair == 2 * 4 * (24 + 8 + 24)
+    assert part.work[WindowPairs(9)].flops == 2 * 4 * (24 + 8 + 24)
     latents = Layer(MODEL, KINDS["latents"]).parameters
     indexer = 20 * 60 + 64 * 10 + 2 * 10 + 64 * 6
     assert Layer(MODEL, shape).parameters == latents + indexer
@@ -565,7 +570,7 @@ def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_th
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         of, found = made.layer_seconds[kind], cost.seconds.of(kind, cost.loads(chunks, (70, 5)))[0]
         for rows, seconds in ((range(1, 31), found[0]), ([*range(31, 71), *range(1, 6)], found[1])):
-            chosen = made.chosen_seconds[kind] * sum(min(row, 9) for row in rows)
+            chosen = made.column_seconds[WindowPairs(9)][kind] * sum(min(row, 9) for row in rows)
             assert seconds == pytest.approx(of(len(rows), sum(rows)) + chosen)
 
 
@@ -813,9 +818,9 @@ def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
     shape = model("deepseek-v3")
     made = profile(shape, DEVICES["h100-80g"])
     figures = made.kinds["dense"]
-    forward = figures.context_seconds[Kind.FORWARD]
+    forward = figures.column_seconds.get(CONTEXT, {})[Kind.FORWARD]
     assert forward == 2 * 512 * 128 * 256 / DEVICES["h100-80g"].linear_flops
-    assert figures.context_seconds[Kind.BACKWARD] == 3 * forward
+    assert figures.column_seconds.get(CONTEXT, {})[Kind.BACKWARD] == 3 * forward
     block = CONTEXT_BLOCK * 2 * 128 * (192 + 128)
     assert figures.workspace_bytes[Kind.FORWARD] == Workspace(per_op=block)
     assert figures.workspace_bytes[Kind.BACKWARD].per_op == 2 * block

@@ -8,6 +8,7 @@ import pytest
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.refit import LEAST, refit
@@ -124,6 +125,9 @@ def test_layers_and_ends_stay_apart() -> None:
     assert learnt == pytest.approx(right, rel=0.1)
 
 
+NEAR = WindowPairs(100)
+
+
 def of_kinds(truth, count: int) -> dict[Kind, list[Sample]]:
     """As ``samples``, of four stages with layers of two kinds, two of them without ends."""
     random = Random(3)
@@ -146,7 +150,7 @@ def of_kinds(truth, count: int) -> dict[Kind, list[Sample]]:
                     seconds += figures.recompute_seconds[letter](*load)
             seconds *= random.gauss(1, 0.02)
             ends = (stage == 0, stage == 3)
-            rows.append(Sample(choice, *ends, tokens, pairs, 0, seconds, word, ((100, near),)))
+            rows.append(Sample(choice, *ends, tokens, pairs, 0, seconds, word, ((NEAR, near),)))
     return made
 
 

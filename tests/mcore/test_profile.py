@@ -8,6 +8,7 @@ import pytest
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
@@ -269,7 +270,7 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
     assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
     # What a slice pays for its context is a figure of its own.
-    assert Kind.BACKWARD in made.context_seconds
+    assert Kind.BACKWARD in made.column_seconds.get(CONTEXT, {})
     # No logits are kept: a hidden state's gradient, and what the last norm saves.
     assert made.last_bytes.per_token < 6 * HIDDEN * element
     assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element

@@ -300,8 +300,7 @@ def _measure_seconds(
     }
     for (shape, letter), (forward, backward) in typical.items():
         load = (shape.tokens, _pairs(shape, layer), 0)
-        span = np.array([shape.context]), np.array([shape.context + shape.tokens])
-        columns = tuple((column, float(column.of_spans(*span)[0])) for column in layer.work)
+        columns = tuple((column, column.of(shape.spans)) for column in layer.work)
         if letter == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 rows.append(Sample(KEEP, False, False, *load, seconds, columns=columns))

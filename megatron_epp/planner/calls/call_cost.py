@@ -229,7 +229,7 @@ def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.nd
     layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}
     table, seconds = cost.table_of(call.loads, counts), _seconds(call, rates_SK3)
-    logits = np.where(call.losses, 0.0, cost.ends.held_bytes(call.loads))
+    logits = np.where(call.losses, 0.0, cost.ends.freed_bytes(call.loads))
     held, workspace = dict(table.held_bytes), dict(table.workspace_bytes)
     held[Item.ACTIVATIONS] = held[Item.ACTIVATIONS] - logits
     workspace |= {kind: workspace[kind] + logits for kind in BACKWARDS}

@@ -58,7 +58,8 @@ def plan(
         longest = int(batch.lengths[0])
         raise PlanError(
             f"a document of {longest} tokens does not fit all "
-            f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed: raise the memory budget or use more devices"
+            f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed: "
+            "raise the memory budget or use more devices"
         )
     _, batches, costs, note = best
     return planned_groups("flexsp", batches, batch.lengths, batch.names, costs, cost, note)
