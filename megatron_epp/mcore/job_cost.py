@@ -19,7 +19,7 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device
+from megatron_epp.cost.catalogue.devices import GIB, device, gpu_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, States
@@ -235,11 +235,7 @@ def device_name() -> str:
     if not cpu_host.has_gpu():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if properties.total_memory > 100 * GIB:
-        return "h200-141g"
-    if properties.major >= 9:
-        return "h100-80g"
-    return "a100-80g" if properties.total_memory > 50 * GIB else "a100-40g"
+    return gpu_name(properties.total_memory, properties.major)
 
 
 def default_budget_bytes(args: Any) -> float:

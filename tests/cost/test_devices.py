@@ -46,7 +46,7 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     assert fast < slow
     links = mixed.layout.links_per_token.tolist()
     assert links == [fast, slow, slow, slow]  # the last one goes round
-    assert mixed.memory.states_bytes == alone[0].states_bytes
+    assert mixed.memory.states_bytes == alone[0].memory.states_bytes
 
 
 def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:

@@ -212,29 +212,29 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
     for stage, layers in enumerate(cost.layout.layers):
         mine = [alone[next(word)] for _ in range(layers)]
         assert cost.memory.kv_bytes(loads)[stage] == near(
-            sum(one.kv_bytes(loads)[0] for one in mine), abs=layers
+            sum(one.memory.kv_bytes(loads)[0] for one in mine), abs=layers
         )
         assert cost.memory.kv_gradient_bytes(loads)[stage] == near(
-            sum(one.kv_gradient_bytes(loads)[0] for one in mine), abs=layers
+            sum(one.memory.kv_gradient_bytes(loads)[0] for one in mine), abs=layers
         )
         assert cost.memory.weight_input_bytes(loads)[stage] == near(
-            sum(one.weight_input_bytes(loads)[0] for one in mine), abs=layers
+            sum(one.memory.weight_input_bytes(loads)[0] for one in mine), abs=layers
         )
         if cost.layout.zero == 1:
-            states = sum(one.states_bytes[0] for one in mine)
+            states = sum(one.memory.states_bytes[0] for one in mine)
             assert cost.memory.states_bytes[stage] == near(states, abs=layers)
         for chunk, choice in enumerate(plan.recompute[stage]):
             again, held, copies = 0.0, 0.0, 0.0
             for one, letter in zip(mine, choice, strict=True):
                 if letter == "o":
-                    copies += one.copy_seconds(loads)[chunk]
+                    copies += one.memory.copy_seconds(loads)[chunk]
                 else:
-                    again += one.recompute_seconds((0, letter), loads)[chunk]
-                    held += one.saved_bytes((0, letter), loads)[chunk]
+                    again += one.seconds.recompute((0, letter), loads)[chunk]
+                    held += one.memory.saved_bytes((0, letter), loads)[chunk]
             assert table.held_bytes[Item.ACTIVATIONS][stage][chunk] == near(held, abs=1.01)
             assert table.recompute_seconds[stage][chunk] == near(again)
             for kind in OF_LAYERS:
-                seconds = sum(one.seconds(kind, loads)[0, chunk] for one in mine)
+                seconds = sum(one.seconds.of(kind, loads)[0, chunk] for one in mine)
                 if kind is not Kind.WEIGHT:
                     work = seconds + (again if kind is not Kind.FORWARD else 0.0)
                     seconds += max(0.0, copies - work)
@@ -281,22 +281,22 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                     continue
                 alive = 0.0
                 if letter != "k":
-                    alive = one.recompute_workspace_bytes((0, letter), loads)[chunk]
+                    alive = one.memory.recompute_workspace_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + alive + works(one))
-                held += made(one) - one.saved_bytes((0, letter), loads)[chunk]
+                held += made(one) - one.memory.saved_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + works(one))
             peak -= sum(map(made, mine))
             aside = 0.0
             if offloaded:
-                largest = max(one.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
+                largest = max(one.memory.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
                 aside = min(2, len(offloaded)) * largest
             assert table.workspace_bytes[Kind.BACKWARD][stage][chunk] == pytest.approx(
                 peak + aside, abs=6
             )
             forward = max(
-                one.forward_workspace_bytes(loads, {(0, letter): np.ones((1, loads.chunks))})[
-                    0, chunk
-                ]
+                one.memory.forward_workspace_bytes(
+                    loads, {(0, letter): np.ones((1, loads.chunks))}
+                )[0, chunk]
                 for one, letter in zip(mine, choice, strict=True)
             )
             assert table.workspace_bytes[Kind.FORWARD][stage][chunk] == pytest.approx(
@@ -359,9 +359,9 @@ def twins(difference: float) -> tuple[Cost, Cost]:
 
 def test_kinds_with_the_same_figures_are_one() -> None:
     one, two = twins(0.0)
-    assert two.kinds.number == 1
+    assert two.layout.kinds.number == 1
     _, apart = twins(1.0)
-    assert apart.kinds.number == 2 and apart.kinds.counts.tolist() == [[4.0] * 4] * 2
+    assert apart.layout.kinds.number == 2 and apart.layout.kinds.counts.tolist() == [[4.0] * 4] * 2
     plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), letters="kfmo")
     for other in (two, apart):
         tables = [cost.table(plan) for cost in (one, other)]
@@ -420,14 +420,14 @@ def test_exchanges_and_states_by_expert_degree() -> None:
     experts and their optimizer are shared."""
     at = {ep: named_cost("qwen3-30b-a3b", "h200-141g", pp=4, tp=2, cp=4, ep=ep) for ep in (1, 2, 8)}
     token = 2 * 2 * 8 * 2048
-    rates = at[1].profile.all_to_all_bytes_per_second
+    rates = at[1].layout.profile.all_to_all_bytes_per_second
     for ep in (2, 8):
         more = at[ep].seconds.communication_per(Kind.FORWARD) - at[1].seconds.communication_per(
             Kind.FORWARD
         )
         assert more[1, 0] == pytest.approx(12 * token * (ep - 1) / ep / 8 / rates[ep])
         assert (more[:, 1:] == 0).all()
-        fewer = at[1].states_bytes[1] - at[ep].states_bytes[1]
+        fewer = at[1].memory.states_bytes[1] - at[ep].memory.states_bytes[1]
         experts = 12 * 128 * 3 * 2048 * 768
         assert fewer == pytest.approx(6 * experts * (1 - 1 / ep), abs=4)
 

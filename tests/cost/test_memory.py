@@ -49,13 +49,24 @@ def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
         for keeps in (True, False)
     )
     load = loads("0[0:5]", "0[5:9]", "1[0:6]", documents=(9, 6))
-    assert apart.kv_bytes(load).tolist() == [[150.0, 0.0], [100.0, 0.0]]
-    assert kept.kv_bytes(load).tolist() == [[270.0, 0.0], [180.0, 0.0]]
+    assert apart.memory.kv_bytes(load).tolist() == [[150.0, 0.0], [100.0, 0.0]]
+    assert kept.memory.kv_bytes(load).tolist() == [[270.0, 0.0], [180.0, 0.0]]
     # Nobody leaves a gradient for it there, and its chunk saves it no more.
-    assert kept.kv_gradient_bytes(load).tolist() == apart.kv_gradient_bytes(load).tolist()
-    saved = kept.profile.saved_bytes["k"]
-    assert kept.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 4), saved(6, 0)]
-    assert apart.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 0), saved(6, 0)]
+    assert (
+        kept.memory.kv_gradient_bytes(load).tolist()
+        == apart.memory.kv_gradient_bytes(load).tolist()
+    )
+    saved = kept.layout.profile.saved_bytes["k"]
+    assert kept.memory.saved_bytes((0, "k"), load).tolist() == [
+        saved(5, 5),
+        saved(4, 4),
+        saved(6, 0),
+    ]
+    assert apart.memory.saved_bytes((0, "k"), load).tolist() == [
+        saved(5, 5),
+        saved(4, 0),
+        saved(6, 0),
+    ]
 
 
 def test_gradients_of_kept_rows_have_their_own_size() -> None:

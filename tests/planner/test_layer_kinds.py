@@ -118,7 +118,7 @@ def test_two_kinds_that_hardly_differ_give_the_plan_of_one() -> None:
         )
         for b in (figures, other)
     )
-    assert (alike.kinds.number, apart.kinds.number) == (1, 2)
+    assert (alike.layout.kinds.number, apart.layout.kinds.number) == (1, 2)
     options = Options(levers=ALL - {"offload"})
     plans = [PIPELINES["epp"](lengths, cost, options) for cost in (one, alike, apart)]
     assert str(plans[0].plan) == str(plans[1].plan)

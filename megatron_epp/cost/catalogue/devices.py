@@ -135,6 +135,27 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+# GPUs of the catalogue, by the least memory and compute capability that they have.
+_GPUS = (
+    ("h200-141g", 100 * GIB, 0),
+    ("h100-80g", 0, 9),
+    ("a100-80g", 50 * GIB, 0),
+    ("a100-40g", 0, 0),
+)
+
+
+def gpu_name(memory_bytes: int, capability: int) -> str:
+    """Return the catalogue's name of a GPU.
+
+    Args:
+        memory_bytes: All of its memory.
+        capability: The major number of its compute capability.
+    """
+    return next(
+        name for name, least, major in _GPUS if memory_bytes > least and capability >= major
+    )
+
+
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
 _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
 
