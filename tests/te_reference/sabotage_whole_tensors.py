@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron_epp.layers.attention.varlen import CuSeqlens
-from tests.te_on_cpu.sabotage import drop_returned_gradients, lose_what_was_set_aside
+from tests.te_reference.sabotage import drop_returned_gradients, lose_what_was_set_aside
 
 
 def _quantise(other: Callable[..., Any]) -> AbstractContextManager:
