@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from megatron.core import fp8_utils
 
-from megatron_epp.mcore import stage_runner
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.trainer import stage_runner
 
 
 def keep_the_weights_of_another_batch() -> AbstractContextManager:

@@ -21,11 +21,9 @@ from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Step
-from megatron_epp.mcore import megatron_gpt, replaced, telemetry
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper, settle_choices
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.capabilities import refusals
-from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, Config
 from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
@@ -37,10 +35,12 @@ from megatron_epp.mcore.data.global_batches import (
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.elastic_schedule import ElasticSchedule
-from megatron_epp.mcore.flags import rank
+from megatron_epp.mcore.flags import replaced
+from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, Config
+from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.process_groups import make_groups
+from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
-from megatron_epp.mcore.launcher import end_with_launcher
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
@@ -57,9 +57,11 @@ from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of
 from megatron_epp.mcore.placing.ends import tie_ends
 from megatron_epp.mcore.placing.parts import place_parts
-from megatron_epp.mcore.process_groups import make_groups
-from megatron_epp.mcore.sigterm import speak_when_terminated
-from megatron_epp.mcore.stage_runner import StageRunner
+from megatron_epp.mcore.trainer import telemetry
+from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
+from megatron_epp.mcore.trainer.launcher import end_with_launcher
+from megatron_epp.mcore.trainer.sigterm import speak_when_terminated
+from megatron_epp.mcore.trainer.stage_runner import StageRunner
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
@@ -165,9 +167,9 @@ def setup(args: Any, model_config: Any, hooks: TrainerParts | None = None) -> tu
     """Put elastic pipelines into this process; returns the forward step and the data provider
     for Megatron's ``pretrain``.
 
-    ``args`` are Megatron's, with ours (:mod:`megatron_epp.mcore.config`); ``model_config`` is the
-    model configuration that ``pretrain`` will build from. A ValueError says in one line what
-    cannot run.
+    ``args`` are Megatron's, with ours (:mod:`megatron_epp.mcore.flags.config`);
+    ``model_config`` is the model configuration that ``pretrain`` will build from. A
+    ValueError says in one line what cannot run.
     """
     if args.epp_vocab_parallel == AUTO:
         args.epp_vocab_parallel = OFF  # in whose script whatever comes may change the model
