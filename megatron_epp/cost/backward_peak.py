@@ -37,29 +37,26 @@ def backward_workspace_bytes(
 
     ``runs`` come in the order of backward.
     """
-    loose = (loads.document >= 0) & (loads.later < 0)
+    layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
     document = np.maximum(loads.document, 0)
     made_KC = [
         np.where(loose, memory.layer_kv_gradient_bytes(each, loads)[document], 0.0)
-        for each in memory.layout.coefficients
+        for each in layout.coefficients
     ]
     held = -memory.ends.freed_bytes(loads)
     made = np.zeros_like(held)
     if kind is Kind.INPUT:
         made_KC = [
-            made_C + memory.layout.bytes_of(of.weight_input_bytes, loads)
-            for made_C, of in zip(made_KC, memory.layout.coefficients, strict=True)
+            made_C + layout.bytes_of(of.weight_input_bytes, loads)
+            for made_C, of in zip(made_KC, layout.coefficients, strict=True)
         ]
         made = memory.ends.weight_input_bytes(loads)
     held = held + made
     by_kind = np.stack(made_KC)
     # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
-    works = [
-        memory.layout.workspace_of(of.workspace_bytes[kind], loads)
-        for of in memory.layout.coefficients
-    ]
-    less_KSC = np.stack(works)[:, None] - memory.layout.most_over_stages(works)
-    before, stage = np.maximum(held, 0.0), np.arange(memory.layout.stages)
+    works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
+    less_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
+    before, stage = np.maximum(held, 0.0), np.arange(layout.stages)
     peak = np.full_like(held, -np.inf)
     for run in runs:
         shrinks, less = run.saved - by_kind[run.kind], less_KSC[run.kind, stage]
@@ -68,7 +65,7 @@ def backward_workspace_bytes(
         held = held - run.count * shrinks
         peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
     peak = np.where(np.isinf(peak), before, peak)
-    return np.ceil(peak - made - memory.layout.over_stages(made_KC))
+    return np.ceil(peak - made - layout.over_stages(made_KC))
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:

@@ -32,6 +32,7 @@ class Column(ABC):
     size: int = 0
 
     def __str__(self) -> str:
+        """Return the column's name in profile files."""
         return f"{self.NAME} {self.size}" if self.size else self.NAME
 
     @abstractmethod
@@ -50,12 +51,15 @@ class Column(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WindowPairs(Column):
-    """Query-key pairs where a query sees at most ``size`` keys, itself among them. All pairs tell
-    of them where they are measured."""
+    """Query-key pairs where a query sees at most ``size`` keys, itself among them.
+
+    Where they are measured, the seconds of all pairs contain theirs.
+    """
 
     NAME, FITTED = "window_pairs", False
 
     def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Return the pairs of every span."""
         return pairs_before(stop, self.size) - pairs_before(start, self.size)
 
 
@@ -66,9 +70,11 @@ class ContextTokens(Column):
     NAME = "context_tokens"
 
     def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Return the tokens before every span."""
         return start
 
     def of_chunks(self, loads: Loads) -> np.ndarray:
+        """Return the tokens before every chunk's slice, [C]."""
         return loads.behind_tokens
 
 

@@ -72,6 +72,7 @@ class Cost:
     host_budget_bytes: float = math.inf
 
     def __post_init__(self):
+        """Raise a ValueError where the budgets are not those of the stages."""
         if len(self.budget_bytes) != self.layout.stages:
             raise ValueError(
                 f"{len(self.budget_bytes)} memory budgets for {self.layout.stages} stages"
@@ -79,14 +80,17 @@ class Cost:
 
     @cached_property
     def ends(self) -> Ends:
+        """Embedding and LM head."""
         return ends_of(self.layout)
 
     @cached_property
     def seconds(self) -> OpSeconds:
+        """Seconds of ops."""
         return OpSeconds(self.layout, self.ends)
 
     @cached_property
     def memory(self) -> ChunkMemory:
+        """Bytes of states and chunks."""
         return ChunkMemory(self.layout, self.ends)
 
     # --- budgets ---------------------------------------------------------------------------------

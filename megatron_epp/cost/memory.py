@@ -122,11 +122,9 @@ class ChunkMemory:
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: from I to W."""
-        held = self.layout.over_stages(
-            [
-                self.layout.bytes_of(each.weight_input_bytes, loads)
-                for each in self.layout.coefficients
-            ]
+        layout = self.layout
+        held = layout.over_stages(
+            [layout.bytes_of(each.weight_input_bytes, loads) for each in layout.coefficients]
         )
         return np.ceil(held + self.ends.weight_input_bytes(loads))
 
@@ -134,11 +132,11 @@ class ChunkMemory:
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while the op runs, without recompute."""
+        layout = self.layout
         rows = [
-            self.layout.workspace_of(each.workspace_bytes[kind], loads)
-            for each in self.layout.coefficients
+            layout.workspace_of(each.workspace_bytes[kind], loads) for each in layout.coefficients
         ]
-        held = self.layout.most_over_stages(rows)
+        held = layout.most_over_stages(rows)
         return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:

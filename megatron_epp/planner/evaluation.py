@@ -65,16 +65,15 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
     parallelism H of a chunk as many forwards behind its own as there are stages, since the last
     stage's output is as long on its way there, and back through the stages."""
+    stages = cost.layout.stages
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     made = [
         (KIND_CODE[kind], at - behind)
-        for at in range(count + cost.layout.stages)
-        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.layout.stages))
+        for at in range(count + stages)
+        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, stages))
         if kind in rules and 0 <= at - behind < count
     ]
-    kinds, chunks = (
-        np.tile(np.array(each), (cost.layout.stages, 1)) for each in zip(*made, strict=True)
-    )
+    kinds, chunks = (np.tile(np.array(each), (stages, 1)) for each in zip(*made, strict=True))
     return kinds, chunks
 
 
@@ -84,10 +83,8 @@ def _shares(
     """Plans with chunks of at most ``most`` tokens, and their peaks, [stages]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
-    wanted = (
-        max(cost.layout.stages, round(ideal_chunks(total / width, rates, cost.layout.stages)))
-        * width
-    )
+    pp = cost.layout.stages
+    wanted = max(pp, round(ideal_chunks(total / width, rates, pp))) * width
     cuts = cut_each(batch.lengths, total / wanted, rates, most, options.multiple)
     loose = rates.span_seconds(cuts.tails).sum()
     loose += rates.span_seconds(cuts.shorts).sum()

@@ -97,16 +97,20 @@ class LatentPart(AttentionPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Making K and V again of an earlier slice's latents: backward does so, too, and has the
-        gradients of latents and of weights to make."""
+        """K and V made again of an earlier slice's latents.
+
+        Backward makes them again, too, and has the gradients of latents and of weights to make.
+        """
         if not self.shape.carries_latents:
             return {}
         return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """A block of the context's K and V, in backward with their gradients, and those of the
-        context's latents."""
+        """A block of the context's K and V.
+
+        In backward with their gradients, and those of the context's latents.
+        """
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
