@@ -186,7 +186,7 @@ def _text(step: Step | None) -> str | None:
 def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
     found = made.slowest
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
-    budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
+    budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.device_budget_bytes))
     offloaded, host = 0.0, ""
     if found.plan is not None:
         cost = dataclasses.replace(cost, layers=found.plan.layers)  # moved by the lever uneven

@@ -49,7 +49,7 @@ class PlannedSteps:
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
         states = cost.of_ranks(cost.states_bytes)
-        self.budget = MemoryBudget(cost.rank_budget_bytes, states, float(cost.ep))
+        self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.ep))
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
@@ -71,7 +71,7 @@ class PlannedSteps:
         """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
         profile = replace(self.cost.profile, routing=self.budget.routing)
         cost = replace(self.cost, profile=profile)
-        self.cost = cost.with_rank_budgets(self.budget.planned_bytes)
+        self.cost = replace(cost, device_budget_bytes=self.budget.planned_bytes)
         if self.groups.control.rank() == 0:
             for folder in self.folders:
                 self._try(
@@ -169,7 +169,7 @@ class PlannedSteps:
             if plan.predicted is None:
                 continue
             for stage, (peak, budget) in enumerate(
-                zip(plan.predicted.peak_gib, self.cost.rank_budget_bytes, strict=True)
+                zip(plan.predicted.peak_gib, self.cost.device_budget_bytes, strict=True)
             ):
                 if peak * GIB > budget * (1 + _ROUNDING):
                     longest = max(plan.documents)

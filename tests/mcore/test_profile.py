@@ -107,10 +107,10 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
         vars(args).update(filled, data_parallel_size=1, epp_vocab_parallel="off")
         config, layers = Config.of(args), (1,) * (4 if changes else 2)
         cost = job_cost.training_cost(args, config, layers, job_cost.analytic(args))
-        return tuple(each / 2**30 for each in cost.budget_bytes)
+        return tuple(each / 2**30 for each in cost.device_budget_bytes)
 
     assert budgets("2") == (2, 2) and budgets("2", "1") == (2, 1)
-    assert budgets("2", "1", epp_place=[0, 1, 1, 0]) == (2, 1, 1, 2)
+    assert budgets("2", "1", epp_place=[0, 1, 1, 0]) == (2, 1)
     with pytest.raises(ValueError, match="-gib: 3 numbers for 2 pipeline ranks; expected one, or"):
         budgets("2", "1", "3")
 

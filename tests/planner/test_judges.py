@@ -364,7 +364,7 @@ def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     states = np.array(ample.states_bytes)
     for share in (0.75, 0.5):
         budget = states + share * (np.array(kept.peak_bytes) - states)
-        cost = dataclasses.replace(ample, budget_bytes=tuple(budget.tolist()))
+        cost = dataclasses.replace(ample, device_budget_bytes=tuple(budget.tolist()))
         ours = PIPELINES["epp"](lengths, cost, Options())
         assert ours.fits and ours.recompute_ratio > 0
         for letter, layers in itertools.product("nbf", range(1, max(cost.layers) + 1)):

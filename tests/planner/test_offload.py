@@ -116,7 +116,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
     tight = dataclasses.replace(
-        ample, budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
+        ample, device_budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
     )
     found = Search(batch, tight, ON)
     table = found.prepare(chunking)

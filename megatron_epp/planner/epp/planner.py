@@ -61,7 +61,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     best = min(candidates, key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
         peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
-        if (peaks > np.array(best.cost.budget_bytes)).any():
+        if (peaks > np.array(best.cost.device_budget_bytes)).any():
             raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
     return best
 
@@ -185,7 +185,7 @@ def _own(
 def _on_devices(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
 ) -> ScoredDraft | None:
-    room = cost.room_bytes
+    room = cost.headroom_bytes
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
         search = Search(batch, cost, options, room, shared, host)
@@ -196,7 +196,7 @@ def _on_devices(
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)
         exact = block_peaks(batch, made, cost, options)
-        over = exact - np.array(cost.budget_bytes)
+        over = exact - np.array(cost.device_budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(found.seconds, 0.0, made, cost)
         room = room - np.maximum(over, 0.0) * TIGHTENED_MORE

@@ -76,7 +76,7 @@ def draft(
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
-    whole = cost.room_bytes
+    whole = cost.headroom_bytes
     room, solver = whole, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):

@@ -152,5 +152,5 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
         ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
         backward_order=chunking.backward,
         last_of_group=chunking.last_of_group,
-        room_bytes=cost.room_bytes,
+        room_bytes=cost.headroom_bytes,
     )

@@ -69,14 +69,13 @@ class Setup:
 
     @classmethod
     def even(cls, cost: Cost, place: tuple[int, ...], *chunks: Any) -> "Setup":
-        """Even layers. The budget of a device is for all its stages: each is checked with the
-        whole, then together."""
+        """Even layers; the cost as if every stage had a device like that of its rank."""
         layers = even_layers(sum(cost.layers), len(place))
-        budget = (max(cost.budget_bytes),) * len(place)
+        budget = (max(cost.device_budget_bytes),) * len(place)
         on = tuple(cost.unlike_devices[rank] for rank in place) if cost.unlike_devices else ()
         if on:
-            budget = tuple(cost.rank_budget_bytes[rank] for rank in place)
-        staged = cost.on_devices(on, layers=layers, budget_bytes=budget)
+            budget = tuple(cost.device_budget_bytes[rank] for rank in place)
+        staged = cost.on_devices(on, layers=layers, device_budget_bytes=budget)
         return cls(staged, place, *chunks)
 
     @property
@@ -92,7 +91,8 @@ class Setup:
     def room_bytes(self) -> np.ndarray:
         """[ranks]"""
         first = [self.place.index(rank) for rank in range(self.ranks)]
-        return np.array(self.cost.budget_bytes)[first] - self.resident_bytes
+        on = [self.cost.rank_of[stage] for stage in first]
+        return np.array(self.cost.device_budget_bytes)[on] - self.resident_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
