@@ -220,7 +220,7 @@ class Job:
         self._chats: Mapping[str, str] = {}  # the corpora of chat files
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
-        self._current_op = CurrentOp(0)  # its stage is known when the model is built
+        self._current_op = CurrentOp(0)  # its rank is known when the model is built
         self._place: JobContext | None = None
         self._schedule: ElasticSchedule | None = None
 
@@ -262,7 +262,7 @@ class Job:
         if getattr(self.args, FUSED_LINEARS, False):
             for model in models:
                 fuse_weight_gradients(model)
-        self._current_op.stage = groups.pipeline_rank
+        self._current_op.rank = groups.pipeline_rank
         self._claim_folders(groups)
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)

@@ -148,7 +148,7 @@ def told(
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
     weights = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
     # The executor's own time, neither computing nor waiting for a message: the worst stage's.
-    own = max(s.stop - s.start - s.busy - s.waiting for s in report.stages)
+    own = max(s.stop - s.start - s.busy - s.waiting for s in report.ranks)
     entry = {
         "iteration": iteration,
         "variant": variant_of(iteration),
