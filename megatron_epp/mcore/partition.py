@@ -26,7 +26,8 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import (
+from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
     OFF,
@@ -37,7 +38,6 @@ from megatron_epp.mcore.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.data.global_batches import scheduled_sizes
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,

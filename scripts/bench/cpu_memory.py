@@ -54,9 +54,9 @@ def work(tasks: list[dict]) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore import entry
     from megatron_epp.mcore.data.global_batches import GlobalBatches
-    from megatron_epp.mcore.setup import TrainerParts
+    from megatron_epp.mcore.trainer import entry
+    from megatron_epp.mcore.trainer.setup import TrainerParts
 
     class Batches(GlobalBatches):
         given = 0

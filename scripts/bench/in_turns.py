@@ -54,8 +54,8 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
             the job, and the model
     tell    what is logged of an iteration; given first which variant it was, by number
     """
-    from megatron_epp.mcore import entry
-    from megatron_epp.mcore.setup import TrainerParts
+    from megatron_epp.mcore.trainer import entry
+    from megatron_epp.mcore.trainer.setup import TrainerParts
 
     def variant_of(iteration: int) -> int:
         """Iterations that warm up take turns, too, from the first variant on."""

@@ -7,7 +7,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore.trainer import entry, setup  # noqa: E402
 
 
 def make_steps(place, model):

@@ -19,10 +19,10 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model.attention import attention_for  # noqa: E402
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts, limit_bytes  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.setup import TrainerParts, limit_bytes  # noqa: E402
 from megatron_epp.runtime import stage_peers  # noqa: E402
 
 RANK = int(os.environ["RANK"])

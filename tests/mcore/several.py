@@ -24,8 +24,9 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine  # noqa: E402
 from megatron.training.global_vars import destroy_global_vars  # noqa: E402
 
-from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
+from megatron_epp.mcore.job import job_exit  # noqa: E402
+from megatron_epp.mcore.trainer import entry, setup  # noqa: E402
 
 
 def forget() -> None:

@@ -15,8 +15,8 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.data.global_batches import Documents, build_documents
-from megatron_epp.mcore.flags import prepare_parser
-from megatron_epp.mcore.setup import Job
+from megatron_epp.mcore.job.read_flags import prepare_parser
+from megatron_epp.mcore.trainer.setup import Job
 from tests.mcore.runs import flags, train
 from tests.mcore.test_documents import write_corpus
 

@@ -18,7 +18,7 @@ cpu_host.install_cpu_host()
 from megatron.training import training  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore.trainer import entry, setup  # noqa: E402
 from megatron_epp.runtime.comm_recorder import Traffic  # noqa: E402
 
 

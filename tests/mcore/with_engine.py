@@ -11,9 +11,9 @@ cpu_host.install_cpu_host()
 
 from megatron.core.tensor_parallel import RowParallelLinear  # noqa: E402
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model import elastic_layers  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.setup import TrainerParts  # noqa: E402
 from tests.layers import engine  # noqa: E402
 
 

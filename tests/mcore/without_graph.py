@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron_epp.mcore.model import elastic_layers
-from megatron_epp.mcore.setup import TrainerParts
+from megatron_epp.mcore.trainer.setup import TrainerParts
 
 
 def install_in_model(*arguments: Any) -> None:

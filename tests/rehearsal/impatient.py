@@ -17,9 +17,9 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.setup import TrainerParts  # noqa: E402
 
 ITERATION = 4
 

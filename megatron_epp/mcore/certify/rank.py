@@ -36,16 +36,16 @@ from megatron_epp.ir import (
 from megatron_epp.layers.attention import latents, sparse
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_models, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.config import AUTO, Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.flags.config import AUTO, Config
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, heads_of
 from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.trainer import setup
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
