@@ -34,10 +34,11 @@ def install(
     """
     from megatron_epp.mcore.patching import seams
     from megatron_epp.mcore.trainer import setup
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return setup.setup(args, model_config, setup.TrainerParts(items=items))
+    return setup.setup(args, model_config, TrainerHooks(items=items))
 
 
 def prepare_host() -> bool:

@@ -191,7 +191,7 @@ def test_a_takeover_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from megatron_epp.mcore.trainer.setup import Job\njob = Job()\njob.schedule = 3",
+        "from megatron_epp.mcore.trainer.job import Job\njob = Job()\njob.schedule = 3",
         "import numpy\nnumpy.told = 1",
         "from megatron_epp.mcore.trainer import setup\nmine = setup.obtain",
         "from unittest.mock import patch\nfrom megatron_epp.mcore.trainer import setup\n"

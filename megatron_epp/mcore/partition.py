@@ -184,7 +184,7 @@ def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
     """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
     auto; what rank 0 says of it. None where there is nothing to choose.
 
-    ``parts``: what stands in for parts of the trainer (setup.py: TrainerParts), if anything does.
+    ``parts``: what stands in for parts of the trainer (setup.py: TrainerHooks), if anything does.
     A run that resumes keeps its checkpoint's: weights load either way, but not the optimizer's
     states in every format. What cannot be had, or not be known, is off; ValueError: what was kept
     beside the checkpoint, or --epp-plan, cannot be read.

@@ -314,7 +314,7 @@ OTHER_ATTENTION = """
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model.kinds.registry import heads_of
-from megatron_epp.mcore.trainer.setup import TrainerParts
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 asked = []
 
@@ -324,7 +324,7 @@ def attention_for(wanted, config, device):
     return VarlenAttention(PlainKernel(heads_of(config).scale))
 
 
-HOOKS = TrainerParts(attention_for=attention_for)
+HOOKS = TrainerHooks(attention_for=attention_for)
 
 
 class Around:

@@ -28,12 +28,12 @@ from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 from megatron_epp.te_reference import reference_switch
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
-    from megatron_epp.mcore.trainer.setup import TrainerParts
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
 def main(
     program_start: float | None = None,
-    hooks: TrainerParts | None = None,
+    hooks: TrainerHooks | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
@@ -55,7 +55,7 @@ def main(
 
 def train(
     program_start: float,
-    hooks: TrainerParts | None = None,
+    hooks: TrainerHooks | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
