@@ -269,7 +269,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
             work.backward_order,
             work.ops.moved_bytes,
             freed,
-            work.room_bytes,
+            work.headroom_bytes,
             most,
             integer=False,
         )
@@ -282,7 +282,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     on_demand = solved()
     saved = freed[0] * ilp.broadcast_diagonals(on_demand[0], work.backward_order, cost.stages)
     missing, _ = ilp._missing(
-        law, work.backward_order, work.ops.moved_bytes, saved, work.room_bytes
+        law, work.backward_order, work.ops.moved_bytes, saved, work.headroom_bytes
     )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4

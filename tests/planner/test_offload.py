@@ -89,7 +89,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         return problem_of(cost, chunking, loads, {(0, OFFLOAD): aside, **again})
 
     def fits(work: ScheduleProblem) -> bool:
-        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.room_bytes).all()
+        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.headroom_bytes).all()
 
     found = diagonal_counts(
         ilp.Solver(), cost, loads, work({}), law, integer=False, steps=("knf",),

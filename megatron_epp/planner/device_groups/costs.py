@@ -115,7 +115,7 @@ def group_costs(
             # The same at every degree: pairs of all windows are spread alike.
             for part in (run, again):
                 part[1] += sum(part[at] for _, at in spread.window_columns)
-        room = spread.headroom_bytes[0]
+        headroom = spread.headroom_bytes[0]
         rows.append(
             (
                 degree,
@@ -126,7 +126,7 @@ def group_costs(
                 comm[2] + extra_gather,
                 again[0],
                 again[1],
-                max(0.0, room / token_bytes),
+                max(0.0, headroom / token_bytes),
                 token_bytes,
                 spread.states_bytes[0],
             )

@@ -88,7 +88,7 @@ class Setup:
         return np.bincount(self.place, weights=np.array(self.cost.states_bytes))
 
     @property
-    def room_bytes(self) -> np.ndarray:
+    def headroom_bytes(self) -> np.ndarray:
         """[ranks]"""
         first = [self.place.index(rank) for rank in range(self.ranks)]
         on = [self.cost.rank_of[stage] for stage in first]
@@ -139,7 +139,7 @@ def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
         work = setup.change(op_arrays(table, setup.loads, rules))
         starts = starts_of(setup.sizes)
         ends = backward_order(starts), last_of_groups(starts)
-        problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
+        problem = ScheduleProblem(work, *ends, setup.headroom_bytes, setup.place)
         for policy, how in policies(setup):
             found = list_schedule(problem, policy)
             played = TimedSetup(setup, counts, found, f"{how} {said}".rstrip())
