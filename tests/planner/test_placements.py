@@ -9,10 +9,14 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Plan, check
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
-from megatron_epp.planner.partition import expected_features, fastest_layers, layer_seconds
+from megatron_epp.planner.choose.choice import (
+    PLACEMENT_PAYS,
+    placement_of,
+    sketched_seconds,
+    with_placement,
+)
+from megatron_epp.planner.choose.partition import expected_features, fastest_layers, layer_seconds
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.partitions import sketched_seconds
-from megatron_epp.planner.tuning.placements import PLACED_PAYS, placement_of, with_placement
 from megatron_epp.planner.tuning.survey import survey
 
 FEW, MANY = [8000] * 4, [8000] * 48
@@ -28,20 +32,20 @@ def machine(name: str = "even") -> Cost:
 def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
     """Packed: there are as many micro-batches as documents, and a bubble for a few of them."""
     few = placement_of(machine(), [FEW], QUICK, "packing")
-    assert few.name != "even" and few.cost.place and sum(few.cost.layers) == 32
+    assert few.key != "even" and few.cost.place and sum(few.cost.layers) == 32
     taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
-    assert taken == few.seconds[few.name] < few.seconds["even"] * (1 - PLACED_PAYS)
-    assert "less time" in few.said
+    assert taken == few.seconds[few.key] < few.seconds["even"] * (1 - PLACEMENT_PAYS)
+    assert "less time" in few.comparison
     many = placement_of(machine(), [MANY], QUICK, "packing")
-    assert many.name == "even" and not many.cost.place
-    assert "interleaved 2" in many.said and " v " in many.said
+    assert many.key == "even" and not many.cost.place
+    assert "interleaved 2" in many.comparison and " v " in many.comparison
 
 
 def test_too_few_layers_for_several_stages() -> None:
     cost = dataclasses.replace(machine(), layers=(1, 1), profile=machine().profile, layer_kinds=())
     found = placement_of(cost, [FEW], QUICK, "packing")
-    assert found.name == "even" and found.seconds["v"] is None
-    assert "v fits no plan" in found.said
+    assert found.key == "even" and found.seconds["v"] is None
+    assert "v fits no plan" in found.comparison
 
 
 @pytest.mark.parametrize("name", ["v", "interleaved 2", "place 0 0 1 1"])
@@ -116,4 +120,4 @@ def test_tune_weighs_several_stages_on_a_rank() -> None:
     (even, placed_one) = (min(choices, key=lambda c: c.seconds) for choices in found)
     assert even.place == () and "place" not in even.facts()
     assert len(placed_one.place) == 16 and placed_one.facts()["place"] == placed_one.place
-    assert placed_one.seconds < even.seconds * (1 - PLACED_PAYS) and sum(placed_one.layers) == 32
+    assert placed_one.seconds < even.seconds * (1 - PLACEMENT_PAYS) and sum(placed_one.layers) == 32

@@ -7,8 +7,7 @@ and late slices of long documents want another partition than sums do.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,9 +17,6 @@ from megatron_epp.ir import Kind
 
 # Chunks per stage that constants are counted for before there is a plan. By hand.
 LIKELY_CHUNKS = 8
-MOST_TRIED = 10  # partitions that are planned for, over all rounds
-# A partition must gain so much over the one that flags give: no model of costs is that exact.
-GAIN = 0.005
 
 
 def layer_costs(cost: Cost) -> Cost:
@@ -138,80 +134,6 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     states = moved.of_ranks(moved.states_bytes)
     fits = all(s < b for s, b in zip(states, moved.rank_budget_bytes, strict=True))
     return moved if fits else None
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """layers, and the seconds of every partition that was planned for: summed over the batches,
-    None where some batch does not fit. The first one is what flags give."""
-
-    layers: tuple[int, ...]
-    tried: dict[tuple[int, ...], float | None]
-
-    @property
-    def gain(self) -> float:
-        """Share of the time that it saves against the one that flags give."""
-        (first, *_), mine = self.tried.values(), self.tried[self.layers]
-        return 1 - mine / first if first and mine else 0.0
-
-
-def partition_by_time(
-    cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
-) -> Partition:
-    """The partition whose plans take least over ``batches``, as far as ``MOST_TRIED`` plans show.
-
-    ``seconds_of`` plans all batches with a cost; None: some do not fit. A pure function of what it
-    is given, if that is one.
-    """
-    tried: dict[tuple[int, ...], float | None] = {}
-
-    def seconds(layers: tuple[int, ...]) -> float:
-        if layers not in tried and len(tried) < MOST_TRIED:
-            moved = with_layers(cost, layers)
-            tried[layers] = None if moved is None else seconds_of(moved)
-        found = tried.get(layers)
-        return np.inf if found is None else found
-
-    first = cost.layers
-    seconds(first)
-    features = expected_features(cost, batches)
-    by_sums = fastest_layers(cost, features)
-    at = first
-    if by_sums is not None and seconds(by_sums) < seconds(first):
-        at = by_sums
-    moved = True
-    while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
-        moved = False
-        for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
-            if seconds(other) < seconds(at):
-                at, moved = other, True
-                break
-    if tried[first] is not None and seconds(at) > seconds(first) * (1 - GAIN):
-        at = first
-    return Partition(at, tried)
-
-
-def _neighbours(
-    layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
-) -> Iterator[tuple[int, ...]]:
-    """A layer moved from a stage of the slowest rank, or the next slowest, to one of a faster."""
-    ends = np.cumsum(layers)
-    least = [1] * (len(layers) - 1) + [cost.pinned_layers]
-    parts = [
-        own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
-    ]
-    taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
-    for slow in np.argsort(-taken, kind="stable")[:2]:
-        # Along the borders to each of the others, the fastest first.
-        for fast in np.argsort(taken, kind="stable")[:2]:
-            for give in np.flatnonzero(on == slow):
-                for take in np.flatnonzero(on == fast):
-                    if slow == fast or layers[give] <= least[give]:
-                        continue
-                    moved = list(layers)
-                    moved[give] -= 1
-                    moved[take] += 1
-                    yield tuple(moved)
 
 
 def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:

@@ -1,0 +1,157 @@
+"""Vocabulary parallelism, layers and placement of a run where their flags say ``auto``.
+
+They are chosen before Megatron builds the model, on the lengths and costs that are known then
+(expected.py), by the plans of the first batches (planner/choose). A run that resumes has its
+checkpoint's (kept.py).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.control.given_steps import first_given
+from megatron_epp.cost.build import even_layers
+from megatron_epp.ir.placement import Placement
+from megatron_epp.mcore.capabilities.refusals import whole_words
+from megatron_epp.mcore.capabilities.table import limit_for
+from megatron_epp.mcore.choose.expected import cost_and_options, expected_batches, source_of_costs
+from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.config import (
+    AUTO,
+    OFF,
+    ON,
+    PARTITION_AUTO,
+    layers_by_time,
+    placement_by_time,
+)
+from megatron_epp.mcore.model.shape import further_shapes, stage_layers
+from megatron_epp.mcore.placing.asked import place_of, placed_values
+
+
+@dataclass(frozen=True, slots=True)
+class JobChoices:
+    """lines       that rank 0 prints
+    placement   with the layers of its stages; None where Megatron's flags say them
+    """
+
+    lines: tuple[str, ...]
+    placement: Placement | None
+
+
+def choose(args: Any, parts: Any = None) -> JobChoices:
+    """Set on ``args``, which Megatron has validated, what their flags leave to ``auto``.
+
+    ``parts``: replacements of parts of the trainer (setup.py: TrainerParts), if there are any.
+    ValueError: a corpus, a cost model, --epp-plan, or what was kept next to the checkpoint cannot
+    be read.
+    """
+    vocabulary = choose_vocabulary(args, parts)
+    placement, line = choose_placement(args)
+    return JobChoices(tuple(filter(None, (vocabulary, line))), placement)
+
+
+def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
+    """Set --epp-vocab-parallel to on or off where it is auto; return the line on it, None where
+    there is nothing to choose.
+
+    Weights load either way, but not the optimizer's states in every format, so a run that resumes
+    has its checkpoint's choice. What cannot run, or whose gain is not known, is off.
+    """
+    if args.epp_vocab_parallel != AUTO:
+        return None
+    args.epp_vocab_parallel = OFF
+    if not args.epp or args.pipeline_model_parallel_size == 1:
+        return None
+    args.epp_vocab_parallel, why = _vocabulary_and_reason(args, parts)
+    return f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {why}"
+
+
+def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
+    refused, unlike = whole_words(args), limit_for("epp", args)
+    args.epp_vocab_parallel = ON
+    if (said := limit_for("epp", args)) not in (None, unlike):
+        refused = said, ""
+    args.epp_vocab_parallel = OFF
+    if parts is not None and parts.pre_wrap is not None:
+        refused = "a script changes the model before it is wrapped, as adapters do", ""
+    if refused is not None:
+        return OFF, refused[0]
+    if args.epp_plan is not None:
+        planned = first_given(args.epp_plan).vocabulary_parallel
+        return (ON if planned else OFF), "as the plans of --epp-plan have it"
+    if resumes(args):
+        return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
+    if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
+        return OFF, "--pipeline-model-parallel-layout has placed the output layer"
+    if place_of(args) or placement_by_time(args):
+        return OFF, "ranks may have several stages; give on"
+    if parts is not None and parts.items is not None:
+        return OFF, "no lengths are known of documents from Python"
+    from megatron_epp.planner.choose.choice import ruled_out, vocabulary_of
+
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
+    if args.epp_partition != PARTITION_AUTO:
+        layers = tuple(stage_layers(args, len(layers), None))
+    try:
+        cost, options = cost_and_options(args, layers)
+        if (refusal := ruled_out(cost)) is not None:
+            return OFF, refusal
+        choice = vocabulary_of(cost, expected_batches(args), options, args.epp_planner)
+    except (OSError, ValueError) as unknown:
+        return OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"
+    return choice.key, f"{choice.comparison} by {source_of_costs(args)} (simulated)"
+
+
+def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
+    """Set Megatron's layout, or the | in the pattern of a HybridModel, where the layers of the
+    stages are chosen, alone or with a placement; return the choice and the line on it, None where
+    there is nothing to choose."""
+    if not (args.epp and layers_by_time(args)):
+        return None, None
+    both = placement_by_time(args)
+    flag = f"--epp-{'placement' if both else 'partition'} auto"
+    stages = args.pipeline_model_parallel_size
+    if stages == 1:
+        return None, f"{flag} has no effect with one stage"
+    even = even_layers(args.num_layers, stages)
+    if resumes(args):
+        kept = kept_placement(args)
+        placement = kept or Placement(tuple(range(stages)), even)
+        whence = "its flags made it even" if kept is None else "kept next to it"
+        why = f"the checkpoint's, as it resumes ({whence})"
+    else:
+        placement, why = _placement_by_time(args, even)
+    values = placed_values(
+        placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
+    )
+    vars(args).update(values)
+    where = f"layers {' '.join(map(str, placement.layers))} of the stages"
+    if both:
+        where = f"stages on ranks {placement}, {where}"
+    if args.hybrid_layer_pattern is not None and placement.is_even:
+        where = f"{where}, {args.hybrid_layer_pattern}"
+    return placement, f"{flag}: {where}; {why}"
+
+
+def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
+    """Return the fastest layers of the stages, with --epp-placement auto those of the fastest
+    placement, and why."""
+    from megatron_epp.planner.choose.choice import partition_of, placement_of
+
+    both = placement_by_time(args)
+    if both and args.epp_plan is not None:
+        plan = first_given(args.epp_plan)
+        place, layers = plan.place or tuple(range(plan.stages)), plan.layers
+        why = "as the plans of --epp-plan have it"
+    else:
+        cost, options = cost_and_options(args, even)
+        plans = expected_batches(args), options, args.epp_planner
+        if both:
+            placed = placement_of(cost, *plans)
+            cost, why = placed.cost, f"{placed.comparison} by"
+        else:
+            partition = partition_of(cost, *plans)
+            cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
+        place, layers = cost.rank_of, cost.layers
+        why = f"{why} {source_of_costs(args)} (simulated)"
+    *others, last = layers
+    return Placement(place, (*others, last - len(further_shapes(args)))), why

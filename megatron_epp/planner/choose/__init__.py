@@ -1,0 +1,1 @@
+"""Choices made once per run: layers of every stage, placement, vocabulary parallelism."""
