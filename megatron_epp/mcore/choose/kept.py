@@ -56,7 +56,8 @@ def kept_placement(args: Any) -> Placement | None:
     if choices is None:
         return None
     ranks = args.pipeline_model_parallel_size
-    place, layers = choices.get(PLACE, list(range(ranks))), choices.get(STAGE_LAYERS)
+    place: Any = choices.get(PLACE, list(range(ranks)))
+    layers: Any = choices.get(STAGE_LAYERS)
     for numbers, least in ((layers, 1), (place, 0)):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= least for n in numbers):
             raise _damaged(
