@@ -20,7 +20,7 @@ from megatron_epp.flag_fields import (
     whole_number,
 )
 from megatron_epp.planner.options import LEVERS
-from megatron_epp.planner.settings import shared
+from megatron_epp.planner.settings import shared_setting
 
 AUTO = 0  # instead of a degree that the planner is to choose
 # A batch of more documents is a mistake: planning it would take minutes.
@@ -63,7 +63,7 @@ class DocumentFlags:
         required=True,
     )
     context: int = flag(0, "the most inputs of a document (default: no limit)", TOKENS)
-    overlong: str = shared("overlong")
+    overlong: str = shared_setting("overlong")
     global_batch_size: int | None = flag(
         None,
         "documents in a batch, over all replicas (default: 512; all of a text file of at "
@@ -90,7 +90,7 @@ class MachineFlags:
         "have each, where they differ: h100-80g*4,a100-80g*4",
         NAMED,
     )
-    cost_model: str | None = shared("cost_model", ", instead of the analytic one")
+    cost_model: str | None = shared_setting("cost_model", ", instead of the analytic one")
     pp: int | None = flag(None, "pipeline stages, or auto", DEGREE)
     cp: int | None = flag(1, "context-parallel (Ulysses) degree, or auto (default: 1)", DEGREE)
     devices: int | None = flag(None, "all devices of the job; for --pp auto and --cp auto", COUNT)
@@ -105,15 +105,15 @@ class MachineFlags:
     layers: tuple[int, ...] | None = flag(
         None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
     )
-    placement: str | None = shared(
+    placement: str | None = shared_setting(
         "placement", "; --pp is the number of pipeline ranks", default=None
     )
-    partition: str = shared(
+    partition: str = shared_setting(
         "partition",
         ", where --layers does not name them; even (default)",
         EVEN_OR_AUTO,
     )
-    vocab_parallel: str | None = shared(
+    vocab_parallel: str | None = shared_setting(
         "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
     )
     layer_kinds: str | None = flag(
@@ -231,10 +231,10 @@ def _planners_help() -> str:
 class PlannerFlags:
     TITLE: ClassVar = "planner"
 
-    planner: str | tuple[str, ...] | None = shared("planner")
-    levers: str = shared("levers", "; all has also what can only be simulated")
-    host_memory_gib: float | None = shared("host_memory_gib", " (default: any)")
-    effort: int | None = shared("effort", default=None)
+    planner: str | tuple[str, ...] | None = shared_setting("planner")
+    levers: str = shared_setting("levers", "; all has also what can only be simulated")
+    host_memory_gib: float | None = shared_setting("host_memory_gib", " (default: any)")
+    effort: int | None = shared_setting("effort", default=None)
     multiple: int = flag(
         1,
         "chunks are padded to a multiple of this (default: 1)",
@@ -377,7 +377,7 @@ class TunedMachineFlags:
     )
     pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
     dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
-    partition: str = shared(
+    partition: str = shared_setting(
         "partition",
         ", where that is faster (default), or even",
         EVEN_OR_AUTO,
@@ -389,15 +389,15 @@ class TunedMachineFlags:
         "the best layouts, where that takes at least 2%% less time",
         EVEN_OR_AUTO,
     )
-    vocab_parallel: str = shared("vocab_parallel")
+    vocab_parallel: str = shared_setting("vocab_parallel")
 
 
 @dataclass
 class TunePlannerFlags:
     TITLE: ClassVar = "planner"
 
-    levers: str = shared("levers", "; offloading is tried where memory is tight")
-    effort: int | None = shared("effort", default=None)
+    levers: str = shared_setting("levers", "; offloading is tried where memory is tight")
+    effort: int | None = shared_setting("effort", default=None)
     top: int = flag(10, "rows to print (default: 10)", ("N", whole_number(1, 1000)))
 
 

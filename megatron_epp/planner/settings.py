@@ -13,7 +13,7 @@ SHARDED = ("auto", "on", "off")  # vocabulary parallelism
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """Defaults, units and help, stated once; :func:`shared` makes a field of each."""
+    """Defaults, units and help, stated once; :func:`shared_setting` makes a field of each."""
 
     planner: str = flag(
         "epp", "planner: epp (default), infinipipe, seq1f1b, packing, ...", ("NAME", str)
@@ -72,7 +72,7 @@ class SharedSettings:
 _FIELDS = {each.name: each for each in fields(SharedSettings)}
 
 
-def shared(
+def shared_setting(
     name: str, more: str = "", word: tuple[str, Callable[[str], Any]] | None = None, **changes: Any
 ) -> Any:
     """Return a field like ``name`` of :class:`SharedSettings`.

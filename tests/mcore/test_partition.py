@@ -18,14 +18,14 @@ from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabulary
 from megatron_epp.mcore.choose.kept import (
+    CHOICES_FILE,
     EARLIER_PARTITION,
     EARLIER_VOCABULARY,
-    FILE_NAME,
     kept_placement,
     kept_vocabulary,
 )
 from megatron_epp.mcore.choose.placeholder import placeholder
-from megatron_epp.mcore.config import PLACING_FLAGS
+from megatron_epp.mcore.flags.config import PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
@@ -83,8 +83,8 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
         rf"{costs} \(simulated\)",
         even.output,
     )
-    assert json.loads((spread / FILE_NAME).read_text()) == {"epp_vocab_parallel": "on"}
-    choices = json.loads((kept / FILE_NAME).read_text())
+    assert json.loads((spread / CHOICES_FILE).read_text()) == {"epp_vocab_parallel": "on"}
+    choices = json.loads((kept / CHOICES_FILE).read_text())
     layers = choices[STAGE_LAYERS]
     assert choices == {"epp_vocab_parallel": "off", PLACE: [0, 1], STAGE_LAYERS: layers}
     on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
@@ -128,7 +128,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     weights = {"load": begin, "finetune": True}
     auto = train(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
     assert given.status == auto.status == 0, given.output + auto.output
-    first, second = json.loads((kept / FILE_NAME).read_text())[STAGE_LAYERS]
+    first, second = json.loads((kept / CHOICES_FILE).read_text())[STAGE_LAYERS]
     pattern = f"{PATTERN[:first]}|{PATTERN[first:]}"
     assert first + second == 7 and first < second  # even ones would be 4 and 3
     assert (
@@ -282,11 +282,11 @@ PLACED = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
         ({}, False, None, None),
         ({EARLIER_VOCABULARY: "on", EARLIER_PARTITION: [2, 4]}, True, (0, 1), (2, 4)),
         ({EARLIER_PARTITION: PLACED}, False, (1, 0, 0, 1), (1, 2, 2, 1)),
-        ({FILE_NAME: {"epp_vocab_parallel": "on", **PLACED}}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
+        ({CHOICES_FILE: {"epp_vocab_parallel": "on", **PLACED}}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
         # A run that went on with the layers that its flags say keeps none.
         (
             {
-                FILE_NAME: {"epp_vocab_parallel": "off"},
+                CHOICES_FILE: {"epp_vocab_parallel": "off"},
                 EARLIER_VOCABULARY: "on",
                 EARLIER_PARTITION: [2, 4],
             },
@@ -319,11 +319,15 @@ def test_files_of_this_version_and_of_earlier_ones_are_read(
         (EARLIER_PARTITION, "[2, 3]", "layers [2, 3] are not 6 on 2 stages; leave --epp-partition"),
         (EARLIER_PARTITION, json.dumps(PLACED), "stages lie on ranks 1 0 0 1; expected --epp-pla"),
         (EARLIER_VOCABULARY, '"perhaps"', 'expected "on" or "off"; delete the file, and say with'),
-        (FILE_NAME, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
-        (FILE_NAME, '"on"', "no choices (expected an object); delete the file"),
-        (FILE_NAME, "{" * 10**5, "no choices ("),
-        (FILE_NAME, '{"epp_stage_layers": [6], "epp_place": [0]}', "layers [6] are not 6 on 2 sta"),
-        (FILE_NAME, '{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
+        (CHOICES_FILE, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
+        (CHOICES_FILE, '"on"', "no choices (expected an object); delete the file"),
+        (CHOICES_FILE, "{" * 10**5, "no choices ("),
+        (
+            CHOICES_FILE,
+            '{"epp_stage_layers": [6], "epp_place": [0]}',
+            "layers [6] are not 6 on 2 sta",
+        ),
+        (CHOICES_FILE, '{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
     ],
 )
 def test_a_damaged_file_of_choices_is_refused_in_one_line(

@@ -13,11 +13,11 @@ from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Kind, Message, Op, Plan, Step, Transfer, parse_records
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.planned import PlansOf
-from megatron_epp.mcore.choose.kept import FILE_NAME
+from megatron_epp.mcore.choose.kept import CHOICES_FILE
 from megatron_epp.mcore.choose.placeholder import placeholder
+from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
-from megatron_epp.mcore.replaced import TAKEN
 from megatron_epp.sim.play import play
 from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
@@ -251,7 +251,7 @@ def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
     assert first.status == 0, first.output
     said = next(line for line in first.output.splitlines() if "--epp-placement auto" in line)
     assert "stages on ranks" in said and "% less time" in said and "(simulated)" in said
-    place = json.loads((kept / FILE_NAME).read_text())[PLACE]
+    place = json.loads((kept / CHOICES_FILE).read_text())[PLACE]
     assert (
         len(place) == 4
         and f"ranks {' '.join(map(str, place))}, layers 1 1 1 1 of the stages;" in said

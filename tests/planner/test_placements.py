@@ -11,8 +11,10 @@ from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_PAYS,
+    partition_of,
     placement_of,
     sketched_seconds,
+    vocabulary_of,
     with_placement,
 )
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers, layer_seconds
@@ -39,6 +41,30 @@ def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> No
     many = placement_of(machine(), [MANY], QUICK, "packing")
     assert many.key == "even" and not many.cost.place
     assert "interleaved 2" in many.comparison and " v " in many.comparison
+
+
+@pytest.mark.parametrize(
+    ("device", "planner", "layers", "placement", "placed_layers", "sharded"),
+    [
+        ("h100-80g", "epp", (17, 15), "v", (8, 8, 8, 8), True),
+        ("h100-80g", "packing", (17, 15), "interleaved 2", (5, 9, 10, 8), False),
+        ("a100-40g", "packing", (15, 17), "interleaved 2", (7, 9, 8, 8), False),
+    ],
+)
+def test_choices_are_those_of_three_searches(
+    device: str, planner: str, layers: tuple, placement: str, placed_layers: tuple, sharded: bool
+) -> None:
+    """As recorded at d652579, where layers, placement and vocabulary had a search each."""
+    cost = named_cost(
+        "llama3-8b", device, pp=2, tp=8 if device == "h100-80g" else 4, logits_held=False
+    )
+    documents = [30_000, 12_000, 5000, 3000, 3000, 900, 700, 400, 30_000, 12_000, 5000, 3000]
+    batches = [documents, [60_000, 20_000, 9_000, *[4_000] * 9]]
+    how = batches, Options(context=65_536, effort=0), planner
+    assert partition_of(cost, *how).key == layers
+    placed = placement_of(cost, *how)
+    assert (placed.key, placed.cost.layers) == (placement, placed_layers)
+    assert vocabulary_of(cost, *how).cost.vocabulary_parallel == sharded
 
 
 def test_too_few_layers_for_several_stages() -> None:

@@ -15,7 +15,7 @@ from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.choose.expected import cost_and_options, expected_batches, source_of_costs
 from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
-from megatron_epp.mcore.config import (
+from megatron_epp.mcore.flags.config import (
     AUTO,
     OFF,
     ON,
@@ -29,7 +29,9 @@ from megatron_epp.mcore.placing.asked import place_of, placed_values
 
 @dataclass(frozen=True, slots=True)
 class JobChoices:
-    """lines       that rank 0 prints
+    """Choices of a run.
+
+    lines       that rank 0 prints
     placement   with the layers of its stages; None where Megatron's flags say them
     """
 
@@ -40,7 +42,7 @@ class JobChoices:
 def choose(args: Any, parts: Any = None) -> JobChoices:
     """Set on ``args``, which Megatron has validated, what their flags leave to ``auto``.
 
-    ``parts``: replacements of parts of the trainer (setup.py: TrainerParts), if there are any.
+    ``parts``: replacements of parts of the trainer (setup.py: TrainerHooks), if there are any.
     ValueError: a corpus, a cost model, --epp-plan, or what was kept next to the checkpoint cannot
     be read.
     """
@@ -50,8 +52,7 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-vocab-parallel to on or off where it is auto; return the line on it, None where
-    there is nothing to choose.
+    """Set --epp-vocab-parallel to on or off where it is auto; return the line on it, if any.
 
     Weights load either way, but not the optimizer's states in every format, so a run that resumes
     has its checkpoint's choice. What cannot run, or whose gain is not known, is off.
@@ -102,9 +103,11 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
 
 
 def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
-    """Set Megatron's layout, or the | in the pattern of a HybridModel, where the layers of the
-    stages are chosen, alone or with a placement; return the choice and the line on it, None where
-    there is nothing to choose."""
+    """Set the layers of the stages where they are chosen; return the choice and the line on it.
+
+    They are chosen alone or with a placement, and lie in Megatron's layout, or in the | of the
+    pattern of a HybridModel.
+    """
     if not (args.epp and layers_by_time(args)):
         return None, None
     both = placement_by_time(args)
@@ -133,8 +136,10 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 
 
 def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
-    """Return the fastest layers of the stages, with --epp-placement auto those of the fastest
-    placement, and why."""
+    """Return the layers of the stages that take least, and why.
+
+    With --epp-placement auto they are those of the fastest placement.
+    """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 
     both = placement_by_time(args)

@@ -13,8 +13,8 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.config import ANALYTIC, Config
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.flags.config import ANALYTIC, Config
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host
@@ -31,7 +31,9 @@ def source_of_costs(args: Any) -> str:
 
 def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
     """Return the job's cost with ``layers`` of the stages, and the options of its planner.
-    ValueError, OSError: the cost model cannot be read."""
+
+    ValueError, OSError: the cost model cannot be read.
+    """
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
@@ -47,8 +49,10 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
 
 
 def expected_batches(args: Any) -> list[list[int]]:
-    """Return the document lengths of the first global batches, as the corpora's weights have them
-    on average. ValueError: there are none to read."""
+    """Return the document lengths of the first global batches, on average over the corpora.
+
+    ValueError: there are none to read.
+    """
     from megatron_epp.planner.choose.choice import FIRST_BATCHES
 
     if args.sft or args.mock_data:

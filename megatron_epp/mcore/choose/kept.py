@@ -11,13 +11,13 @@ from typing import Any
 
 from megatron_epp.control.files import write_whole
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.config import OFF, ON, placement_by_time
+from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
 
-FILE_NAME = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
+CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
-VOCABULARY = "epp_vocab_parallel"
+VOCABULARY_KEY = "epp_vocab_parallel"
 
 
 def resumes(args: Any) -> bool:
@@ -30,20 +30,24 @@ def resumes(args: Any) -> bool:
 
 
 def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
-    """Write the choices next to the checkpoint to come, as Megatron's pre-wrap hook; ``placement``:
-    with layers, where these were chosen. OSError: the folder cannot be written."""
-    choices = {VOCABULARY: args.epp_vocab_parallel}
+    """Write the choices next to the checkpoint to come, as Megatron's pre-wrap hook.
+
+    ``placement``: with layers, where these were chosen. OSError: the folder cannot be written.
+    """
+    choices = {VOCABULARY_KEY: args.epp_vocab_parallel}
     if placement is not None:
         choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
-    write_whole(Path(args.save) / FILE_NAME, json.dumps(choices) + "\n")
+    write_whole(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
     return models
 
 
 def kept_vocabulary(args: Any) -> bool:
-    """Return whether the checkpoint's run had vocabulary parallelism; one that kept no choice had
-    none. ValueError: the file is damaged."""
-    path, choices = _kept(args, VOCABULARY, EARLIER_VOCABULARY)
-    choice = OFF if choices is None else choices.get(VOCABULARY)
+    """Return whether the checkpoint's run had vocabulary parallelism; False if it kept no choice.
+
+    ValueError: the file is damaged.
+    """
+    path, choices = _kept(args, VOCABULARY_KEY, EARLIER_VOCABULARY)
+    choice = OFF if choices is None else choices.get(VOCABULARY_KEY)
     if choice not in (ON, OFF):
         raise _damaged(path, 'expected "on" or "off"', "--epp-vocab-parallel")
     return choice == ON
@@ -51,7 +55,9 @@ def kept_vocabulary(args: Any) -> bool:
 
 def kept_placement(args: Any) -> Placement | None:
     """Return the placement of the checkpoint's run with its layers, None where it kept none.
-    ValueError: the file is damaged, or this job has other layers or ranks."""
+
+    ValueError: the file is damaged, or this job has other layers or ranks.
+    """
     path, choices = _kept(args, STAGE_LAYERS, EARLIER_PARTITION)
     if choices is None:
         return None
@@ -81,8 +87,10 @@ def kept_placement(args: Any) -> Placement | None:
 
 def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | None]:
     """Return the file that has the choice ``key``, and all choices in it; None: no file has it.
-    ``earlier`` names the file of earlier versions."""
-    for name in (FILE_NAME, earlier):
+
+    ``earlier`` names the file of earlier versions.
+    """
+    for name in (CHOICES_FILE, earlier):
         path = Path(args.load) / name
         if not path.exists():
             continue
@@ -93,7 +101,7 @@ def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | Non
             if not isinstance(choices, dict):
                 raise ValueError("expected an object")
         except (ValueError, RecursionError) as error:
-            flag = "--epp-vocab-parallel" if key == VOCABULARY else _flag_of_layers(args)
+            flag = "--epp-vocab-parallel" if key == VOCABULARY_KEY else _flag_of_layers(args)
             raise _damaged(path, f"no choices ({error})", flag) from error
         if key in choices or name == earlier:
             return path, choices

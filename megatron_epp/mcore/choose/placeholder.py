@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_epp.cost.build import even_layers
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.config import (
+from megatron_epp.mcore.flags.config import (
     PARTITION_AUTO,
     PLACING_FLAGS,
     layers_by_time,
@@ -15,8 +15,10 @@ from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placemen
 
 
 def placeholder(wanted: Any) -> dict[str, Any]:
-    """Parser defaults that let Megatron's checks pass before the partition is known; ``wanted`` is
-    what was typed. ValueError: another flag says where layers lie, or none could."""
+    """Return parser defaults that let Megatron's checks pass before the partition is known.
+
+    ``wanted`` is what was typed. ValueError: another flag says where layers lie, or none could.
+    """
     stages = wanted.pipeline_model_parallel_size
     if (placement := asked_placement(wanted, stages)) is not None:
         return _placed(wanted, placement)

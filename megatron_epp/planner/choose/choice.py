@@ -35,7 +35,7 @@ SKETCH_EFFORT = 1  # of the plans that candidates are compared by
 MOST_TRIED = 10  # partitions that are planned for, over all rounds
 # Fractions of the time that a candidate must save: no cost model is more exact.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
-PLACEMENTS = ("interleaved 2", "v")  # besides one stage a rank
+PLACEMENT_NAMES = ("interleaved 2", "v")  # besides one stage a rank
 OFF, ON = "off", "on"
 
 
@@ -59,8 +59,10 @@ class RunChoice[K: Hashable]:
         return self.gain_of(self.key)
 
     def gain_of(self, key: K) -> float:
-        """Fraction of the first candidate's time that ``key`` saves; below 0 where it costs, 0
-        where one of the two does not fit."""
+        """Return the fraction of the first candidate's time that ``key`` saves.
+
+        Below 0 where it costs; 0 where one of the two does not fit.
+        """
         (first, *_), taken = self.seconds.values(), self.seconds.get(key)
         return 1 - taken / first if first and taken else 0.0
 
@@ -83,8 +85,11 @@ class RunChoice[K: Hashable]:
 def fastest[K: Hashable](
     candidates: Iterable[tuple[K, Cost, float | None]], pays: float
 ) -> RunChoice[K]:
-    """Return the candidate of (key, cost, seconds) that takes least, if it saves the fraction
-    ``pays`` of the first one's time; else the first. Seconds are None where it does not fit."""
+    """Return the candidate of (key, cost, seconds) that takes least.
+
+    Any but the first must save the fraction ``pays`` of the first one's time. Seconds are None
+    where some batch does not fit.
+    """
     first, *others = candidates
     key, cost, least = first
     for other in others:
@@ -100,8 +105,10 @@ def fastest[K: Hashable](
 def sketched_seconds(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> float | None:
-    """Return the seconds of plans with little effort for all ``batches`` of one replica; None where
-    one does not fit."""
+    """Return the seconds of plans with little effort for all ``batches`` of one replica.
+
+    None: one does not fit.
+    """
     sketch = dataclasses.replace(
         options,
         effort=min(options.effort, SKETCH_EFFORT),
@@ -136,8 +143,10 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
 def partition_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the layers of the stages whose plans by ``planner`` take least over ``batches`` of the
-    job, of which the replica with most work counts."""
+    """Return the layers of the stages whose plans by ``planner`` take least over ``batches``.
+
+    Of a batch of the job the replica with most work counts.
+    """
     held = [heaviest(lengths, cost) for lengths in batches]
     return partition_by_time(cost, held, lambda c: sketched_seconds(c, held, options, planner))
 
@@ -145,10 +154,10 @@ def partition_of(
 def partition_by_time(
     cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the layers of the stages that take least over ``batches``, as far as ``MOST_TRIED``
-    plans show; the first candidate is ``cost.layers``.
+    """Return the layers of the stages that take least, as far as ``MOST_TRIED`` plans show.
 
-    ``seconds_of`` plans all batches with a cost; None: some do not fit.
+    ``seconds_of`` plans all ``batches`` with a cost; None: some do not fit. The first candidate is
+    ``cost.layers``.
     """
     tried: dict[tuple[int, ...], float | None] = {}
 
@@ -181,8 +190,10 @@ def partition_by_time(
 def _neighbours(
     layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """Yield ``layers`` with one moved from a stage of the slowest rank, or the next slowest, to one
-    of a faster rank. ``seconds`` [stages, layers]."""
+    """Yield ``layers`` with one moved from a stage of the slowest rank, or the next slowest.
+
+    It goes to a stage of a faster rank. ``seconds`` [stages, layers].
+    """
     ends = np.cumsum(layers)
     least = [1] * (len(layers) - 1) + [cost.pinned_layers]
     parts = [
@@ -205,12 +216,14 @@ def _neighbours(
 def placement_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[str]:
-    """Return the placement, one stage a rank or one of ``PLACEMENTS``, whose plans by ``planner``
-    take least over ``batches``, each with layers by time. ``cost``: of one stage a rank, which
-    sends the fewest messages and whose plans are searched most finely."""
+    """Return the placement whose plans by ``planner`` take least over ``batches``.
+
+    Candidates are one stage a rank and ``PLACEMENT_NAMES``, each with layers by time. ``cost``: of one
+    stage a rank.
+    """
 
     def candidates() -> Iterator[tuple[str, Cost, float | None]]:
-        for name in (EVENLY, *PLACEMENTS):
+        for name in (EVENLY, *PLACEMENT_NAMES):
             placement = named_placement(name, cost.ranks)
             assert placement is not None
             placed = cost if name == EVENLY else _placed_cost(cost, placement)
@@ -237,14 +250,16 @@ def has_layers_for(cost: Cost, placement: Placement) -> bool:
 
 
 def placement_name(place: tuple[int, ...]) -> str:
-    """Return the name in ``PLACEMENTS`` of ``place``, the rank of every stage."""
-    placements = {name: named_placement(name, max(place) + 1) for name in PLACEMENTS}
+    """Return the name in ``PLACEMENT_NAMES`` of ``place``, the rank of every stage."""
+    placements = {name: named_placement(name, max(place) + 1) for name in PLACEMENT_NAMES}
     return next(name for name, made in placements.items() if made and made.place == place)
 
 
 def with_placement(cost: Cost, placement: Placement) -> Cost:
-    """Return ``cost`` of one stage a rank with the stages of ``placement`` instead, whose layers
-    are its own, or even. ValueError: more stages than layers."""
+    """Return ``cost`` of one stage a rank with the stages of ``placement`` instead.
+
+    Their layers are those of ``placement``, or even. ValueError: more stages than layers.
+    """
     budgets = cost.rank_budget_bytes
     further = cost.pinned_layers - 1
     *others, last = even_layers(sum(cost.layers) - further, placement.stages)
@@ -275,10 +290,10 @@ def vocabulary_of(
     planner: str,
     cut: Cost | None = None,
 ) -> RunChoice[str]:
-    """Return ``cost`` with vocabulary parallelism off or on, whichever takes least over ``batches``
-    by plans of ``planner``; of a batch the replica with most work counts.
+    """Return ``cost`` with vocabulary parallelism off or on, whichever takes less time.
 
-    ``cut``: the cost with it on, where its stages have other layers than those of ``cost``.
+    Of ``batches``, planned by ``planner``, the replica with most work counts. ``cut``: the cost
+    with it on, where its stages have other layers than those of ``cost``.
     """
     whole = cost.with_vocabulary(False)
     if ruled_out(cost) is not None:

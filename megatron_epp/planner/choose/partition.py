@@ -49,9 +49,11 @@ def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
-    """The layers of every stage, one at least, whose slowest stage takes least; among those the
-    ones whose squares add up to least, so that the others are even, too. None: states fit nowhere.
-    Where ranks have several stages, the slowest rank counts (:func:`_fastest_on_ranks`).
+    """Return the layers of every stage, at least one, whose slowest stage takes least.
+
+    Among those, the ones whose squares add up to least, so that the other stages are even, too.
+    None: states fit nowhere. Where ranks have several stages, the slowest rank counts
+    (:func:`_fastest_on_ranks`).
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.place:
@@ -99,8 +101,11 @@ def _before(seconds: np.ndarray) -> np.ndarray:
 
 
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
-    """From the layers of ``cost`` on one layer after another is moved, from any stage to any other,
-    to where the slowest rank takes least, then the slowest stage. ``seconds`` [stages, layers]."""
+    """Return the layers whose slowest rank takes least, then whose slowest stage does.
+
+    From those of ``cost`` on, one layer after another is moved from any stage to any other.
+    ``seconds`` [stages, layers].
+    """
     before, each = _before(seconds), np.arange(cost.stages)
     on = np.array(cost.rank_of)
     least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
@@ -137,8 +142,9 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
 
 
 def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
-    """Megatron's flags for these layers of the stages, the last predicting ``further`` tokens;
-    none where the others are even.
+    """Return Megatron's flags for these layers of the stages; none where they are even.
+
+    The last ``further`` layers are MTP layers, which do not count.
     """
     layers = (*layers[:-1], layers[-1] - further)
     if len(set(layers)) == 1:
@@ -153,8 +159,10 @@ def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
 
 
 def layout_text(layers: Sequence[int], further: int = 0) -> str:
-    """As Megatron's --pipeline-model-parallel-layout: embedding first, loss last, and
-    in front of it the layers that predict ``further`` tokens."""
+    """Return the text of Megatron's --pipeline-model-parallel-layout.
+
+    The embedding is first, the loss last, and before it ``further`` MTP layers.
+    """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * further + "L"

@@ -23,8 +23,8 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import Placement, named_placement
 from megatron_epp.planner.choose.choice import (
+    PLACEMENT_NAMES,
     PLACEMENT_PAYS,
-    PLACEMENTS,
     SKETCH_EFFORT,
     VOCABULARY_PAYS,
     has_layers_for,
@@ -319,7 +319,7 @@ def _placements(
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
     """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
     with the output layer on the last stage."""
-    for name in PLACEMENTS if cost.ranks > 1 else ():
+    for name in PLACEMENT_NAMES if cost.ranks > 1 else ():
         made = named_placement(name, cost.ranks)
         if made is None or not has_layers_for(cost, made):
             continue
