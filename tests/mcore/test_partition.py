@@ -325,7 +325,7 @@ def test_files_of_this_version_and_of_earlier_ones_are_read(
         (
             CHOICES_FILE,
             '{"epp_stage_layers": [6], "epp_place": [0]}',
-            "layers [6] are not 6 on 2 sta",
+            "layers [6] are not 6 on",
         ),
         (CHOICES_FILE, '{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
     ],

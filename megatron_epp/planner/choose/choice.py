@@ -218,8 +218,8 @@ def placement_of(
 ) -> RunChoice[str]:
     """Return the placement whose plans by ``planner`` take least over ``batches``.
 
-    Candidates are one stage a rank and ``PLACEMENT_NAMES``, each with layers by time. ``cost``: of one
-    stage a rank.
+    Candidates are one stage a rank and ``PLACEMENT_NAMES``, each with layers by time.
+    ``cost``: of one stage a rank.
     """
 
     def candidates() -> Iterator[tuple[str, Cost, float | None]]:
