@@ -48,7 +48,7 @@ COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", who
 TOKENS, GIB = ("TOKENS", whole_number(1)), ("X", positive("GiB"))
 DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
 NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
-EVEN_OR_AUTO, SWITCH = ("HOW", one_of("even", "auto")), ("HOW", one_of("auto", "on", "off"))
+SWITCH = ("HOW", one_of("auto", "on", "off"))
 
 
 @dataclass
@@ -108,11 +108,7 @@ class MachineFlags:
     placement: str | None = shared_setting(
         "placement", "; --pp is the number of pipeline ranks", default=None
     )
-    partition: str = shared_setting(
-        "partition",
-        ", where --layers does not name them; even (default)",
-        EVEN_OR_AUTO,
-    )
+    partition: str = shared_setting("partition", "; even (default): or as --layers says")
     vocab_parallel: str | None = shared_setting(
         "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
     )
@@ -378,16 +374,13 @@ class TunedMachineFlags:
     pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
     dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
     partition: str = shared_setting(
-        "partition",
-        ", where that is faster (default), or even",
-        EVEN_OR_AUTO,
-        default="auto",
+        "partition", ", where that is faster (default), or even", default="auto"
     )
     placement: str = flag(
         "even",
         "stages of every pipeline rank: even (default), one, or auto: also interleaved 2 and v for "
         "the best layouts, where that takes at least 2%% less time",
-        EVEN_OR_AUTO,
+        ("HOW", one_of("even", "auto")),
     )
     vocab_parallel: str = shared_setting("vocab_parallel")
 

@@ -12,13 +12,8 @@ from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import Options, makes_plans, plan_step
-from megatron_epp.planner.choose.choice import (
-    FIRST_BATCHES,
-    partition_of,
-    placement_of,
-    ruled_out,
-    vocabulary_of,
-)
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
 from megatron_epp.show.units import seconds_text, share_text

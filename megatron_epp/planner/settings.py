@@ -1,14 +1,11 @@
 """Settings that training (``--epp-NAME``) and the commands that plan (``--NAME``) share."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.flag_fields import JoinedWords, flag, one_of, positive, whole_number
 from megatron_epp.planner.options import MOST_EFFORT, Options
-
-SHARDED = ("auto", "on", "off")  # vocabulary parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +44,16 @@ class SharedSettings:
         ("HOW", one_of(*OVERLONG)),
     )
     partition: str = flag(
-        "even", "layers of the stages; auto: by time on the corpus's expected lengths"
+        "even",
+        "layers of the stages; auto: by time on the corpus's expected lengths",
+        ("HOW", one_of("even", "auto")),
     )
     placement: str = flag(
         "even",
-        "stages of every pipeline rank: even (default): one, stage i on rank i; interleaved N: N, "
-        "dealt in turn; v: two, there and back, the model's ends on the last rank; auto: what "
-        "takes least by plans for the corpus's first batches, with layers by time; 'place 1 0 0 "
-        "1': the rank of every stage; or a file with such a line, or a line 'rank 0: 1 2' for each "
-        "rank, and 'layers ...' if wanted",
+        "stages of every pipeline rank: even (default), one; interleaved N; v: two, there and "
+        "back, the model's ends on the last rank; auto: what takes least on the corpus's first "
+        "batches, with layers by time; 'place 1 0 0 1': the rank of every stage; or a file with "
+        "such a line, or a line 'rank 0: 1 2' for each rank, and 'layers ...' if wanted",
         nargs="+",
         metavar="PLACEMENT",
         action=JoinedWords,
@@ -63,29 +61,21 @@ class SharedSettings:
     vocab_parallel: str = flag(
         "auto",
         "vocabulary parallelism, the LM head sharded over the stages: on, off, or auto "
-        "(default): on where training runs it and plans for the corpus's first batches take at "
-        "least 1%% less time",
-        ("HOW", one_of(*SHARDED)),
+        "(default): on where training runs it and takes at least 1%% less time on the corpus's "
+        "first batches",
+        ("HOW", one_of("auto", "on", "off")),
     )
 
 
 _FIELDS = {each.name: each for each in fields(SharedSettings)}
 
 
-def shared_setting(
-    name: str, more: str = "", word: tuple[str, Callable[[str], Any]] | None = None, **changes: Any
-) -> Any:
-    """Return a field like ``name`` of :class:`SharedSettings`.
+def shared_setting(name: str, more: str = "", **changes: Any) -> Any:
+    """Return a field like ``name`` of :class:`SharedSettings`, whose help goes on with ``more``.
 
-    Args:
-        name: Of the setting.
-        more: What only this command says, after the shared help.
-        word: Metavar and type in the place of the shared ones.
-        changes: Another ``default``, or other arguments of ``add_argument``.
+    ``changes``: another ``default``, or other arguments of ``add_argument``.
     """
     setting = _FIELDS[name]
-    default = changes.pop("default", setting.default)
-    how = {**setting.metadata, **changes}
-    if word is not None:
-        how["metavar"], how["type"] = word
-    return field(default=default, metadata={**how, "help": how["help"] + more})
+    how = {"default": setting.default, **setting.metadata, **changes}
+    default, help_ = how.pop("default"), how.pop("help")
+    return field(default=default, metadata={**how, "help": help_ + more})

@@ -1,30 +1,45 @@
 """Vocabulary parallelism, layers and placement of a run where their flags say ``auto``.
 
-They are chosen before Megatron builds the model, on the lengths and costs that are known then
-(expected.py), by the plans of the first batches (planner/choose). A run that resumes has its
-checkpoint's (kept.py).
+They are chosen before Megatron builds the model, by the plans of the first batches
+(planner/choose). What is known then are the corpus's lengths, from its ``.idx`` files, and the cost
+model of --epp-cost-model, or the device's coefficients by name; every rank reads the same and
+computes the same. A run that resumes has its checkpoint's choices (kept.py).
 """
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.training.utils import get_blend_and_blend_per_split
+
 from megatron_epp.control.given_steps import first_given
+from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.choose.expected import cost_and_options, expected_batches, source_of_costs
 from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.data.global_batches import scheduled_sizes
 from megatron_epp.mcore.flags.config import (
+    ANALYTIC,
     AUTO,
     OFF,
     ON,
     PARTITION_AUTO,
+    Config,
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.model.shape import further_shapes, stage_layers
+from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of, placed_values
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.options import Options
+
+AMPLE_BYTES = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +108,13 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
     if args.epp_partition != PARTITION_AUTO:
         layers = tuple(stage_layers(args, len(layers), None))
     try:
-        cost, options = cost_and_options(args, layers)
+        cost, options = _cost_and_options(args, layers)
         if (refusal := ruled_out(cost)) is not None:
             return OFF, refusal
-        choice = vocabulary_of(cost, expected_batches(args), options, args.epp_planner)
+        choice = vocabulary_of(cost, _first_batches(args), options, args.epp_planner)
     except (OSError, ValueError) as unknown:
         return OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"
-    return choice.key, f"{choice.comparison} by {source_of_costs(args)} (simulated)"
+    return choice.key, f"{choice.comparison} by {_source_of_costs(args)} (simulated)"
 
 
 def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
@@ -148,8 +163,8 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
         place, layers = plan.place or tuple(range(plan.stages)), plan.layers
         why = "as the plans of --epp-plan have it"
     else:
-        cost, options = cost_and_options(args, even)
-        plans = expected_batches(args), options, args.epp_planner
+        cost, options = _cost_and_options(args, even)
+        plans = _first_batches(args), options, args.epp_planner
         if both:
             placed = placement_of(cost, *plans)
             cost, why = placed.cost, f"{placed.comparison} by"
@@ -157,6 +172,72 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
             partition = partition_of(cost, *plans)
             cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
         place, layers = cost.rank_of, cost.layers
-        why = f"{why} {source_of_costs(args)} (simulated)"
+        why = f"{why} {_source_of_costs(args)} (simulated)"
     *others, last = layers
     return Placement(place, (*others, last - len(further_shapes(args)))), why
+
+
+# ------------------------------------------------------------------ lengths and costs
+
+
+def _source_of_costs(args: Any) -> str:
+    """Return the file of --epp-cost-model, or the device by whose figures costs are computed."""
+    measured = args.epp_cost_model not in (None, ANALYTIC)
+    return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
+
+
+def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+    """Return the job's cost with ``layers`` of the stages, and the options of its planner.
+
+    ValueError, OSError: the cost model cannot be read.
+    """
+    config = Config.of(args)
+    measured = config.epp_cost_model not in (None, ANALYTIC)
+    profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    layers = with_further(args, layers)
+    cost = training_cost(args, config, layers, profile)
+    if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
+        # What is available differs from rank to rank, and the partition must not.
+        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(layers))
+    options = Options(
+        context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
+    )
+    return cost, options
+
+
+def _first_batches(args: Any) -> list[list[int]]:
+    """Return the document lengths of the first global batches, on average over the corpora.
+
+    ValueError: there are none to read.
+    """
+    if args.sft or args.mock_data:
+        raise ValueError(
+            "lengths are read from the .idx files of --data-path, and chats and mock data have "
+            "none; for --epp-partition auto say with --pipeline-model-parallel-layout where layers "
+            "lie (`python -m megatron_epp tune` prints one)"
+        )
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if blend is None:
+        blend = next((part for part in per_split or () if part is not None), None)
+    if blend is None:
+        raise ValueError(
+            "no --data-path, so no lengths are known; --epp-partition auto chooses by them"
+        )
+    prefixes, weights = blend
+    corpora = [
+        open_corpus(f"{prefix}.idx", args.seq_length, args.epp_overlong) for prefix in prefixes
+    ]
+    # Without weights each corpus is read once.
+    parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
+    fractions = [part / sum(parts) for part in parts]
+    size = args.global_batch_size
+    if getattr(args, "step_batch_size_schedule", None):
+        size = scheduled_sizes()(sys.maxsize)  # as large as they get
+    batches = []
+    for number in range(FIRST_BATCHES):
+        lengths: list[int] = []
+        for corpus, fraction in zip(corpora, fractions, strict=True):
+            if count := min(round(fraction * size), len(corpus)):
+                lengths += corpus.batch(number % max(1, len(corpus) // count), count)
+        batches.append(lengths[:size])
+    return batches

@@ -49,7 +49,7 @@ def kept_vocabulary(args: Any) -> bool:
     path, choices = _kept(args, VOCABULARY_KEY, EARLIER_VOCABULARY)
     choice = OFF if choices is None else choices.get(VOCABULARY_KEY)
     if choice not in (ON, OFF):
-        raise _damaged(path, 'expected "on" or "off"', "--epp-vocab-parallel")
+        raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY, args)
     return choice == ON
 
 
@@ -66,9 +66,7 @@ def kept_placement(args: Any) -> Placement | None:
     layers: Any = choices.get(STAGE_LAYERS)
     for numbers, least in ((layers, 1), (place, 0)):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= least for n in numbers):
-            raise _damaged(
-                path, "no partition (expected a list of layers by stage)", _flag_of_layers(args)
-            )
+            raise _damaged(path, "no partition (expected layers by stage)", STAGE_LAYERS, args)
     kept = Placement(tuple(place), tuple(layers))
     unfit = len(layers) != len(place) or sum(layers) != args.num_layers
     if unfit or set(place) != set(range(ranks)):
@@ -101,20 +99,18 @@ def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | Non
             if not isinstance(choices, dict):
                 raise ValueError("expected an object")
         except (ValueError, RecursionError) as error:
-            flag = "--epp-vocab-parallel" if key == VOCABULARY_KEY else _flag_of_layers(args)
-            raise _damaged(path, f"no choices ({error})", flag) from error
+            raise _damaged(path, f"no choices ({error})", key, args) from error
         if key in choices or name == earlier:
             return path, choices
     return path, None
 
 
-def _damaged(path: Path, what: str, flag: str) -> ValueError:
+def _damaged(path: Path, what: str, key: str, args: Any) -> ValueError:
+    flag = "--pipeline-model-parallel-layout"
+    if key == VOCABULARY_KEY:
+        flag = "--epp-vocab-parallel"
+    elif args.hybrid_layer_pattern is not None:
+        flag = "| in --hybrid-layer-pattern"
     return ValueError(
         f"{path}: {what}; delete the file, and say with {flag} what the checkpoint was made with"
     )
-
-
-def _flag_of_layers(args: Any) -> str:
-    """Return the flag by which a user says which layers a stage has."""
-    hybrid = args.hybrid_layer_pattern is not None
-    return "| in --hybrid-layer-pattern" if hybrid else "--pipeline-model-parallel-layout"

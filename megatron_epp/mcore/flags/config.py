@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any, ClassVar
 
 from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import add_flags, flag, flag_of
+from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
@@ -103,21 +103,19 @@ class Config:
     )
     epp_partition: str = shared_setting(
         "partition",
-        " (of --hybrid-layer-pattern, where its | go), with the cost model of --epp-cost-model, "
-        "else the device's coefficients; flags (default): as Megatron's own say. A run that "
-        "resumes keeps its checkpoint's.",
+        " (in --hybrid-layer-pattern: where its | go) by --epp-cost-model, else the device's "
+        "coefficients; flags (default): as Megatron's own say; a run that resumes keeps its own",
         default="flags",
-        choices=("flags", PARTITION_AUTO),
+        type=one_of("flags", PARTITION_AUTO),
     )
     epp_placement: str = shared_setting(
         "placement",
-        "; flags: interleaved as Megatron's flags of virtual stages say. Checkpoints load whatever "
-        "the placement.",
+        "; flags: as Megatron's flags of virtual stages say. Checkpoints load whatever it is",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",
-        ", by the cost model of --epp-cost-model, else the device's coefficients (on a CPU off); a "
-        "run that resumes keeps its checkpoint's. Checkpoints' weights load either way.",
+        " by --epp-cost-model, else the device's coefficients (on a CPU off); a run that resumes "
+        "keeps its own. Checkpoints' weights load either way",
     )
     epp_plan_ahead: bool = flag(
         True,

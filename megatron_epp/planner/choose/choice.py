@@ -30,7 +30,6 @@ from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import EXECUTED
 from megatron_epp.planner.replicas import balance_replicas
 
-FIRST_BATCHES = 2  # of the corpus, that a choice is made on
 SKETCH_EFFORT = 1  # of the plans that candidates are compared by
 MOST_TRIED = 10  # partitions that are planned for, over all rounds
 # Fractions of the time that a candidate must save: no cost model is more exact.
@@ -224,10 +223,8 @@ def placement_of(
 
     def candidates() -> Iterator[tuple[str, Cost, float | None]]:
         for name in (EVENLY, *PLACEMENT_NAMES):
-            placement = named_placement(name, cost.ranks)
-            assert placement is not None
-            placed = cost if name == EVENLY else _placed_cost(cost, placement)
-            if placed is None:
+            placed = cost if name == EVENLY else placed_cost(cost, name)
+            if placed is None or (name != EVENLY and with_layers(placed, placed.layers) is None):
                 yield name, cost, None
                 continue
             partition = partition_of(placed, batches, options, planner)
@@ -236,17 +233,13 @@ def placement_of(
     return fastest(candidates(), PLACEMENT_PAYS)
 
 
-def _placed_cost(cost: Cost, placement: Placement) -> Cost | None:
-    """Return ``cost`` with ``placement``; None where layers are too few, or states do not fit."""
-    if not has_layers_for(cost, placement):
+def placed_cost(cost: Cost, name: str) -> Cost | None:
+    """Return ``cost`` with the placement ``name`` on even layers; None where they are too few."""
+    placement = named_placement(name, cost.ranks)
+    assert placement is not None
+    if placement.stages > sum(cost.layers) - cost.pinned_layers + 1:
         return None
-    placed = with_placement(cost, placement)
-    return with_layers(placed, placed.layers)
-
-
-def has_layers_for(cost: Cost, placement: Placement) -> bool:
-    """Return whether every stage of ``placement`` gets a layer."""
-    return placement.stages <= sum(cost.layers) - cost.pinned_layers + 1
+    return with_placement(cost, placement)
 
 
 def placement_name(place: tuple[int, ...]) -> str:

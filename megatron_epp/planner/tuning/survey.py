@@ -21,14 +21,14 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
-from megatron_epp.ir.placement import Placement, named_placement
+from megatron_epp.ir.placement import Placement
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_NAMES,
     PLACEMENT_PAYS,
     SKETCH_EFFORT,
     VOCABULARY_PAYS,
-    has_layers_for,
     heaviest,
+    placed_cost,
     ruled_out,
     with_placement,
 )
@@ -320,12 +320,11 @@ def _placements(
     """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
     with the output layer on the last stage."""
     for name in PLACEMENT_NAMES if cost.ranks > 1 else ():
-        made = named_placement(name, cost.ranks)
-        if made is None or not has_layers_for(cost, made):
+        here = placed_cost(cost.with_vocabulary(False), name)
+        if here is None:
             continue
-        here = with_placement(cost.with_vocabulary(False), made)
         if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
-            yield layers, choice.offload, False, made.place
+            yield layers, choice.offload, False, here.place
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
