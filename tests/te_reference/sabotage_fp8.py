@@ -23,7 +23,7 @@ def keep_the_weights_of_another_batch() -> AbstractContextManager:
 def scale_whole_tensors() -> AbstractContextManager:
     """What is computed together is first rounded by one scale, with which its largest number is the
     format's."""
-    quantizers = sys.modules["megatron_epp.te_reference.quantizers"]
+    quantizers = sys.modules["megatron_epp.te_reference.fp8.quantizers"]
     plain = quantizers._scaled
 
     def scaled(kernel, x_TK, layout, dtype):
