@@ -88,7 +88,7 @@ def test_no_folder_of_mcore_imports_one_above_it() -> None:
             "mcore.data.chunk_params",
             "from megatron_epp.mcore.model.elastic_attention import ElasticAttention",
         ),
-        ("mcore.partition", "def late():\n    import megatron_epp.mcore.certify.rank"),
+        ("mcore.choose.choices", "def late():\n    import megatron_epp.mcore.certify.rank"),
     ],
 )
 def test_an_arrow_upwards_in_mcore_is_found(module: str, back: str) -> None:

@@ -8,7 +8,7 @@ import sys
 from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.layout import layout_cost, with_vocabulary
+from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
     cost = layout_cost(arguments, lengths, options, planner)
-    _, cost = with_vocabulary(arguments, batches, cost, options, planner)
+    _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)

@@ -13,7 +13,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
-from megatron_epp.planner.partition import (
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     stage_layer_seconds,

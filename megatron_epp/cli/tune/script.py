@@ -4,7 +4,7 @@ import argparse
 import shlex
 
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
 
 _HEAD = """\

@@ -11,6 +11,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
+from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
@@ -20,7 +21,6 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
-from megatron_epp.planner.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
