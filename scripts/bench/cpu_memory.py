@@ -82,7 +82,7 @@ class Tasks:
 
     def __init__(self, tasks, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
-        from megatron_epp.mcore.job_cost import training_cost
+        from megatron_epp.mcore.job.job_cost import training_cost
         from megatron_epp.planner import Options
 
         args, config, multiple = place.args, place.config, place.share.multiple

@@ -95,7 +95,7 @@ class VariantSteps:
 
     def __init__(self, variant_at, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
-        from megatron_epp.mcore.job_cost import training_cost, training_levers
+        from megatron_epp.mcore.job.job_cost import training_cost, training_levers
         from megatron_epp.planner import Options
 
         args, config = place.args, place.config

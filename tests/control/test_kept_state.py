@@ -65,7 +65,7 @@ def test_damaged_default_budgets_name_the_way_out(tmp_path, text, says) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.job_cost import DEFAULT_BUDGETS, kept_budgets
+    from megatron_epp.mcore.job.job_cost import DEFAULT_BUDGETS, kept_budgets
 
     (tmp_path / DEFAULT_BUDGETS).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=rf"{DEFAULT_BUDGETS}: no memory budgets \(.*{says}") as no:

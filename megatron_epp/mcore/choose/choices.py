@@ -32,7 +32,7 @@ from megatron_epp.mcore.flags.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of, placed_values

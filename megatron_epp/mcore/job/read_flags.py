@@ -31,9 +31,9 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.choose.placeholder import placeholder
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
+    from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.

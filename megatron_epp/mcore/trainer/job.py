@@ -22,8 +22,8 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
-from megatron_epp.mcore.job_cost import host_budget_bytes
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
