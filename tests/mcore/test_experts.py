@@ -12,10 +12,11 @@ import torch
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from tests.mcore.certified import certified
+from tests.mcore.fault_injection import FAULTS, inject
+from tests.mcore.models import QWEN3, WINDOWS
 from tests.mcore.resumes import (
     LENGTHS,
     Job,
@@ -29,14 +30,7 @@ from tests.mcore.resumes import (
     to_megatron_and_back,
 )
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
 
-SABOTAGE = Path(__file__).with_name("sabotage_experts.py")
-QWEN3 = (
-    f"{LLAMA} --num-layers 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
-    "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
-    "--moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
-)
 DEEPSEEK = (
     f"{LLAMA} --num-layers 4 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -46,8 +40,8 @@ DEEPSEEK = (
     "--moe-latent-size 256 "
 )
 GPT_OSS = (
-    f"{LLAMA} --num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type "
-    "learnable --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
+    f"{LLAMA} --num-layers 4 {WINDOWS} --num-experts 32 --moe-router-topk 4 "
+    "--moe-ffn-hidden-size 1024 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.9 "
 ).replace("--disable-bias-linear ", "")
 SPREAD = " --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -83,17 +77,6 @@ def test_random_plans_compute_what_the_plain_model_computes() -> None:
 
 # ------------------------------------------------------------------ broken on purpose
 
-WAYS = (
-    "nothing",
-    "mix documents",
-    "sum too early",
-    "forget the state",
-    "nothing again",
-    "move the bias twice",
-    "count padding",
-    "count again",
-)
-
 
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, BatchVerdict]:
@@ -102,12 +85,8 @@ def judged() -> Mapping[str, BatchVerdict]:
         QWEN3 + "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ).replace("--num-layers 4", "--num-layers 2")
-    trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), len(WAYS), 1, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify_training(trial), strict=True))
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
+    trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), seed=1)
+    return inject(FAULTS / "moe.py", trial)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])

@@ -1,24 +1,15 @@
-"""HybridModel under ``--epp``: certified, broken on purpose, trained, refused."""
+"""HybridModel under ``--epp``: trained, refused. Certified: test_certify_kinds.py."""
 
 from argparse import Namespace
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import BatchVerdict
-from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.cost.kinds.base import CarryOver
-from megatron_epp.ir import slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
-from tests.mcore.certified import certified
 from tests.mcore.resumes import (
     LENGTHS,
     Job,
@@ -31,85 +22,8 @@ from tests.mcore.resumes import (
     to_megatron_and_back,
 )
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
-SABOTAGE = Path(__file__).with_name("sabotage_hybrid.py")
-EXPERTS = (
-    "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 256 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-z-loss-coeff 1e-3 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
-)
-LATENTS = (
-    "--hidden-size 1024 --num-attention-heads 16 --swiglu --normalization RMSNorm "
-    "--position-embedding-type rope --disable-bias-linear --kv-lora-rank 256 --q-lora-rank 384 "
-    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --qk-layernorm "
-)
-SPREAD = "--sequence-parallel --expert-model-parallel-size 2 "
-
-
-def words(model: str, pattern: str) -> tuple[tuple[str, ...], ...]:
-    return ((*model.split(), f"--hybrid-layer-pattern={pattern}"),)
-
-
-EVERY_DEGREE = {
-    "one stage": Trial(
-        Degrees(pp=1, tp=1, dp=1), words(f"{LLAMA} {EXPERTS} --qk-layernorm", "*-*E*-"), batches=4
-    ),
-    "tensor-parallel stages": Trial(
-        Degrees(pp=2, tp=2, dp=1), words(f"{LLAMA} {EXPERTS} {SPREAD}", "*-*E*-*E*-"), batches=4
-    ),
-    # In turn with its words over the stages.
-    "four stages, tied, latents, one without attention": Trial(
-        Degrees(pp=4, tp=1, dp=1),
-        words(LATENTS, "+-|+|-+|--") + words(f"{LATENTS} --epp-vocab-parallel on", "+-|+|-+|--"),
-        batches=4,
-        overlap=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EVERY_DEGREE)
-def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
-    trial = EVERY_DEGREE[name]
-    lines, judged = certified(trial)
-    assert "HybridModel " in lines[0]
-    for what in ("packed", "split", "selective", "offloaded", "halved"):
-        assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what
-
-
-# ------------------------------------------------------------------ broken on purpose
-
-WAYS = (
-    "nothing",
-    "forget the last norm",
-    "attend to another layers",
-    "turn by the row",
-    "nothing again",
-)
-FRAME = Frame(61, (6,), replicas=1, letters=letters_drawn(EXECUTABLE + OF_EXPERTS), splits=True)
-
-
-def fragile(number: int, seed: int) -> bool:
-    """Whether a document of the batch is cut: its first attention layer keeps what others must not
-    see."""
-    (plan,) = draw(seed, number, FRAME).step.plans
-    return max(slices_of(plan).later) >= 0
-
-
-@pytest.fixture(scope="module")
-def judged() -> Mapping[str, BatchVerdict]:
-    """Without the bias that moves with every batch, sabotaged ones, too."""
-    experts = EXPERTS.replace("--moe-router-enable-expert-bias ", "")
-    ((*model,),) = words(f"{LLAMA} {experts}", "*-*E*-")
-    return judged_alone(" ".join(model), WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_wrong_layers_show_and_right_ones_pass(judged, way) -> None:
-    require_shown(judged[way], way)
-
 
 # ------------------------------------------------------------------ trained
 

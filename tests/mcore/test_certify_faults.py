@@ -1,9 +1,8 @@
-"""A certificate that cannot fail is none: every way to break the executor shows."""
+"""A certificate that cannot fail is none: every fault of the executor shows."""
 
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -21,26 +20,10 @@ from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.fault_injection import FAULTS, names
 
-SABOTAGE = Path(__file__).with_name("sabotage.py")
-# In the order of sabotage.WAYS, which only the rank itself can import.
-WAYS = (
-    "nothing",
-    "drop returned gradients",
-    "shift positions",
-    "lose border labels",
-    "mistake border labels",
-    "append again",
-    "scale wrongly",
-    "meet in between",
-    "forget to free",
-    "reuse host memory",
-    "leave layers where they are",
-    "lay one layer aside at a time",
-    "shift masks",
-    "nothing again",
-)
+TABLE = FAULTS / "executor.py"
+WAYS = names(TABLE)
 HOST = ("leave layers where they are", "lay one layer aside at a time")
 ROUNDS = 2  # batches of each way to choose from
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
@@ -96,13 +79,9 @@ def chosen() -> tuple[int, Mapping[str, int]]:
 def judged() -> Mapping[str, BatchVerdict]:
     llama = tuple(f"{LLAMA} --num-layers 2".split())
     seed, found = chosen()
-    trial = Trial(Degrees(1, 1, 1), (llama,), max(found.values()) + 1, seed, interfere=SABOTAGE)
+    trial = Trial(Degrees(1, 1, 1), (llama,), max(found.values()) + 1, seed, interfere=TABLE)
     every = certify_training(trial)
     return {way: every[number] for way, number in found.items()}
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
 
 
 def test_the_batches_are_those_that_were_looked_at(judged) -> None:
