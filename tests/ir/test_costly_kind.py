@@ -114,8 +114,8 @@ assert "L0" in text_gantt(timeline, 120) and '"name":"L0"' in to_trace(timeline)
 assert "late" in to_html(timeline)
 compute = Mock()
 executor = Executor((), compute, *[None] * 5)
-assert set(executor._do) == set(Kind)
 executor._do[Kind.LATE](Op.parse("L1"))
+assert set(executor._do) == set(Kind)
 compute.late.assert_called_once_with(1)
 found = planner_of("epp")([9000, 500, 300], cost, Options(effort=0))  # planners leave it alone
 assert found.seconds == play(found.plan, cost.table(found.plan)).seconds
