@@ -190,7 +190,6 @@ def attacks(server: CommandServer, material: Material, few: bool = False) -> lis
         "two dashes as a value": list(_dashes(material)),
         "what does not fit together": list(_misfits(material)),
         "numbers that are too large": list(_too_large(material)),
-        "input without an end": list(_endless(material)),
         "the planner's service": [_service(material)],
     }
     if few:
@@ -406,29 +405,6 @@ def _too_large(material: Material) -> Iterator[Line]:
 def _lengths(material: Material, name: str, text: str) -> str:
     material(name).write_text(text)
     return str(material(name))
-
-
-def _endless(material: Material) -> Iterator[Line]:
-    import gzip
-
-    plan = _words(material, "plan")
-    bomb = material("bomb.gz")
-    with gzip.open(bomb, "wb", compresslevel=9) as file:
-        for _ in range(100):
-            file.write(b"1\n" * (1 << 20))  # 200 MiB, a hundred million lengths
-    endless = "/dev/zero"
-    yield Line(("check", endless), REFUSED)
-    yield Line(("draw", endless), REFUSED)
-    yield Line(("simulate", endless, *material.machine_words), REFUSED)
-    yield Line(("draw", str(material("good.plan")), "--records", endless), REFUSED)
-    yield Line((*plan, "--lengths", endless), REFUSED)
-    yield Line((*plan, "--lengths", str(bomb)), REFUSED)
-    yield Line((*plan, "--cost-model", endless), REFUSED)
-    for option in ("--model", "--device"):
-        link = material(f"endless{option}.json")
-        link.unlink(missing_ok=True)
-        link.symlink_to(endless)
-        yield Line((*plan, option, str(link)), REFUSED)
 
 
 def _service(material: Material) -> Line:

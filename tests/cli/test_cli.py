@@ -1,6 +1,7 @@
 """The command line: what it prints, what it refuses, and that it never shows a traceback."""
 
 import dataclasses
+import gzip
 import importlib
 import io
 import json
@@ -717,7 +718,7 @@ def test_a_device_file_of_odd_values(capsys, plan, tmp_path, field):
 # ------------------------------------------------------------------ hostile files and numbers
 
 
-def test_no_file_is_read_without_end(capsys):
+def test_no_file_is_read_without_end(capsys, plan, tmp_path):
     for command in (["check"], ["draw"], ["simulate", *MACHINE]):
         told = refused(capsys, command[0], "/dev/zero", *command[1:])
         assert "plan /dev/zero: longer than 256 MiB" in told
@@ -725,6 +726,12 @@ def test_no_file_is_read_without_end(capsys):
         words = {"--model": "gpt-7b", "--device": "a100-80g", flag: "/dev/zero"}
         told = refused(capsys, "plan", "--lengths", "wlb", "--pp", 2, *sum(words.items(), ()))
         assert "/dev/zero: longer than 16 MiB" in told
+    assert "/dev/zero" in refused(capsys, "draw", plan, "--records", "/dev/zero")
+    with gzip.open(bomb := tmp_path / "bomb.gz", "wb", compresslevel=1) as file:
+        for _ in range(100):
+            file.write(b"1\n" * (1 << 20))  # 200 MiB, a hundred million lengths
+    for endless in ("/dev/zero", bomb):
+        assert str(endless) in refused(capsys, "plan", "--lengths", endless, *COMMON)
 
 
 def test_nobody_is_waited_for_at_a_pipe(capsys, plan, tmp_path):

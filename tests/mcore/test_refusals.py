@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Kind, Op, Plan, Span, Step
+from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
@@ -51,6 +51,8 @@ def test_every_letter_of_plans_runs() -> None:
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
     assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(LETTERS)
+    with pytest.raises(PlanError, match="is for 1 data-parallel replicas; this job has 2"):
+        accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=2)
 
 
 EXPERTS = {
