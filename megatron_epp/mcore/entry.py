@@ -24,7 +24,8 @@ from megatron_epp.mcore.flags import (
     read_flags,
     refusals_as_value_errors,
 )
-from megatron_epp.mcore.patching import cpu_host, cuda_host, engine_on_cpu, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+from megatron_epp.te_reference import reference_switch
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
     from megatron_epp.mcore.setup import TrainerParts
@@ -70,8 +71,8 @@ def train(
         warnings.filterwarnings("ignore", category=FutureWarning)
     cuda_host.prepare(sys.argv[1:])
     cpu_host.install_cpu_host()
-    if engine_on_cpu.is_started() and rank() == 0:
-        print(engine_on_cpu.in_words(), flush=True)
+    if reference_switch.is_started() and rank() == 0:
+        print(reference_switch.in_words(), flush=True)
     seams.install(seams.ALWAYS_SEAMS)
     seams.check_seams()
 

@@ -17,7 +17,7 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.model.kinds.window import WINDOW
-from megatron_epp.mcore.patching.engine_on_cpu import VARIABLE, require_reference
+from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown
 

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .operands import require, wide
+from megatron_epp.te_reference.operands import expect, wide
 
 Lists = Sequence[Sequence[Tensor]]
 
 
 def _aligned(kernel: str, lists: Lists, count: int) -> None:
-    require(len(lists) == count, kernel, f"{len(lists)} lists, expected {count}")
+    expect(len(lists) == count, kernel, f"{len(lists)} lists, expected {count}")
     for tensors in zip(*lists, strict=True):
         sizes = {x.numel() for x in tensors}
-        require(len(sizes) == 1, kernel, f"tensors of {sorted(sizes)} elements side by side")
+        expect(len(sizes) == 1, kernel, f"tensors of {sorted(sizes)} elements side by side")
         dense = all(x.is_contiguous() for x in tensors)
-        require(dense, kernel, "a tensor is read as if in one piece")
+        expect(dense, kernel, "a tensor is read as if in one piece")
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: float) -> None:

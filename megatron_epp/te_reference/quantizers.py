@@ -22,8 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .operands import dense, require, torch_dtype
-from .whole_tensors import has_scale, is_whole, quantize_whole, whole_operand
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype
+from megatron_epp.te_reference.whole_tensors import (
+    has_scale,
+    is_whole,
+    quantize_whole,
+    whole_operand,
+)
 
 BLOCK, MX_BLOCK = 128, 32
 MX_BIAS = 127  # of the exponent that a scale of MXFP8 is
@@ -48,8 +53,8 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
     two_dimensional = getattr(of, "_is_2D_scaled", None)
     if type(of).__name__ == "Float8BlockQuantizer":
         two_dimensional = of.block_scaling_dim == 2
-        require(of.force_pow_2_scales, "quantize", "scales that are no powers of two")
-        require(not of.amax_epsilon, "quantize", "a least amax is not written")
+        expect(of.force_pow_2_scales, "quantize", "scales that are no powers of two")
+        expect(not of.amax_epsilon, "quantize", "a least amax is not written")
     if two_dimensional is not None:
         if two_dimensional:
             return _Layout(BLOCK, BLOCK, columnwise, columnwise)
@@ -57,7 +62,7 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
         return _Layout(rows, columns, columnwise, not columnwise)
     swizzled = getattr(of, "_with_gemm_swizzled_scales", getattr(of, "optimize_for_gemm", None))
     if type(of).__name__.startswith("MXFP8"):
-        require(not getattr(of, "with_2d_quantization", False), "quantize", "MXFP8 in squares")
+        expect(not getattr(of, "with_2d_quantization", False), "quantize", "MXFP8 in squares")
         rows, columns = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
         return _Layout(rows, columns, False, False, True, bool(swizzled))
     raise NotImplementedError(f"te_on_cpu: a {type(of).__name__} is not written")
@@ -81,12 +86,12 @@ def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def exponents_of(amax: Tensor, largest: float) -> Tensor:
-    """Of the smallest powers of two over which these are no more than the format's ``largest``."""
+    """Return exponents of the smallest scales that keep ``amax`` within ``largest``."""
     _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
     return (1 - exponent.long()).clamp(LEAST, MOST)
 
 
-def spread(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
+def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
     """[T, K], that is ``shape``, of a number for each block."""
     wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
     return wide.repeat_interleave(columns, 1)[:, : shape[1]]
@@ -103,7 +108,7 @@ def create_empty_quantized_tensor(
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     """``tensor`` as ``quantizer`` has it, in the directions that it is asked for."""
     kernel = "quantize"
-    require(noop is None, kernel, "a flag that says whether to run is not written")
+    expect(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
     whole = is_whole(quantizer) or has_scale(quantizer)
     if not whole:
@@ -135,7 +140,7 @@ def split_quantize(
 ) -> list[Any]:  # fmt: skip
     """Groups of rows, one after the other, each by a quantizer of its own."""
     kernel = "split_quantize"
-    require(sum(split_sections) == len(tensor), kernel, f"{len(tensor)} rows: {split_sections}")
+    expect(sum(split_sections) == len(tensor), kernel, f"{len(tensor)} rows: {split_sections}")
     parts = tensor.split(list(split_sections))
     return [quantize(part, one) for part, one in zip(parts, quantizers, strict=True)]
 
@@ -168,9 +173,9 @@ def _scaled(
     """x over its blocks' scales in the format, and the exponents of these."""
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
     whole = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
-    require(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
+    expect(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
     exponents = exponents_of(tiled(x_TK, layout.rows, layout.columns).amax((1, 3)), largest)
-    values = x_TK * power(-spread(exponents, x_TK.shape, layout.rows, layout.columns))
+    values = x_TK * power(-expand_blocks(exponents, x_TK.shape, layout.rows, layout.columns))
     return values.clamp(-largest, largest).float().to(dtype), exponents
 
 
@@ -180,7 +185,7 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
         return whole_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
     way = "columns" if columnwise else "rows"
-    require(data is not None, kernel, f"{name} is read by {way}, and has no such data")
+    expect(data is not None, kernel, f"{name} is read by {way}, and has no such data")
     layout = _layout(tensor, columnwise)
     dtype = torch_dtype(tensor._fp8_dtype)
     if layout.data_across:
@@ -193,7 +198,7 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     blocks = scales.T if layout.scales_across else scales
     blocks = blocks[: -(-rows // layout.rows), : -(-columns // layout.columns)]
     powers = power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
-    return values * spread(powers, values.shape, layout.rows, layout.columns)
+    return values * expand_blocks(powers, values.shape, layout.rows, layout.columns)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:

@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of
 
-from .activations import derivative
-from .operands import dense, no_quantizer, require, torch_dtype, wide, written
-from .quantizers import is_quantised, operand, quantize
+from megatron_epp.te_reference.activations import derivative
+from megatron_epp.te_reference.operands import (
+    dense,
+    expect,
+    no_quantizer,
+    torch_dtype,
+    wide,
+    written,
+)
+from megatron_epp.te_reference.quantizers import is_quantised, operand, quantize
 
 STREAMS = 4
 STEP = 16  # of the sizes of quantised operands
@@ -39,8 +46,8 @@ def generic_gemm(
     no_quantizer(kernel, quantizer)
     if comm_overlap is not None:
         raise NotImplementedError("te_on_cpu: products that overlap communication are not written")
-    require(workspace.numel() >= workspace_size > 0, kernel, "the workspace is shorter than said")
-    require(accumulate or not beta, kernel, f"beta {beta} without accumulation")
+    expect(workspace.numel() >= workspace_size > 0, kernel, "the workspace is shorter than said")
+    expect(accumulate or not beta, kernel, f"beta {beta} without accumulation")
     product, shape = _product(kernel, A, transA, B, transB)
     product *= alpha
     of_factors = _format(A)
@@ -48,11 +55,11 @@ def generic_gemm(
     if D is not None:
         dense(kernel, "the output", D)
         fits = D.shape[-1] == shape[-1] and D.numel() == product.numel()
-        require(fits, kernel, f"the output is {tuple(D.shape)}, expected {shape}")
+        expect(fits, kernel, f"the output is {tuple(D.shape)}, expected {shape}")
         agrees = output_dtype is None or D.dtype == dtype
-        require(agrees, kernel, f"the output is of {D.dtype}, {dtype} is asked for")
+        expect(agrees, kernel, f"the output is of {D.dtype}, {dtype} is asked for")
         dtype = D.dtype
-    require(
+    expect(
         torch.promote_types(dtype, of_factors) == dtype,
         kernel,
         f"products of {of_factors} in {dtype}",
@@ -61,8 +68,8 @@ def generic_gemm(
     if bias is not None and grad:
         bias_gradient = wide(B.detach()).view(-1, B.shape[-1]).sum(0).to(dtype)
     elif bias is not None:
-        require(bias.shape == shape[-1:], kernel, f"a bias of {tuple(bias.shape)} for {shape}")
-        require(bias.dtype == torch_dtype(bias_type), kernel, f"a bias of {bias.dtype}")
+        expect(bias.shape == shape[-1:], kernel, f"a bias of {tuple(bias.shape)} for {shape}")
+        expect(bias.dtype == torch_dtype(bias_type), kernel, f"a bias of {bias.dtype}")
         product += bias.detach()
     if gelu and grad:
         assert gelu_in is not None
@@ -81,22 +88,22 @@ def _product(
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The product [rows, columns] in the wide format, and the shape that it is given."""
     both = is_quantised(A), is_quantised(B)
-    require(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
+    expect(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
     a, b = _factor(kernel, "A", A, not transA), _factor(kernel, "B", B, transB)
     if both[0]:  # what they stand for says nothing of how they are read
         a, b = (x.to(torch.promote_types(a.dtype, b.dtype)) for x in (a, b))
-    require(a.dtype == b.dtype, kernel, f"A is of {a.dtype}, B of {b.dtype}")
+    expect(a.dtype == b.dtype, kernel, f"A is of {a.dtype}, B of {b.dtype}")
     rows_of_a, rows_of_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     left = rows_of_b.T if transB else rows_of_b
     right = rows_of_a.T if transA else rows_of_a
-    require(
+    expect(
         left.shape[1] == right.shape[0],
         kernel,
         f"A {tuple(a.shape)}{' transposed' * transA} and B {tuple(b.shape)}"
         f"{' transposed' * transB} do not fit",
     )
     inner = left.shape[1]
-    require(not (both[0] and inner % STEP), kernel, f"quantised products over {inner}")
+    expect(not (both[0] and inner % STEP), kernel, f"quantised products over {inner}")
     shape = (left.shape[0] if transB else b.shape[:-1], right.shape[1])
     flat = (shape[0], shape[1]) if transB else (*b.shape[:-1], right.shape[1])
     return wide(left) @ wide(right), tuple(flat)
@@ -123,18 +130,19 @@ def te_general_grouped_gemm(
     """Products side by side; ``single_output``: all rows of D in one tensor. The biases' gradients
     are written to ``bias``, as the outputs are to D."""
     kernel = "te_general_grouped_gemm"
-    require(D is not None, kernel, "outputs that are not given are not written here")
-    require(len(workspace) == STREAMS, kernel, f"{len(workspace)} workspaces")
-    require(not any(x.numel() for x in pre_gelu_out), kernel, "GELU in groups is not written")
+    expect(D is not None, kernel, "outputs that are not given are not written here")
+    assert D is not None
+    expect(len(workspace) == STREAMS, kernel, f"{len(workspace)} workspaces")
+    expect(not any(x.numel() for x in pre_gelu_out), kernel, "GELU in groups is not written")
     dtype = torch_dtype(D_type)
     if single_output:
         rows = [prod(x.size()[:-1]) for x in B]
-        require(list(m_splits) == rows, kernel, f"splits {m_splits} of operands with {rows} rows")
-        require(sum(rows) == len(D[0]), kernel, f"{len(D[0])} rows of output for {sum(rows)}")
+        expect(list(m_splits) == rows, kernel, f"splits {m_splits} of operands with {rows} rows")
+        expect(sum(rows) == len(D[0]), kernel, f"{len(D[0])} rows of output for {sum(rows)}")
         outputs = list(D[0].split(rows))
     else:
         outputs = list(D)
-    require(len(A) == len(B) == len(outputs), kernel, f"{len(A)}, {len(B)}, {len(outputs)} tensors")
+    expect(len(A) == len(B) == len(outputs), kernel, f"{len(A)}, {len(B)}, {len(outputs)} tensors")
     for index, (a, b, out) in enumerate(zip(A, B, outputs, strict=True)):
         has_bias = bool(bias[index].numel())
         if not prod(b.size()) or not prod(a.size()):
@@ -150,7 +158,9 @@ def te_general_grouped_gemm(
             use_split_accumulator,
         )  # fmt: skip
         if grad and has_bias:
-            written(kernel, bias[index], made[1], made[1].dtype)
+            gradient = made[1]
+            assert gradient is not None
+            written(kernel, bias[index], gradient, gradient.dtype)
     return list(bias)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the rooms of the package and who imports whom, from the imports themselves.
 
-    python docs/draw_house.py [FILE.svg]        default: docs/house.svg
+    python docs/draw_architecture.py [FILE.svg]        default: docs/architecture.svg
 
 A room stands above all that it imports; a line that follows from two others is left out. A test
 makes the picture again and compares.
@@ -18,7 +18,7 @@ from megatron_epp.show.shapes import Drawing, Label, Rect, Shape
 from megatron_epp.show.shapes import Path as Line
 from megatron_epp.show.svg import to_svg
 
-FILE = Path(__file__).with_name("house.svg")
+FILE = Path(__file__).with_name("architecture.svg")
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_epp"
 WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, LEGEND = 1240.0, 128.0, 280.0, 88.0, 40.0
 COLUMNS = {"thinking": (0.0, 620.0), "both": (620.0, 930.0), "doing": (930.0, WIDTH)}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .operands import dense, require, wide
+from megatron_epp.te_reference.operands import dense, expect, wide
 
 
 def _softmax(kernel: str, scores: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
@@ -26,14 +26,14 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
     kernel = "scaled_masked_softmax_forward"
-    require(mask.is_contiguous() and mask.dim() == 4, kernel, f"a mask of {tuple(mask.shape)}")
-    require(mask.dtype in (torch.bool, torch.uint8), kernel, f"a mask of {mask.dtype}")
+    expect(mask.is_contiguous() and mask.dim() == 4, kernel, f"a mask of {tuple(mask.shape)}")
+    expect(mask.dtype in (torch.bool, torch.uint8), kernel, f"a mask of {mask.dtype}")
     return _softmax(kernel, input, scale_factor, mask.bool())
 
 
 def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     kernel = "scaled_upper_triang_masked_softmax_forward"
-    require(input.shape[-1] == input.shape[-2], kernel, f"scores of {tuple(input.shape)}")
+    expect(input.shape[-1] == input.shape[-2], kernel, f"scores of {tuple(input.shape)}")
     return _softmax(kernel, input, scale_factor, _causal(input))
 
 

@@ -4,7 +4,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from . import (
+from megatron_epp.te_reference import (
     attention,
     enums,
     norms,
@@ -16,13 +16,13 @@ from . import (
     rotary,
     softmax,
 )
-from .activations import functions
-from .device import CUBLASLT, CUDNN
+from megatron_epp.te_reference.activations import functions
+from megatron_epp.te_reference.device import CUBLASLT, CUDNN
 
 NAME = "transformer_engine_torch"
 
 
-class Reference(types.ModuleType):
+class KernelReference(types.ModuleType):
     """Functions that are written; any other is one that says so when it is called."""
 
     def __getattr__(self, name: str) -> Any:
@@ -31,7 +31,7 @@ class Reference(types.ModuleType):
 
         def unwritten(*args: Any, **others: Any) -> Any:
             raise NotImplementedError(
-                f"te_on_cpu: {NAME}.{name} is not written; it belongs into tests/te_on_cpu"
+                f"te_reference: {NAME}.{name} is not written; add it to megatron_epp/te_reference"
             )
 
         return unwritten
@@ -41,7 +41,7 @@ class CommOverlapHelper:
     """Overlap of communication with products: nothing of it is written, its names are classes."""
 
     def __init__(self, *args: Any, **others: Any):
-        raise NotImplementedError(f"te_on_cpu: {type(self).__name__} is not written")
+        raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")
 
 
 class CommOverlap(CommOverlapHelper):
@@ -53,11 +53,11 @@ class CommOverlapP2P(CommOverlapHelper):
 
 
 class CommOverlapCore(CommOverlapHelper):
-    """What both are made of."""
+    """Base class of both."""
 
 
 def reference() -> types.ModuleType:
-    made = Reference(NAME)
+    made = KernelReference(NAME)
     for name, value in {**_functions(), **_names()}.items():
         setattr(made, name, value)
     return made
@@ -75,9 +75,18 @@ def _names() -> dict[str, Any]:
 
 def _functions() -> dict[str, Callable[..., Any]]:
     made = functions()
-    parts = (attention, norms, optimizers, permutation, primary, products, quantizers, rotary)
-    parts = (*parts, softmax)
-    for module in parts:
+    modules: tuple[types.ModuleType, ...] = (
+        attention,
+        norms,
+        optimizers,
+        permutation,
+        primary,
+        products,
+        quantizers,
+        rotary,
+        softmax,
+    )
+    for module in modules:
         made |= {
             name: value
             for name, value in vars(module).items()

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .operands import dense, no_quantizer, require, wide
+from megatron_epp.te_reference.operands import dense, expect, no_quantizer, wide
 
 Function = Callable[..., Tensor]
 
 
 def derivative(function: Function, at: Tensor) -> Tensor:
-    """Of ``function`` of each element; GELU is the one with tanh."""
+    """Return ``function`` applied to each element; GELU is the one with tanh."""
     if function is functional.gelu:
         function = _gelu
     with torch.enable_grad():
@@ -86,14 +86,14 @@ def _backward(name: str, function: Function) -> Function:
             at.requires_grad_()
             out = function(at, **options)
             fits = out.numel() == gradient.numel()
-            require(fits, name, f"a gradient of {tuple(grad.shape)} for {tuple(out.shape)}")
+            expect(fits, name, f"a gradient of {tuple(grad.shape)} for {tuple(out.shape)}")
             (made,) = torch.autograd.grad(out, at, gradient.view(out.shape))
         return made.to(fwd_input.dtype)
 
     return run
 
 
-def _with_bias(name: str, backward: Function) -> Function:
+def _with_bias(name: str, backward: Function) -> Callable[..., list[Tensor]]:
     def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Tensor]:
         made = backward(grad, fwd_input, quantizer)
         return [wide(made).view(-1, made.shape[-1]).sum(0).to(made.dtype), made]
@@ -101,9 +101,9 @@ def _with_bias(name: str, backward: Function) -> Function:
     return run
 
 
-def functions() -> dict[str, Function]:
-    """By the names of the compiled module."""
-    made = {}
+def functions() -> dict[str, Callable[..., Any]]:
+    """Return the functions by the names of the compiled module."""
+    made: dict[str, Callable[..., Any]] = {}
     for name, function in (_PLAIN | _GATED).items():
         before = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
         made[name] = _forward(name, function)

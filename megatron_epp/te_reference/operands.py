@@ -1,11 +1,11 @@
-"""What a kernel would misread, refused: it takes an address, sizes and a format on trust."""
+"""Checks of operands that a kernel would misread: it takes an address, sizes and a format on trust."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .enums import TORCH
+from megatron_epp.te_reference.enums import TORCH, DType
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
@@ -15,23 +15,23 @@ class Misread(RuntimeError):
     """An operand that the compiled kernel would refuse, or read as something else."""
 
 
-def require(true: bool, kernel: str, what: str) -> None:
+def expect(true: bool, kernel: str, what: str) -> None:
     if not true:
         raise Misread(f"{kernel}: {what}")
 
 
 def dense(kernel: str, name: str, tensor: Any) -> Tensor:
     """``tensor``, which lies in one piece and is of a number format that is written here."""
-    require(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
+    expect(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
     plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    require(plain, kernel, f"{name} is a {type(tensor).__name__}: quantised operands are lacking")
+    expect(plain, kernel, f"{name} is a {type(tensor).__name__}: quantised operands are lacking")
     strides = tuple(tensor.stride())
-    require(
+    expect(
         tensor.is_contiguous(),
         kernel,
         f"{name} {tuple(tensor.shape)} has strides {strides}, and is read as if in one piece",
     )
-    require(tensor.dtype in FLOATS, kernel, f"{name} is of {tensor.dtype}")
+    expect(tensor.dtype in FLOATS, kernel, f"{name} is of {tensor.dtype}")
     return tensor.detach()
 
 
@@ -43,8 +43,8 @@ def no_quantizer(kernel: str, quantizer: Any) -> None:
 
 
 def torch_dtype(wanted: Any) -> torch.dtype:
-    """Of the module's enumeration, or torch's own, as float64 is handed on."""
-    return wanted if isinstance(wanted, torch.dtype) else TORCH[int(wanted)]
+    """Return torch's dtype for a value of the module's enumeration; torch's own stays."""
+    return wanted if isinstance(wanted, torch.dtype) else TORCH[DType(int(wanted))]
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def written(kernel: str, out: Tensor | None, values: Tensor, dtype: torch.dtype)
     if out is None:
         return values.to(dtype).contiguous()
     dense(kernel, "the output", out)
-    require(
+    expect(
         out.numel() == values.numel() and out.dtype == dtype,
         kernel,
         f"the output is {tuple(out.shape)} of {out.dtype}, expected {tuple(values.shape)} "

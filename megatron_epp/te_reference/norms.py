@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .operands import dense, require, torch_dtype, wide, written
-from .quantizers import quantize
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide, written
+from megatron_epp.te_reference.quantizers import quantize
 
 
 def _operands(kernel: str, x_TH: Any, weight_H: Any, centred: bool) -> tuple[Tensor, Tensor]:
     x, weight = dense(kernel, "the input", x_TH), dense(kernel, "the weight", weight_H)
-    require(x.dim() == 2, kernel, f"an input of {tuple(x.shape)}, expected rows of channels")
-    require(
+    expect(x.dim() == 2, kernel, f"an input of {tuple(x.shape)}, expected rows of channels")
+    expect(
         weight.shape == x.shape[1:],
         kernel,
         f"a weight of {tuple(weight.shape)} for {tuple(x.shape)}",
     )
-    require(weight.dtype == x.dtype, kernel, f"a weight of {weight.dtype} for {x.dtype}")
+    expect(weight.dtype == x.dtype, kernel, f"a weight of {weight.dtype} for {x.dtype}")
     return wide(x), wide(weight) + (1 if centred else 0)
 
 
@@ -61,8 +61,8 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias, wide; ``normed`` is the output without weights."""
     grad = wide(dense(kernel, "the gradient", dz))
-    require(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
-    require(
+    expect(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
+    expect(
         scale_T.shape == x.shape[:1] and scale_T.dtype == x.dtype,
         kernel,
         f"what forward kept is {tuple(scale_T.shape)} of {scale_T.dtype}",

@@ -8,19 +8,19 @@ CUBLASLT = 130100
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ReportedDevice:
     name: str
     capability: tuple[int, int]
     multiprocessors: int
 
 
 DEVICES = {
-    "h100": Device("NVIDIA H100 80GB HBM3", (9, 0), 132),
-    "b200": Device("NVIDIA B200", (10, 0), 148),
+    "h100": ReportedDevice("NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "b200": ReportedDevice("NVIDIA B200", (10, 0), 148),
 }
 
 
-class Kernel:
+class CompiledKernel:
     """A kernel of somebody's own source: nothing here compiles it, and a launch does nothing."""
 
     def __init__(self, source: str, name: str):

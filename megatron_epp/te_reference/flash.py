@@ -3,13 +3,20 @@
 Causal attention with fewer queries than keys is aligned at the bottom right there.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, library
 
-from .attention import fused_attn_bwd, fused_attn_fwd
-from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
-from .enums import NVTE_Softmax_Type as Softmax
-from .operands import HALVES, require
+from megatron_epp.te_reference.attention import fused_attn_bwd, fused_attn_fwd
+from megatron_epp.te_reference.enums import (
+    NVTE_Bias_Type,
+    NVTE_Mask_Type,
+    NVTE_QKV_Format,
+    NVTE_QKV_Layout,
+)
+from megatron_epp.te_reference.enums import NVTE_Softmax_Type as Softmax
+from megatron_epp.te_reference.operands import HALVES, expect
 
 _KEPT: list[library.Library] = []  # a registration lasts as long as its object
 
@@ -24,7 +31,9 @@ def register() -> None:
     _KEPT.append(made)
 
 
-def _common(causal: bool, left: int | None, right: int | None) -> tuple:
+def _common(
+    causal: bool, left: int | None, right: int | None
+) -> tuple[Any, Any, Any, tuple[int, int], bool]:
     mask = NVTE_Mask_Type.NVTE_PADDING_MASK
     if causal:
         mask = NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
@@ -34,11 +43,11 @@ def _common(causal: bool, left: int | None, right: int | None) -> tuple:
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     kernel = "_flash_attention"
-    require(q.dtype in (*HALVES, torch.float64), kernel, f"queries of {q.dtype}")
+    expect(q.dtype in (*HALVES, torch.float64), kernel, f"queries of {q.dtype}")
     size = q.shape[-1]
-    require(size % 8 == 0 and size <= 256, kernel, f"heads of {size}")
-    require(k.shape[-1] == v.shape[-1] == size, kernel, "heads of one size")
-    require(not dropout, kernel, "dropout is not written")
+    expect(size % 8 == 0 and size <= 256, kernel, f"heads of {size}")
+    expect(k.shape[-1] == v.shape[-1] == size, kernel, "heads of one size")
+    expect(not dropout, kernel, "dropout is not written")
 
 
 def _flash_forward(
@@ -79,4 +88,5 @@ def _flash_backward(
         grad_out.contiguous(), query.dtype, [logsumexp.T[..., None], rng_state], None, None, None,
         None, None, False,
     )  # fmt: skip
+    assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv

@@ -11,27 +11,29 @@ from typing import Any
 
 import torch
 
-from . import flash
-from .device import DEVICES, Device, Kernel
-from .module import NAME, reference
+from megatron_epp.te_reference import flash
+from megatron_epp.te_reference.device import DEVICES, CompiledKernel, ReportedDevice
+from megatron_epp.te_reference.module import NAME, reference
 
 PACKAGE = "transformer_engine"
 # Where scripts/setup_env.sh lays Transformer Engine's Python: beside the packages, as one without
 # its compiled part must not be found by whoever looks for it.
 FOLDER = Path(sys.prefix) / "te_on_cpu"
+# Its Python without its libraries; requirements-te.txt has the same pins.
+REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
 _WIDE = torch.float64
 
 
-def start(device: str = "h100") -> None:
+def install_reference(device: str = "h100") -> None:
     """ValueError: one line on what is not there."""
     if device not in DEVICES:
-        raise ValueError(f"te_on_cpu knows {', '.join(DEVICES)}; {device} is none of them")
+        raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is none of them")
     if isinstance(sys.modules.get(NAME), types.ModuleType):
         return
     if not (FOLDER / PACKAGE / "pytorch").is_dir():
         raise ValueError(
-            f"no Transformer Engine in {FOLDER}: run bash scripts/setup_env.sh, which lays its "
-            "Python there (1.3 MB)"
+            f"no Transformer Engine in {FOLDER}: run bash scripts/setup_env.sh in a checkout, or "
+            f"pip install --no-deps --target {FOLDER} {' '.join(REQUIREMENTS)} (1.3 MB)"
         )
     flash.register()
     _be(DEVICES[device])
@@ -45,19 +47,21 @@ def start(device: str = "h100") -> None:
     _widen()
 
 
-def _be(device: Device) -> None:
-    """What torch says of the device, where the CPU host has said something already."""
+def _be(device: ReportedDevice) -> None:
+    """Have torch report ``device``, over what the CPU-only host reports already."""
     properties: Any = torch.cuda.get_device_properties(0)
     properties.name = device.name
     properties.major, properties.minor = device.capability
     properties.multi_processor_count = device.multiprocessors
     # Python's questions alone: what torch does with a tensor does not depend on it.
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    tensors: Any = torch.Tensor
+    tensors.record_stream = lambda self, stream: None
     # What scripts for GPUs ask besides (scripts/gpu).
-    torch.cuda._sleep = lambda cycles: None
-    torch.cuda._compile_kernel = Kernel
-    torch.cuda.memory_snapshot = list
+    cuda: Any = torch.cuda
+    cuda._sleep = lambda cycles: None
+    cuda._compile_kernel = CompiledKernel
+    cuda.memory_snapshot = list
     # gloo takes together what Python has collected; it has no queue of a device to begin with.
     together: Any = torch.distributed._coalescing_manager
 
@@ -66,13 +70,14 @@ def _be(device: Device) -> None:
 
     torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
     # And reads all of it in the first one's format: parameters in fp8 and others go as bytes.
-    gather: Any = torch.distributed.ProcessGroup.allgather_into_tensor_coalesced
+    groups: Any = torch.distributed.ProcessGroup
+    gather = groups.allgather_into_tensor_coalesced
 
     def gather_bytes(group: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         both = ([x.view(torch.uint8) for x in tensors] for tensors in (outputs, inputs))
         return gather(group, *both, *given, **named)
 
-    torch.distributed.ProcessGroup.allgather_into_tensor_coalesced = gather_bytes
+    groups.allgather_into_tensor_coalesced = gather_bytes
 
 
 def _nothing(name: str) -> types.ModuleType:

@@ -13,6 +13,7 @@ Here stands another of that name, of the functions that training calls, each wri
     norms, activations, rotary, softmax, attention, flash, permutation, optimizers
     device          an H100, or a B200, as far as Python asks
     start           puts all of it in place, before Megatron is imported
+    reference_switch    whether this process uses it
 
 It computes in the format of its operands where a kernel does (sums in float32, one rounding at the
 end), and in float64 from end to end, which no kernel knows. What it finds are errors of those who

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .enums import NVTE_QKV_Format as Format
-from .operands import require, wide
+from megatron_epp.te_reference.enums import NVTE_QKV_Format as Format
+from megatron_epp.te_reference.operands import expect, wide
 
 
 def fused_rope_forward(
@@ -38,32 +38,32 @@ def _table(
 ) -> Tensor:  # fmt: skip
     """Angles of every row, with ones in the place of heads."""
     kernel = "fused_rope"
-    require(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), kernel, f"a table {freqs.shape}")
-    require(freqs.dtype in (torch.float32, torch.float64), kernel, f"a table of {freqs.dtype}")
-    require(freqs.is_contiguous(), kernel, "the table does not lie in one piece")
-    require(x.stride(-1) == 1, kernel, f"channels are {x.stride(-1)} apart")
+    expect(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), kernel, f"a table {freqs.shape}")
+    expect(freqs.dtype in (torch.float32, torch.float64), kernel, f"a table of {freqs.dtype}")
+    expect(freqs.is_contiguous(), kernel, "the table does not lie in one piece")
+    expect(x.stride(-1) == 1, kernel, f"channels are {x.stride(-1)} apart")
     angles = freqs[:, 0, 0]
-    require(angles.shape[1] <= x.shape[-1], kernel, f"{angles.shape[1]} angles for {x.shape}")
+    expect(angles.shape[1] <= x.shape[-1], kernel, f"{angles.shape[1]} angles for {x.shape}")
     if layout == Format.NVTE_THD:
-        require(cu_seqlens is not None and cu_seqlens.dtype == torch.int32, kernel, "lengths")
+        expect(cu_seqlens is not None and cu_seqlens.dtype == torch.int32, kernel, "lengths")
         assert cu_seqlens is not None
         # Of the whole sequences: a rank has its share of each.
         borders = [int(border) // ranks for border in cu_seqlens]
-        require(borders[-1] <= len(x), kernel, f"{len(x)} rows for sequences up to {borders[-1]}")
+        expect(borders[-1] <= len(x), kernel, f"{len(x)} rows for sequences up to {borders[-1]}")
         lengths = [stop - start for start, stop in pairwise(borders)]
         positions = torch.cat(
             [_positions(n, ranks, rank) + _start(starts, i) for i, n in enumerate(lengths)]
             # Rows behind the last sequence are no kernel's: nobody may read them.
             + [torch.zeros(len(x) - borders[-1], dtype=torch.long)]
         )
-        require(_most(positions) < len(angles), kernel, f"the table ends at {len(angles)}")
+        expect(_most(positions) < len(angles), kernel, f"the table ends at {len(angles)}")
         return angles[positions][:, None]
-    require(layout in (Format.NVTE_SBHD, Format.NVTE_BSHD), kernel, f"layout {layout.name}")
+    expect(layout in (Format.NVTE_SBHD, Format.NVTE_BSHD), kernel, f"layout {layout.name}")
     length, batch = (x.shape[0], x.shape[1]) if layout == Format.NVTE_SBHD else x.shape[1::-1]
     rows = torch.stack(
         [_positions(length, ranks, rank) + _start(starts, i) for i in range(batch)], 1
     )
-    require(_most(rows) < len(angles), kernel, f"the table ends at {len(angles)}")
+    expect(_most(rows) < len(angles), kernel, f"the table ends at {len(angles)}")
     made = angles[rows][:, :, None]  # S, B, 1, D
     return made if layout == Format.NVTE_SBHD else made.transpose(0, 1)
 

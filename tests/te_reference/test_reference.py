@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.te_on_cpu import (
+from megatron_epp.te_reference import (
     attention,
     enums,
     module,
@@ -20,8 +20,8 @@ from tests.te_on_cpu import (
     rotary,
     softmax,
 )
-from tests.te_on_cpu.activations import functions
-from tests.te_on_cpu.operands import Misread
+from megatron_epp.te_reference.activations import functions
+from megatron_epp.te_reference.operands import Misread
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
 F64 = torch.float64

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operands import require, torch_dtype
+from megatron_epp.te_reference.operands import expect, torch_dtype
 
 
 def is_whole(of: Any) -> bool:
@@ -56,7 +56,7 @@ def quantize_whole(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
         largest, power = torch.finfo(dtype).max, quantizer.force_pow_2_scales
         scale = scale_of(amax, largest, power, quantizer.amax_epsilon)
     values = cast(x, scale, dtype)
-    require(output._data is not None or output._transpose is not None, kernel, "nowhere to write")
+    expect(output._data is not None or output._transpose is not None, kernel, "nowhere to write")
     if output._data is not None:
         output._data.copy_(values.view(output._data.shape))
     if output._transpose is not None:
@@ -80,6 +80,6 @@ def whole_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tens
     data = tensor._transpose if across else tensor._data
     way = "columns" if columnwise else "rows"
     stale = across and tensor._transpose_invalid
-    require(data is not None and not stale, kernel, f"{name} is read by {way}, and has none")
+    expect(data is not None and not stale, kernel, f"{name} is read by {way}, and has none")
     values = data.reshape(data.shape[0], -1).T if across else data.reshape(-1, data.shape[-1])
     return values.contiguous().view(dtype).double() * tensor._scale_inv.double()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.layers.attention.varlen import CuSeqlens
 from tests.mcore.fault_injection import Fault, Faults, fault, in_turn, nothing
-from tests.te_on_cpu.faults import engine
+from tests.te_reference.faults import engine
 
 
 def quantised_by(other: Callable[..., Any]) -> Fault:

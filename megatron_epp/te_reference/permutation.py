@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operands import dense, require, wide
+from megatron_epp.te_reference.operands import dense, expect, wide
 
 
 def moe_permute_fwd(
@@ -20,7 +20,7 @@ def moe_permute_fwd(
     """Rows by expert, each expert's in the order of tokens; ``num_out_tokens`` of them."""
     kernel = "moe_permute_fwd"
     dense(kernel, "the input", input)
-    require(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
+    expect(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
     tokens, choices = indices.shape
     order = indices.reshape(-1).sort(stable=True).indices  # positions t K + k
     kept = order[: num_out_tokens or len(order)]
@@ -70,8 +70,8 @@ def fused_multi_row_padding(
     input: Tensor, output: Tensor, rows: Sequence[int], padded_rows: Sequence[int]
 ) -> None:
     """Groups of rows, zeros behind each up to its padded number."""
-    require(sum(rows) == len(input), "fused_multi_row_padding", f"{len(input)} rows for {rows}")
-    require(sum(padded_rows) == len(output), "fused_multi_row_padding", f"{len(output)} rows")
+    expect(sum(rows) == len(input), "fused_multi_row_padding", f"{len(input)} rows for {rows}")
+    expect(sum(padded_rows) == len(output), "fused_multi_row_padding", f"{len(output)} rows")
     output.zero_()
     for group, padded in zip(input.split(rows), output.split(padded_rows), strict=True):
         padded[: len(group)] = group
@@ -80,6 +80,6 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, padded_rows: Sequence[int], rows: Sequence[int]
 ) -> None:
-    require(sum(padded_rows) == len(input), "fused_multi_row_unpadding", f"{len(input)} rows")
+    expect(sum(padded_rows) == len(input), "fused_multi_row_unpadding", f"{len(input)} rows")
     for padded, group in zip(input.split(padded_rows), output.split(rows), strict=True):
         group.copy_(padded[: len(group)])

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .operands import dense, require, torch_dtype, wide
-from .quantizers import MX_BIAS, MX_BLOCK, exponents_of, power, spread, tiled
-from .whole_tensors import cast, scale_of
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide
+from megatron_epp.te_reference.quantizers import (
+    MX_BIAS,
+    MX_BLOCK,
+    expand_blocks,
+    exponents_of,
+    power,
+    tiled,
+)
+from megatron_epp.te_reference.whole_tensors import cast, scale_of
 
 Lists = Sequence[Sequence[Tensor]]
 
@@ -40,7 +47,7 @@ def _placed(kernel: str, part: Tensor, rows: int, columns: int, start: int) -> T
     """[rows, columns] with ``part`` in its place, and zeros elsewhere."""
     values = wide(dense(kernel, "the part", part)).double().flatten()
     fits = start >= 0 and start + len(values) <= rows * columns
-    require(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")
+    expect(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")
     whole = values.new_zeros(rows * columns)
     whole[start : start + len(values)] = values
     return whole.view(rows, columns)
@@ -65,7 +72,7 @@ def fp8_block_scaling_partial_cast(
     out_dtype: Any,
 ) -> None:  # fmt: skip
     x_TK = _placed("fp8_block_scaling_partial_cast", inp, h, w, start_offset)
-    scales = spread(scale.double(), x_TK.shape, block_len, block_len)
+    scales = expand_blocks(scale.double(), x_TK.shape, block_len, block_len)
     _write(out, cast(x_TK, scales, torch_dtype(out_dtype)), start_offset)
 
 
@@ -93,5 +100,5 @@ def mxfp8_scaling_partial_cast(
     )
     for out, scale_inv, rows, columns in ways:
         blocks = power(MX_BIAS - scale_inv.long())[: -(-h // rows), : -(-w // columns)]
-        values = cast(x_TK, spread(blocks, x_TK.shape, rows, columns), torch.float8_e4m3fn)
+        values = cast(x_TK, expand_blocks(blocks, x_TK.shape, rows, columns), torch.float8_e4m3fn)
         _write(out, values, start_offset)

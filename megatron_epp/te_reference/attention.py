@@ -11,13 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .enums import NVTE_Bias_Type as Bias
-from .enums import NVTE_Fused_Attn_Backend as Backend
-from .enums import NVTE_Mask_Type as Mask
-from .enums import NVTE_QKV_Format as Format
-from .enums import NVTE_QKV_Layout as Layout
-from .enums import NVTE_Softmax_Type as Softmax
-from .operands import HALVES, no_quantizer, require, torch_dtype, wide
+from megatron_epp.te_reference.enums import NVTE_Bias_Type as Bias
+from megatron_epp.te_reference.enums import NVTE_Fused_Attn_Backend as Backend
+from megatron_epp.te_reference.enums import NVTE_Mask_Type as Mask
+from megatron_epp.te_reference.enums import NVTE_QKV_Format as Format
+from megatron_epp.te_reference.enums import NVTE_QKV_Layout as Layout
+from megatron_epp.te_reference.enums import NVTE_Softmax_Type as Softmax
+from megatron_epp.te_reference.operands import (
+    HALVES,
+    expect,
+    no_quantizer,
+    torch_dtype,
+    wide,
+)
 
 _CAUSAL = (
     Mask.NVTE_CAUSAL_MASK,
@@ -109,26 +115,26 @@ def _call(
     bottom_right: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor,
     padded_q: Tensor | None, padded_k: Tensor | None, most_q: int, most_k: int,
 ) -> _Call:  # fmt: skip
-    require(layout in _SEPARATE, kernel, f"layout {Layout(layout).name} is not written")
-    require(bias == Bias.NVTE_NO_BIAS, kernel, "a bias is not written")
+    expect(layout in _SEPARATE, kernel, f"layout {Layout(layout).name} is not written")
+    expect(bias == Bias.NVTE_NO_BIAS, kernel, "a bias is not written")
     form = _SEPARATE[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
         plain = type(x) in (Tensor, torch.nn.Parameter)
-        require(plain, kernel, f"{name} is a {type(x).__name__}")
-        require(x.is_contiguous(), kernel, f"{name} {tuple(x.shape)} has strides {x.stride()}")
+        expect(plain, kernel, f"{name} is a {type(x).__name__}")
+        expect(x.is_contiguous(), kernel, f"{name} {tuple(x.shape)} has strides {x.stride()}")
         good = x.dtype in (*HALVES, torch.float64) and x.dtype == q.dtype
-        require(good, kernel, f"{name} is of {x.dtype}")
-    require(k.shape[:-1] == v.shape[:-1], kernel, f"keys {k.shape}, values {v.shape}")
-    require(k.shape[-1] == q.shape[-1], kernel, f"queries {q.shape}, keys {k.shape}")
-    require(not q.shape[-2] % k.shape[-2], kernel, f"{q.shape[-2]} heads in {k.shape[-2]} groups")
-    require(softmax in tuple(Softmax), kernel, f"softmax {softmax}")
+        expect(good, kernel, f"{name} is of {x.dtype}")
+    expect(k.shape[:-1] == v.shape[:-1], kernel, f"keys {k.shape}, values {v.shape}")
+    expect(k.shape[-1] == q.shape[-1], kernel, f"queries {q.shape}, keys {k.shape}")
+    expect(not q.shape[-2] % k.shape[-2], kernel, f"{q.shape[-2]} heads in {k.shape[-2]} groups")
+    expect(softmax in tuple(Softmax), kernel, f"softmax {softmax}")
     thd = form == Format.NVTE_THD
     lengths_q = _lengths(kernel, cu_q, padded_q, most_q, q.shape[0] if thd else None)
     lengths_k = _lengths(kernel, cu_k, padded_k, most_k, k.shape[0] if thd else None)
-    require(len(lengths_q) == len(lengths_k), kernel, "as many documents of queries as of keys")
+    expect(len(lengths_q) == len(lengths_k), kernel, "as many documents of queries as of keys")
     left, right = window
     causal = mask in _CAUSAL
-    require(left < 0 or (causal and right == 0), kernel, f"window {tuple(window)}")
+    expect(left < 0 or (causal and right == 0), kernel, f"window {tuple(window)}")
     return _Call(
         kernel, form, causal, bottom_right, None if left < 0 else left, scale, lengths_q, lengths_k
     )
@@ -137,19 +143,19 @@ def _call(
 def _lengths(
     kernel: str, borders: Tensor, places: Tensor | None, most: int, total: int | None
 ) -> list[tuple[int, int]]:
-    require(borders.dtype == torch.int32, kernel, f"lengths of {borders.dtype}")
-    require(borders.is_contiguous() and borders.dim() == 1, kernel, "lengths in one piece")
+    expect(borders.dtype == torch.int32, kernel, f"lengths of {borders.dtype}")
+    expect(borders.is_contiguous() and borders.dim() == 1, kernel, "lengths in one piece")
     counts = borders.diff().tolist()
-    require(all(count >= 0 for count in counts), kernel, f"lengths {borders.tolist()}")
+    expect(all(count >= 0 for count in counts), kernel, f"lengths {borders.tolist()}")
     longest = max(counts, default=0)
-    require(longest <= most, kernel, f"{longest} rows, and {most} are said to be the most")
+    expect(longest <= most, kernel, f"{longest} rows, and {most} are said to be the most")
     where = borders if places is None else places
-    require(where.dtype == torch.int32 and len(where) == len(borders), kernel, "places")
+    expect(where.dtype == torch.int32 and len(where) == len(borders), kernel, "places")
     firsts = where[:-1].tolist()
     found = list(zip(firsts, counts, strict=True))
     for place, (first, count) in enumerate(found):
         stop = total if place + 1 == len(found) else firsts[place + 1]
-        require(
+        expect(
             total is None or first + count <= stop, kernel, f"document {place} ends behind {stop}"
         )
     return found
@@ -170,13 +176,13 @@ def fused_attn_fwd(
     no_quantizer(kernel, s_quantizer)
     no_quantizer(kernel, o_quantizer)
     unwritten = p_dropout or page_table_k is not None or return_max_logit
-    require(not unwritten, kernel, "dropout, pages and the largest logit are not written")
+    expect(not unwritten, kernel, "dropout, pages and the largest logit are not written")
     call = _call(
         kernel, qkv_layout, attn_mask_type, bias_type, softmax_type, window_size,
         bottom_right_diagonal, attn_scale, Q, K, V, cu_seqlens_q, cu_seqlens_kv,
         cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
     )  # fmt: skip
-    require(o_format == call.form, kernel, f"output {Format(o_format).name}")
+    expect(o_format == call.form, kernel, f"output {Format(o_format).name}")
     sinks = _sinks(kernel, softmax_type, softmax_offset, Q.shape[-2])
     out = Q.new_zeros(*Q.shape[:-1], V.shape[-1])
     stats = _no_stats(call, Q, max_seqlen_q)
@@ -190,7 +196,9 @@ def fused_attn_fwd(
     return aux if softmax_offset is None or sinks is None else [*aux, softmax_offset]
 
 
-def _of(call: _Call, document: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _of(
+    call: _Call, document: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         call.rows(q, document, False), call.rows(k, document, True), call.rows(v, document, True)
     )  # fmt: skip
@@ -201,9 +209,9 @@ def _sinks(kernel: str, softmax: Softmax, offset: Tensor | None, heads: int) -> 
         return None
     if softmax == Softmax.NVTE_OFF_BY_ONE_SOFTMAX:
         return torch.zeros(heads)
-    require(offset is not None, kernel, "sinks are asked for and not given")
+    expect(offset is not None, kernel, "sinks are asked for and not given")
     assert offset is not None
-    require(
+    expect(
         offset.numel() == heads and offset.dtype in (torch.float32, torch.float64),
         kernel,
         f"sinks of {tuple(offset.shape)}, {offset.dtype}",
@@ -269,18 +277,18 @@ def fused_attn_bwd(
     kernel = "fused_attn_bwd"
     for quantizer in (s_quantizer, dp_quantizer, dqkv_quantizer):
         no_quantizer(kernel, quantizer)
-    require(not p_dropout, kernel, "dropout is not written")
+    expect(not p_dropout, kernel, "dropout is not written")
     call = _call(
         kernel, qkv_layout, attn_mask_type, bias_type, softmax_type, window_size,
         bottom_right_diagonal, attn_scale, Q, K, V, cu_seqlens_q, cu_seqlens_kv,
         cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv,
     )  # fmt: skip
     alike = dqkv_layout == qkv_layout and o_format == do_format == call.form
-    require(alike, kernel, "gradients lie as their tensors do")
+    expect(alike, kernel, "gradients lie as their tensors do")
     for name, x in (("the output", O), ("its gradient", dO)):
         good = x.is_contiguous() and x.dtype == Q.dtype
-        require(good, kernel, f"{name} is of {x.dtype}, with strides {x.stride()}")
-        require(x.numel() == O.numel(), kernel, f"{name} is {tuple(x.shape)}")
+        expect(good, kernel, f"{name} is of {x.dtype}, with strides {x.stride()}")
+        expect(x.numel() == O.numel(), kernel, f"{name} is {tuple(x.shape)}")
     out, grad = O.detach().view(*Q.shape[:-1], -1), dO.detach().view(*Q.shape[:-1], -1)
     stats = aux_ctx_tensors[0]
     offset = aux_ctx_tensors[2] if len(aux_ctx_tensors) > 2 else None

@@ -15,7 +15,7 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names
-from tests.te_on_cpu.test_certificate import (
+from tests.te_reference.test_certificate import (
     DEEPSEEK,
     ENGINE,
     EXPERTS,
