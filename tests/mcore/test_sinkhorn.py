@@ -1,4 +1,4 @@
-"""Experts chosen by sinkhorn under ``--epp``: certified, with faults injected, never cut, trained."""
+"""MoE by sinkhorn under ``--epp``: certified, with faults injected, never cut, trained."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,12 +1,11 @@
 """I and W of Transformer Engine's linears: the numbers of B, in any order of the Ws.
 
-On stand-ins (tests/layers/engine.py); tests/gpu has the same on a device.
+In float64, over the reference of its kernels; tests/gpu/test_split.py has the same on a device.
 """
 
-import copy
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -17,25 +16,43 @@ from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
-from tests.layers import engine
+from megatron_epp.te_reference import reference_switch
 from tests.layers.test_deferred import _Mark, _Marked
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not reference_switch.is_wanted(), reason="kernels of GPUs have no float64"),
+]
 T, H, FFN = 5, 8, 12
 KINDS = {
     "no bias": {"bias": False},
     "bias in the product": {},
-    "bias behind the product": {"unfused_bias": True},
     "bias for others": {"return_bias": True},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host() -> Iterator[None]:
+    """Before the first import of Transformer Engine."""
+    from megatron_epp.mcore.patching import cpu_host, seams
+
+    cpu_host.install_cpu_host()
+    linears = seams.COLUMN_LINEAR, seams.ROW_LINEAR
+    seams.install(linears)
+    yield
+    seams.remove(linears)
 
 
 class Net(nn.Module):
     """A layer's MLP. ``deferred``: where its linears leave their weights' gradients, or None: B."""
 
     def __init__(self, **words):
+        import transformer_engine.pytorch as te
+
         super().__init__()
-        self.first = engine.LayerNormLinear(H, FFN, **words)
-        self.second = engine.Linear(FFN, H, **words)
+        words |= {"params_dtype": torch.float64, "device": "cpu"}
+        self.first = te.LayerNormLinear(H, FFN, normalization="RMSNorm", **words)
+        self.second = te.Linear(FFN, H, **words)
 
     def forward(self, x: Tensor, deferred: DeferredWeightGrads | None = None) -> Tensor:
         for linear in (self.first, self.second):
@@ -51,16 +68,12 @@ class Net(nn.Module):
 
 def nets(**words) -> tuple[Net, Net]:
     torch.manual_seed(0)
-    with torch.device("cpu"):
-        net = Net(**words).double()
-    for parameter in net.parameters():
+    net, other = Net(**words), Net(**words)
+    other.load_state_dict(net.state_dict())
+    for parameter in (*net.parameters(), *other.parameters()):
         parameter.main_grad = torch.zeros_like(parameter)
         parameter.grad_added_to_main_grad = False
         parameter.ran = []
-    other = copy.deepcopy(net)
-    for parameter, copied in zip(net.parameters(), other.parameters(), strict=True):
-        copied.main_grad = torch.zeros_like(parameter)
-        copied.grad_added_to_main_grad, copied.ran = False, []
     return net, other
 
 
@@ -203,24 +216,34 @@ def test_between_i_and_w_inputs_and_gradients_are_held_and_no_graph() -> None:
         assert meter.now == 0
 
 
-def test_a_queue_of_the_modules_own_would_ask_for_its_order() -> None:
-    """What the stand-in stands in for: W of chunk 0 first takes what the first I has put there."""
-    torch.manual_seed(0)
-    linear = engine.Linear(H, H, delay_wgrad_compute=True).double()
-    outputs = [(linear(x.clone().requires_grad_()), gradient) for x, gradient in chunks(2)]
-    for y, gradient in reversed(outputs):
-        y.backward(gradient)
-    found = []
-    for _ in range(2):
-        linear.weight.grad = None
-        linear.backward_dw()
-        found.append(linear.weight.grad)
-    expected = [gradient.squeeze(1).t() @ x.squeeze(1) for x, gradient in chunks(2)]
-    assert torch.allclose(found[0], expected[1]) and torch.allclose(found[1], expected[0])
+def test_linears_defer_inside_the_context_and_are_given_back() -> None:
+    from megatron_epp.mcore.model.split_backward import Deferral
+
+    net, _ = nets(bias=False)
+    module, deferred = net.second, DeferredWeightGrads()
+    x = torch.ones(2, 1, FFN, dtype=torch.float64, requires_grad=True)
+    module.forward = wrapped = module.forward  # as recompute wraps what a linear saves
+    with Deferral(nn.Sequential(module)) as deferral:
+        module(x).sum().backward()
+        plain, module.weight.grad = module.weight.grad, None
+        with deferral.into(deferred), torch.no_grad():
+            module(x)
+        with deferral.into(deferred):
+            module(x).sum().backward()
+        assert module.weight.grad is None and deferred.weights == (module.weight,)
+    assert module.forward is wrapped
+    deferred.accumulate_all()
+    assert torch.equal(module.weight.grad, plain)
+    with Deferral(nn.Sequential(net.first)):
+        pass
+    assert "forward" not in vars(net.first)
 
 
 def test_which_modules_can() -> None:
+    from megatron_epp.mcore.model.split_backward import refuse_split
+
     net, _ = nets()
+    refuse_split(net)
     assert can_defer(net.first) and can_defer(net.second)
     net.second.weight_names = ["query", "key"]
     assert not can_defer(net.second)
