@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import Trial
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from tests.mcore.certified import certified
 from tests.mcore.models import V3
@@ -27,14 +27,21 @@ HOOKS = TrainerParts(attention_for=exact_attention)
 """
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_latent_attention_by_the_kernels_of_gpus(cp, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("cp", "model", "batches"),
+    [
+        (1, f"{V3} --epp-mla-keeps expanded", 4),
+        (2, f"{V3} --epp-mla-keeps expanded", 4),
+        (2, LLAMA, 6),
+    ],
+)
+def test_attention_by_the_kernels_of_gpus(cp, model, batches, tmp_path) -> None:
     exact = tmp_path / "exact.py"
     exact.write_text(EXACT)
-    model = tuple(f"{V3} --num-layers 2 --epp-mla-keeps expanded".split())
-    trial = Trial(Degrees(1, 1, 1, cp=cp), (model,), batches=4, interfere=exact)
-    _, judged = certified(trial)
+    models = (tuple(f"{model} --num-layers 2".split()),)
+    _, judged = certified(Trial(Degrees(1, 1, 1, cp=cp), models, batches, interfere=exact))
     assert sum(batch.coverage.cut for batch in judged) > 0
+    assert sum(batch.coverage.packed for batch in judged) > 0
 
 
 # ------------------------------------------------------------------ trained
