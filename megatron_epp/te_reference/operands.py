@@ -1,4 +1,4 @@
-"""Checks of operands that a kernel would misread: it takes an address, sizes and a format on trust."""
+"""Checks of operands: a kernel takes an address, sizes and a format on trust."""
 
 from typing import Any
 

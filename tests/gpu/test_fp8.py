@@ -69,7 +69,7 @@ def test_changed_weights_are_seen_by_the_next_iteration(quantised) -> None:
     """The guard can fail: where what was quantised is kept, the old ones train on."""
     import torch
 
-    from megatron_epp.mcore import stage_runner
+    from megatron_epp.mcore.trainer import stage_runner
 
     kept, right, wrong = stages(quantised, 3)
     run(quantised, right)

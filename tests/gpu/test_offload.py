@@ -90,7 +90,7 @@ def test_copies_are_as_fast_as_the_link(alone) -> None:
     import torch.distributed as dist
 
     from megatron_epp.mcore.calibrate.host_rate import host_rate
-    from megatron_epp.mcore.process_groups import make_groups
+    from megatron_epp.mcore.job.process_groups import make_groups
     from scripts.bench.single_stage import probe_alone, run_stage
 
     assert dist.is_initialized()

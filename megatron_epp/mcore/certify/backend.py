@@ -58,7 +58,7 @@ def _require_gpu(rank: int) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    from megatron_epp.mcore.job_exit import is_users_mistake
+    from megatron_epp.mcore.job.job_exit import is_users_mistake
 
     return is_users_mistake(error)
 

@@ -16,8 +16,8 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
-from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
+from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults

@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch
 from megatron.core import fp8_utils
 
-from megatron_epp.mcore import stage_runner
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.trainer import stage_runner
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 

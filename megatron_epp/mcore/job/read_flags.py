@@ -16,7 +16,7 @@ from functools import wraps
 from types import FunctionType
 from typing import Any, NoReturn
 
-from megatron_epp.mcore import config, replaced
+from megatron_epp.mcore.flags import config, replaced
 from megatron_epp.mcore.model.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.patching import cpu_host
@@ -30,8 +30,9 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import megatron_gpt, partition
+    from megatron_epp.mcore import partition
     from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
 
     with refusals_as_value_errors():

@@ -16,7 +16,7 @@ import time
 
 import psutil
 
-from megatron_epp.mcore.job_exit import end_children
+from megatron_epp.mcore.job.job_exit import end_children
 
 EVERY_SECONDS = 1.0
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives it to those that it starts

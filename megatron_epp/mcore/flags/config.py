@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.catalogue.devices import MOST_GIB
 from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
-from megatron_epp.mcore import replaced
+from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
 

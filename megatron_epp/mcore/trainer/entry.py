@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.mcore import job_exit
-from megatron_epp.mcore.flags import (
+from megatron_epp.mcore.job import job_exit
+from megatron_epp.mcore.job.read_flags import (
     be_the_only_process,
     rank,
     read_flags,
@@ -28,12 +28,12 @@ from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 from megatron_epp.te_reference import reference_switch
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
-    from megatron_epp.mcore.setup import TrainerParts
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
 def main(
     program_start: float | None = None,
-    hooks: TrainerParts | None = None,
+    hooks: TrainerHooks | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
@@ -55,7 +55,7 @@ def main(
 
 def train(
     program_start: float,
-    hooks: TrainerParts | None = None,
+    hooks: TrainerHooks | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
@@ -80,7 +80,8 @@ def train(
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_epp.mcore import megatron_gpt, partition
+    from megatron_epp.mcore import partition
+    from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
@@ -98,7 +99,7 @@ def train(
         model = described(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
     if args.epp:
-        from megatron_epp.mcore import setup
+        from megatron_epp.mcore.trainer import setup
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)

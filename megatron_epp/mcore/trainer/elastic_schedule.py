@@ -23,7 +23,7 @@ from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
 from megatron_epp.mcore.placing.ends import add_up_ends
-from megatron_epp.mcore.stage_runner import StageRun, StageRunner
+from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase
 
 
