@@ -1,4 +1,4 @@
-"""Model flags of the architectures that certificates run."""
+"""Model flags of the architectures that certificates and training runs have."""
 
 from megatron_epp.certify.trial import EXPERTS, LLAMA
 
@@ -70,3 +70,17 @@ MTP_MLA = (
     + " --num-layers 4 --mtp-num-layers 1 --multi-latent-attention --kv-lora-rank 256 "
     "--q-lora-rank 384 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
 )
+
+# ------------------------------------------------------------------ small ones, to be trained
+
+TRAINED_SSM = {
+    "hybrid_layer_pattern": "M*G-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}

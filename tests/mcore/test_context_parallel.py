@@ -13,7 +13,6 @@ from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
-from megatron_epp.mcore.certify.scale_down import heads
 from megatron_epp.mcore.data.row_share import RowShare, quantised_rows
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names, require_shown
@@ -47,13 +46,6 @@ def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
     share = RowShare(parts=2, part=1, splits=2, block=16)
     assert (share.multiple, share.padded(65), share.message(128)) == (64, 128, 32)
     assert share.mine(128) == slice(64, 128)
-
-
-def test_heads_of_the_small_model_divide_over_the_ranks() -> None:
-    assert heads(16, 16, 1, 1) == (4, 4)
-    assert heads(12, 12, 1, 3) == (6, 6)
-    assert heads(32, 8, 1, 4) == (8, 2)  # two ranks share a key head
-    assert heads(6, 6, 2, 2) == (6, 6)  # three a rank: to be refused
 
 
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:

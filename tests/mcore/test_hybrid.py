@@ -10,18 +10,16 @@ from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
+from tests.mcore.models import TRAINED_SSM
 from tests.mcore.resumes import (
-    LENGTHS,
-    Job,
     Six,
     after_three,
-    logged,
     require_megatrons_own_numbers,
     require_three_more_alike,
-    six_iterations,
+    six_of,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
@@ -29,15 +27,8 @@ PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
 # A layer of every kind, and a further token predicted.
 MODEL = {
+    **TRAINED_SSM,
     "hybrid_layer_pattern": "*-EM|GE/*-",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,
@@ -51,14 +42,8 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
-    return Job(corpus, MODEL, PROGRAM)
-
-
-@pytest.fixture(scope="module")
-def six(job, tmp_path_factory) -> Six:
-    return six_iterations(job, tmp_path_factory.mktemp("six"))
+def six(tmp_path_factory) -> Six:
+    return six_of(tmp_path_factory.mktemp("six"), MODEL, PROGRAM)
 
 
 def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
@@ -76,17 +61,15 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
         assert any(name.endswith(key) for name in weights), (key, sorted(weights))
 
 
-def test_checkpoints_load_both_ways(job, six, tmp_path) -> None:
-    to_megatron_and_back(job, after_three(six.folder, tmp_path))
+def test_checkpoints_load_both_ways(six, tmp_path) -> None:
+    to_megatron_and_back(six.job, after_three(six.folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """Auxiliary losses, too."""
     model = {**MODEL, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": "*-E*--"}
-    elastic, stock = require_megatrons_own_numbers(tmp_path, model, program=PROGRAM)
-    for name in ("seq_load_balancing_loss", "z_loss"):
-        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
-        assert len(ours) == 4 and ours == pytest.approx(theirs, rel=1e-5)
+    losses = dict.fromkeys(("seq_load_balancing_loss", "z_loss"), 1e-5)
+    require_megatrons_own_numbers(tmp_path, model, program=PROGRAM, others=losses)
 
 
 # ------------------------------------------------------------------ patterns
@@ -152,10 +135,10 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
         (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
     ],
 )
-def test_they_end_with_status_2(job, pattern, program, says) -> None:
+def test_they_end_with_status_2(six, pattern, program, says) -> None:
     how = {"epp": True, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": pattern}
     extra = {} if program is None else {"program": program}
-    run = train(flags(job.corpus, **how), processes=1, **extra)
+    run = train(flags(six.job.corpus, **how), processes=1, **extra)
     assert run.status == 2, run.output
     (line,) = run.errors
     assert says in line

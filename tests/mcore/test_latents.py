@@ -11,13 +11,12 @@ from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from tests.mcore.certified import certified
 from tests.mcore.models import V3
 from tests.mcore.resumes import (
-    Job,
     Six,
     require_megatrons_own_numbers,
     require_three_more_alike,
-    six_iterations,
+    six_of,
 )
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train
 
 # Attention of GPUs as certify has it there, on a host without any.
 EXACT = """
@@ -68,14 +67,9 @@ def latent_flags(corpus: Path, **changes: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
-    return Job(corpus, {"epp_mla_keeps": "latents"}, words=latent_flags)
-
-
-@pytest.fixture(scope="module")
-def six(job, tmp_path_factory) -> Six:
-    return six_iterations(job, tmp_path_factory.mktemp("six"))
+def six(tmp_path_factory) -> Six:
+    model = {"epp_mla_keeps": "latents"}
+    return six_of(tmp_path_factory.mktemp("six"), model, words=latent_flags, lengths=LENGTHS)
 
 
 def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
@@ -90,10 +84,10 @@ def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     require_megatrons_own_numbers(tmp_path, one, words=latent_flags)
 
 
-def test_latents_beside_windows_end_with_status_2(job) -> None:
+def test_latents_beside_windows_end_with_status_2(six) -> None:
     wrong = {"window_size": "16,0", "epp_mla_keeps": "latents"}
     how = {"train_iters": 1, "pipeline_model_parallel_size": 1}
-    run = train(latent_flags(job.corpus, epp=True, **wrong, **how), processes=1)
+    run = train(latent_flags(six.job.corpus, epp=True, **wrong, **how), processes=1)
     assert run.status == 2, run.output
     (line,) = run.errors
     assert line.endswith(
