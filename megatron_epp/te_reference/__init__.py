@@ -7,9 +7,7 @@ Here stands another of that name, of the functions that training calls, each wri
     enums           names of number formats, layouts, masks
     operands        what a kernel would misread, refused: strides, formats, sizes
     products        matrix products with bias, GELU, accumulation, in groups
-    quantizers      FP8 in blocks and MXFP8, whose operands products take
-    whole_tensors   FP8 with one scale
-    primary         weights held in FP8, of which ranks cast parts
+    fp8/            scales of blocks (quantizers), of whole tensors, weights held in FP8 (primary)
     norms, activations, rotary, softmax, attention, flash, permutation, optimizers
     device          an H100, or a B200, as far as Python asks
     start           puts all of it in place, before Megatron is imported

@@ -10,14 +10,13 @@ from megatron_epp.te_reference import (
     norms,
     optimizers,
     permutation,
-    primary,
     products,
-    quantizers,
     rotary,
     softmax,
 )
 from megatron_epp.te_reference.activations import functions
 from megatron_epp.te_reference.device import CUBLASLT, CUDNN
+from megatron_epp.te_reference.fp8 import primary, quantizers
 
 NAME = "transformer_engine_torch"
 

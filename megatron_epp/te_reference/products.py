@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import gelu as gelu_of
 
 from megatron_epp.te_reference.activations import derivative
+from megatron_epp.te_reference.fp8.quantizers import is_quantised, operand, quantize
 from megatron_epp.te_reference.operands import (
     dense,
     expect,
@@ -24,7 +25,6 @@ from megatron_epp.te_reference.operands import (
     wide,
     written,
 )
-from megatron_epp.te_reference.quantizers import is_quantised, operand, quantize
 
 STREAMS = 4
 STEP = 16  # of the sizes of quantised operands

@@ -14,13 +14,12 @@ from megatron_epp.te_reference import (
     norms,
     optimizers,
     permutation,
-    primary,
     products,
-    quantizers,
     rotary,
     softmax,
 )
 from megatron_epp.te_reference.activations import functions
+from megatron_epp.te_reference.fp8 import primary, quantizers
 from megatron_epp.te_reference.operands import Misread
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)

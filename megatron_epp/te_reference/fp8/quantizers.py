@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_epp.te_reference.operands import dense, expect, torch_dtype
-from megatron_epp.te_reference.whole_tensors import (
+from megatron_epp.te_reference.fp8.whole_tensors import (
     has_scale,
     is_whole,
     quantize_whole,
     whole_operand,
 )
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype
 
 BLOCK, MX_BLOCK = 128, 32
 MX_BIAS = 127  # of the exponent that a scale of MXFP8 is

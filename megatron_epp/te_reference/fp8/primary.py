@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide
-from megatron_epp.te_reference.quantizers import (
+from megatron_epp.te_reference.fp8.quantizers import (
     MX_BIAS,
     MX_BLOCK,
     expand_blocks,
@@ -19,7 +18,8 @@ from megatron_epp.te_reference.quantizers import (
     power,
     tiled,
 )
-from megatron_epp.te_reference.whole_tensors import cast, scale_of
+from megatron_epp.te_reference.fp8.whole_tensors import cast, scale_of
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide
 
 Lists = Sequence[Sequence[Tensor]]
 
