@@ -163,8 +163,8 @@ TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", TRIALS)
 def test_random_plans_compute_what_the_reference_model_computes(name: str) -> None:
-    trial, said, covered = TRIALS[name]
-    lines, judged = certified(trial)
+    job, said, covered = TRIALS[name]
+    lines, judged = certified(job)
     assert said in lines[0]
     # With MLA one batch keeps K and V, the next one latents.
     for batches in (judged[::2], judged[1::2]) if name.startswith("MLA") else (judged,):

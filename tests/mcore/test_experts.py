@@ -1,5 +1,4 @@
-"""Layers of experts, of windows and with sinks under ``--epp``: certified, broken on purpose,
-resumed, repeated, refused."""
+"""MoE, windows and sinks under ``--epp``: certified, with faults, resumed, repeated, refused."""
 
 import re
 from argparse import Namespace
@@ -73,7 +72,7 @@ def test_random_plans_compute_what_the_plain_model_computes() -> None:
     ] * 2 + [False] * 2
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
 
 @pytest.fixture(scope="module")

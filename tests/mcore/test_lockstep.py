@@ -1,4 +1,4 @@
-"""Experts spread over replicas: certified, broken on purpose, trained, refused."""
+"""Experts spread over replicas: certified, with faults, trained, refused."""
 
 import re
 from pathlib import Path
@@ -111,7 +111,7 @@ def test_four_replicas_compute_what_the_plain_model_computes(four) -> None:
     require_proved(lines, [batch for way, batch in judged.items() if "nothing" in way])
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
 
 def test_documents_dealt_wrongly_show(four) -> None:

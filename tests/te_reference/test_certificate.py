@@ -176,7 +176,7 @@ def test_adapters_around_its_linears_are_refused() -> None:
         certify_training(Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
 OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)

@@ -99,7 +99,7 @@ def test_what_is_not_certified_is_refused(loop, fp8, says) -> None:
         certify_training(Trial(Degrees(1, 1, 1), models(f"{LLAMA} --num-layers 2{fp8}"), loop=loop))
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
