@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(f"lengths  {batches}")
     _say(
         f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
+        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
         f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
         f"{_of_ours(cost, costs.get(_OURS, cost))}"
     )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
 from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 from megatron_epp.flag_fields import (
@@ -142,11 +142,7 @@ class MachineFlags:
         ("KINDS", str),
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
-        None,
-        "of one device, model states included (on a CPU without them); one number, or one "
-        "for every stage (default: the device's own)",
-        GIB,
-        nargs="+",
+        None, f"{BUDGET_HELP} (default: the device's own)", GIB, nargs="+"
     )
     zero: str | None = flag(
         None,
@@ -190,7 +186,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 
 
 class CheckedMachineFlags(PlansMachineFlags):
-    NOTE: ClassVar = "To hold the plan against the memory of its stages, too."
+    NOTE: ClassVar = "To hold the plan against the memory of its devices, too."
 
 
 @dataclass
@@ -405,7 +401,10 @@ class TunedMachineFlags:
         None, "devices of a node (default: the device's own, 8)", NODES
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
-        None, "of one device, model states included (default: the device's own)", GIB, nargs=1
+        None,
+        f"{BUDGET_HELP}, of which --pp is then the number (default: the device's own)",
+        GIB,
+        nargs="+",
     )
     tp: int | None = flag(None, "only with this tensor-parallel degree (default: any)", COUNT)
     cp: int | None = flag(

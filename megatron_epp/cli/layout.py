@@ -37,7 +37,7 @@ def layout_cost(
     cost, tried = choose_layout(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
-        mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
+        mark = " <- chosen" if (pp, cp) == (cost.ranks, cost.cp) else ""
         print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
     return cost
 

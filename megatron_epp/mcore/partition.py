@@ -369,7 +369,7 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(layers))
+        cost = replace(cost, device_budget_bytes=(AMPLE_BYTES,) * cost.ranks)
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )

@@ -26,8 +26,8 @@ GAIN = 0.005
 def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
     layers = sum(cost.layers)
-    budget = max(cost.budget_bytes)
-    return cost.on_devices(layers=(1,) * layers, budget_bytes=(budget,) * layers, place=())
+    budget = max(cost.device_budget_bytes)
+    return cost.on_devices(layers=(1,) * layers, device_budget_bytes=(budget,) * layers, place=())
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
@@ -70,14 +70,14 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
     for j in range(1, layers - cost.pinned_layers + 1):
-        if states_before[j] < cost.budget_bytes[0]:
+        if states_before[j] < cost.device_budget_bytes[0]:
             best[0, j] = before[0, j], before[0, j] ** 2
     for s in range(1, stages):
         for j in range(s + 1, layers + 1):
             if s < stages - 1 and j > layers - cost.pinned_layers:
                 break
             i = np.arange(s, j)
-            fits = states_before[j] - states_before[i] < cost.budget_bytes[s]
+            fits = states_before[j] - states_before[i] < cost.device_budget_bytes[s]
             mine = before[s, j] - before[s, i]
             slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
             squares = best[s - 1, i, 1] + mine**2
@@ -136,7 +136,7 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     """``cost`` with these layers of its stages; None where their states do not fit."""
     moved = dataclasses.replace(cost, layers=layers)
     states = moved.of_ranks(moved.states_bytes)
-    fits = all(s < b for s, b in zip(states, moved.rank_budget_bytes, strict=True))
+    fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
     return moved if fits else None
 
 

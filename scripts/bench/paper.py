@@ -241,7 +241,7 @@ def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> flo
             cost,
             profile=profile,
             layers=(layers,),
-            budget_bytes=cost.budget_bytes[:1],
+            device_budget_bytes=cost.device_budget_bytes[:1],
             tp=8,
             cp=devices // 8,
             zero=1,

@@ -66,14 +66,14 @@ def test_the_head_takes_layers_from_the_last_stage() -> None:
 
 def test_states_that_fit_nowhere_are_no_partition() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
-    small = dataclasses.replace(cost, budget_bytes=(1e6, 1e6))
+    small = dataclasses.replace(cost, device_budget_bytes=(1e6, 1e6))
     assert fastest_layers(small, expected_features(cost, [LENGTHS])) is None
 
 
 def test_a_stage_with_little_memory_gets_few_layers() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=4)
     per_layer = cost.states_bytes[0] / 16
-    tight = dataclasses.replace(cost, budget_bytes=(10 * per_layer, 1e12))
+    tight = dataclasses.replace(cost, device_budget_bytes=(10 * per_layer, 1e12))
     found = fastest_layers(tight, expected_features(cost, [LENGTHS]))
     assert found is not None and found[0] < 10
 

@@ -90,12 +90,14 @@ def test_tight_memory_is_kept_to() -> None:
     cut = cost(vocabulary_parallel=True)
     states = max(cut.states_bytes)
     taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.states_bytes, strict=True))
-    tight = dataclasses.replace(cut, budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes))
-    assert max(tight.budget_bytes) > states
+    tight = dataclasses.replace(
+        cut, device_budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes)
+    )
+    assert max(tight.device_budget_bytes) > states
     planned = PIPELINES["epp"](LENGTHS, tight, Options(effort=2))
     assert planned.fits
     played = play(planned.plan, tight.table(planned.plan))
-    assert all(p <= b for p, b in zip(played.peak_bytes, tight.budget_bytes, strict=True))
+    assert all(p <= b for p, b in zip(played.peak_bytes, tight.device_budget_bytes, strict=True))
 
 
 def test_evaluation_has_h_behind_its_forwards() -> None:

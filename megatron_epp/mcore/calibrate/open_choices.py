@@ -43,8 +43,8 @@ def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
         setattr(trial, part.CHOICE, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
-            kept = kept_budgets(args, len(layers)) or cost.budget_bytes
-            cost = dataclasses.replace(cost, budget_bytes=kept)
+            kept = kept_budgets(args, cost.rank_of) or cost.device_budget_bytes
+            cost = dataclasses.replace(cost, device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)

@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any, ClassVar
 
 from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.catalogue.devices import MOST_GIB
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP, MOST_GIB
 from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
@@ -59,10 +59,8 @@ class Config:
     )
     epp_memory_budget_gib: tuple[float, ...] | None = flag(
         None,
-        "GiB per device that plans must stay within, one number or one for every pipeline rank: on "
-        "a GPU all that training holds (default: the device less a margin), on a CPU what chunks "
-        "hold between forward and backward (default: 0.8 of the available memory, shared by the "
-        "local ranks).",
+        f"Plans stay within this {BUDGET_HELP} (default: a GPU less a margin; on a CPU 0.8 of the "
+        "available memory, shared by the local ranks).",
         ("GIB", float),
         nargs="+",
     )

@@ -56,14 +56,12 @@ def placement_name(place: tuple[int, ...]) -> str:
 def with_placement(cost: Cost, made: Placement) -> Cost:
     """``cost`` of one stage a rank with those of ``made`` instead, of layers as it says, or even
     ones. ValueError: more stages than layers."""
-    budgets = cost.rank_budget_bytes
     further = cost.pinned_layers - 1
     *others, last = even_layers(sum(cost.layers) - further, made.stages)
     return dataclasses.replace(
         cost,
         layers=made.layers or (*others, last + further),
         place=() if made.is_even else made.place,
-        budget_bytes=tuple(budgets[rank] for rank in made.place),
     )
 
 

@@ -68,7 +68,7 @@ def _moved(
     def played(layers: tuple[int, ...]) -> TimedSetup | None:
         shape = dataclasses.replace(even.cost, layers=layers)
         setup = dataclasses.replace(even, cost=shape)
-        if (setup.room_bytes <= 0).any():
+        if (setup.headroom_bytes <= 0).any():
             return None
         return best_of(setup, warm_ups((True, False)), offload=False)
 
