@@ -38,15 +38,15 @@ from megatron_epp.mcore.config import (
     placement_by_time,
 )
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
-from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
-from megatron_epp.mcore.model.hybrid.pattern import (
+from megatron_epp.mcore.hybrid.pattern import (
     layers_of_stages,
     letters_of_layers,
     pattern_of,
     placed_by_time,
     with_borders,
 )
-from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
+from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import (
     PLACE,
@@ -349,7 +349,7 @@ def _by_time(args: Any, even: tuple[int, ...], both: bool) -> tuple[Placement, s
             place, layers = cost.rank_of, found.layers
             said = f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
     *others, last = layers
-    return Placement(place, (*others, last - len(further_shapes(args)))), said
+    return Placement(place, (*others, last - len(mtp_shapes(args)))), said
 
 
 def _measured(config: Config) -> bool:
@@ -365,7 +365,7 @@ def _by(args: Any) -> str:
 def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
     config = Config.of(args)
     profile = Profile.load(str(config.epp_cost_model)) if _measured(config) else analytic(args)
-    layers = with_further(args, layers)
+    layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.

@@ -40,18 +40,18 @@ from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.flags import rank
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see, whole_documents
 from megatron_epp.mcore.launcher import end_with_launcher
+from megatron_epp.mcore.lm_head.fused_head import early_head
+from megatron_epp.mcore.lm_head.shard import spread_output_layer
+from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
-from megatron_epp.mcore.model.prediction.depths import layers_of
 from megatron_epp.mcore.model.quantisation import warn_of_scales
 from megatron_epp.mcore.model.stage import ModelStage
-from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
-from megatron_epp.mcore.model.vocabulary.tied import tie
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.experts import current_chunk
-from megatron_epp.layers.experts.router_stats import RouterStats
+from megatron_epp.layers.moe import current_chunk
+from megatron_epp.layers.moe.router_stats import RouterStats
 
 
 def documents(state) -> list[int]:

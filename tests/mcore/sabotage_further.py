@@ -12,16 +12,16 @@ import numpy
 
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore.data import chunk_batches
-from megatron_epp.mcore.data.further_tokens import TargetRows, further_tokens
+from megatron_epp.mcore.data.mtp_targets import TargetRows, mtp_tokens
 
 
 def roll_at_the_end_of_a_slice() -> AbstractContextManager:
     """A slice's last rows read no token of the next one."""
 
     def rolled(documents, sample, span, length, depths):
-        return further_tokens(documents, sample, span, span[1], depths)
+        return mtp_tokens(documents, sample, span, span[1], depths)
 
-    return patch.object(chunk_batches, "further_tokens", rolled)
+    return patch.object(chunk_batches, "mtp_tokens", rolled)
 
 
 def lose_targets_at_the_end_of_a_slice() -> AbstractContextManager:

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.mcore.model.hybrid.stack import LocalHybridStack
-from megatron_epp.mcore.model.positions import PositionedRotary
+from megatron_epp.mcore.kinds.positions import PositionedRotary
+from megatron_epp.mcore.model.hybrid_stack import LocalHybridStack
 from megatron_epp.runtime.kv_store import Store
 
 

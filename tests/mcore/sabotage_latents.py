@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.attention import latents
+from megatron_epp.layers import mla
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.attention.latents import LatentsAttention
+from megatron_epp.layers.mla import LatentsAttention
 from megatron_epp.layers.recompute import outputs
 from megatron_epp.mcore.certify.scale_down import HEAD_SIZE
-from megatron_epp.mcore.model.latent_attention import LatentLayer
+from megatron_epp.mcore.kinds.mla.module import MLALayer
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -36,9 +36,9 @@ def scaled(plain: Callable) -> Callable:
 
 def turn_by_the_row() -> AbstractContextManager:
     """Rotary positions from 0 in every chunk."""
-    plain = LatentLayer._table
+    plain = MLALayer._table
     return patch.object(
-        LatentLayer,
+        MLALayer,
         "_table",
         lambda self, state, positions: plain(self, state, torch.arange(len(positions))),
     )
@@ -70,20 +70,20 @@ def lose_gradients_of_rotated_keys() -> AbstractContextManager:
 
 def lose_the_weight_s_share() -> AbstractContextManager:
     """The up-projection learns nothing of the contexts that it expands."""
-    plain = latents._AttendLatents.backward
+    plain = mla._AttendLatents.backward
 
     def backward(ctx, gradient):
         made = list(plain(ctx, gradient))
         made[5] = None if made[5] is None else torch.zeros_like(made[5])
         return tuple(made)
 
-    return patch.object(latents._AttendLatents, "backward", staticmethod(backward))
+    return patch.object(mla._AttendLatents, "backward", staticmethod(backward))
 
 
 def forget_a_block() -> AbstractContextManager:
     """The last block of a context is not attended to; backward goes through all of them."""
-    plain = latents._context
-    return patch.object(latents, "_context", lambda *read: list(plain(*read))[:-1])
+    plain = mla._context
+    return patch.object(mla, "_context", lambda *read: list(plain(*read))[:-1])
 
 
 def make_it_again_wrongly() -> AbstractContextManager:

@@ -14,7 +14,7 @@ import torch
 from megatron_epp.layers.attention import local
 from megatron_epp.mcore.data import chunk_batches
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
-from megatron_epp.mcore.model import elastic_attention
+from megatron_epp.mcore.kinds.attention import module
 
 
 def _rows_changed(change: Callable) -> AbstractContextManager:
@@ -68,7 +68,7 @@ def exchange_local_rows() -> AbstractContextManager:
         behind = (x[spread:].clone() for x in qkv)
         return (*(x[: state.tokens] for x in ulysses.to_heads(*qkv)), *behind)
 
-    return patch.object(elastic_attention, "attention_parts", parts_of)
+    return patch.object(module, "attention_parts", parts_of)
 
 
 def give_rows_back_out_of_turn() -> AbstractContextManager:
@@ -82,7 +82,7 @@ def give_rows_back_out_of_turn() -> AbstractContextManager:
 
         return plain(parts, state, ulysses, spread, whole)
 
-    return patch.object(elastic_attention, "attend_parts", attended)
+    return patch.object(module, "attend_parts", attended)
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan
-from megatron_epp.layers.experts.router_stats import RouterStats
+from megatron_epp.layers.moe.router_stats import RouterStats
 from megatron_epp.mcore.certify.rank import DrawnSteps, InMemory
 
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.experts import sinkhorn
-from megatron_epp.mcore.model.experts import router
+from megatron_epp.layers.moe import sinkhorn
+from megatron_epp.mcore.kinds.moe import router
 
 
 def balance_the_chunk() -> AbstractContextManager:

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.attention import sparse
-from megatron_epp.mcore.model import sparse_attention
-from megatron_epp.mcore.model.sparse_attention import SparseLayer
+from megatron_epp.layers import dsa
+from megatron_epp.mcore.kinds.dsa import module
+from megatron_epp.mcore.kinds.dsa.module import DSALayer
 from tests.mcore.sabotage_latents import (
     lose_gradients_of_latents,
     lose_gradients_of_rotated_keys,
@@ -23,31 +23,31 @@ lose_gradients_of_the_indexer = lose_gradients_of_rotated_keys
 
 
 @dataclass(frozen=True, slots=True)
-class OwnKeys(sparse._Block):
+class OwnKeys(dsa._Block):
     """A block that sees nothing in front of its slice."""
 
     context: int
 
     def there(self, device: torch.device) -> torch.Tensor:
         own = torch.arange(self.stop, device=device) >= self.context
-        return sparse._Block.there(self, device) & own
+        return dsa._Block.there(self, device) & own
 
 
 def choose_among_own_keys() -> AbstractContextManager:
     """The best keys of a slice, and not of its document."""
-    plain = sparse._blocks
+    plain = dsa._blocks
 
     def blocks(rows, seen, *others):
         context = len(seen[0]) - (rows.stop - rows.start)
         for block in plain(rows, seen, *others):
             yield OwnKeys(block.rows, block.first, context)
 
-    return patch.object(sparse, "_blocks", blocks)
+    return patch.object(dsa, "_blocks", blocks)
 
 
 def choose_another_document_s_keys() -> AbstractContextManager:
     """The row in front of a document in its chunk is one of its keys, another's."""
-    plain = sparse._seen
+    plain = dsa._seen
 
     def seen(rows, keys, ctx):
         found = plain(rows, keys, ctx)
@@ -56,29 +56,29 @@ def choose_another_document_s_keys() -> AbstractContextManager:
         others = (key[rows.start - 1] for key in keys)
         return tuple(torch.cat(part) for part in zip(others, found, strict=True))
 
-    return patch.object(sparse, "_seen", seen)
+    return patch.object(dsa, "_seen", seen)
 
 
 def scale_the_loss_by_the_chunk() -> AbstractContextManager:
     """A mean over the rows of a chunk, and not a sum."""
-    plain = sparse_attention.attend_chosen
+    plain = module.attend_chosen
 
     def attend(q, key, index, state, layer, how, *others):
         of_mean = replace(how, weight=how.weight / state.used)
         return plain(q, key, index, state, layer, of_mean, *others)
 
-    return patch.object(sparse_attention, "attend_chosen", attend)
+    return patch.object(module, "attend_chosen", attend)
 
 
 def turn_by_the_row() -> AbstractContextManager:
     """The indexer's positions count from 0 in every chunk."""
-    plain = SparseLayer._index
+    plain = DSALayer._index
 
     def index(self, x, queries, params):
         places = torch.arange(len(params.positions), device=params.positions.device)
         return plain(self, x, queries, replace(params, positions=places))
 
-    return patch.object(SparseLayer, "_index", index)
+    return patch.object(DSALayer, "_index", index)
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (

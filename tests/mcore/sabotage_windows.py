@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.attention import cpu, window
+from megatron_epp.layers import window
+from megatron_epp.layers.attention import cpu
 from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.runtime.kv_store import Store
 

@@ -15,8 +15,8 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages
-from megatron_epp.mcore.model.kinds.registry import require_pattern
+from megatron_epp.mcore.hybrid.pattern import layers_of_stages
+from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
 from tests.mcore.certified import certified
 from tests.mcore.resumes import (

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.kinds.experts import MegatronExperts
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes
 from tests.ir.edited_copy import run_with
 from tests.layers.test_carried_states import Keep, Take, mixed
@@ -39,10 +39,10 @@ TAPS, LAYER = 2, 0  # rows in front of a border; of the stage
 """
 IN_MEGATRON = """
 from megatron_epp.cost.kinds.sums import HEADS, DecayedSum
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.limit import Limit
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.limit import Limit
 
-class MegatronSums(MegatronPart):
+class MegatronSums(LayerKind):
     PRICED, NAME, LETTER, SLOT = DecayedSum, "decayed sum", "S", "mixer"
     TIMED = {"layernorm": "norm"}
     LIMITS = (Limit("decayed sums over context-parallel ranks (--context-parallel-size)",
@@ -61,7 +61,7 @@ class MegatronSums(MegatronPart):
         return type(module).__name__ == "SumMixer"
 
     def install(self, place):
-        from megatron_epp.mcore.model.sum_mixer import install_sums
+        from megatron_epp.mcore.kinds.sums.module import install_sums
         install_sums(place)
 
     def kept_shapes(self, layer, context):
@@ -96,25 +96,25 @@ SUMS = {
             "\nPARTS: tuple",
             "from megatron_epp.cost.kinds.sums import DecayedSum, SumSizes\n",
         ),
-        ("ExpertSizes):\n", "SumSizes, "),
+        ("MoESizes):\n", "SumSizes, "),
         ("    AttentionPart,\n", "    DecayedSum,\n"),
     ],
     "layers/sums.py": [("", ON_CHUNKS)],
-    "mcore/model/sum_mixer.py": [("", MIXER)],
-    "mcore/model/kinds/sums.py": [("", IN_MEGATRON)],
-    "mcore/model/kinds/registry.py": [
+    "mcore/kinds/sums/module.py": [("", MIXER)],
+    "mcore/kinds/sums/kind.py": [("", IN_MEGATRON)],
+    "mcore/kinds/registry.py": [
         (
-            "from megatron_epp.mcore.model.kinds.window import",
-            "from megatron_epp.mcore.model.kinds.sums import MegatronSums\n",
+            "from megatron_epp.mcore.kinds.window.kind import",
+            "from megatron_epp.mcore.kinds.sums.kind import MegatronSums\n",
         ),
-        ("    MegatronWindow(),\n", "    MegatronSums(),\n"),
+        ("    WindowKind(),\n", "    MegatronSums(),\n"),
     ],
 }
 USE = """
 from argparse import Namespace
 from types import SimpleNamespace
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.model.kinds.registry import layer_parts, model_sizes, require_pattern
+from megatron_epp.mcore.kinds.registry import kinds_of_layer, model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import model_shape
 
 args = Namespace(
@@ -148,7 +148,7 @@ cpu_host.install_cpu_host()
 import torch
 from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
-from megatron_epp.mcore.model.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.base import LayerPlace
 
 class SumMixer(torch.nn.Module):
     def __init__(self):
@@ -159,7 +159,7 @@ class Hyena(torch.nn.Module):
     pass
 
 try:
-    layer_parts(SimpleNamespace(layer_number=3, mixer=Hyena()))
+    kinds_of_layer(SimpleNamespace(layer_number=3, mixer=Hyena()))
 except ValueError as error:
     assert str(error) == (
         "layer 3: its mixer is a Hyena, a kind that --epp does not run; expected attention, latent "
@@ -167,7 +167,7 @@ except ValueError as error:
 else:
     raise AssertionError("Hyena ran")
 layer = SimpleNamespace(layer_number=1, mixer=SumMixer())
-(part,) = layer_parts(layer)
+(part,) = kinds_of_layer(layer)
 part.install(LayerPlace(layer, 0, 512, None, None))
 plan = Plan.parse('''plan v1
 documents 12
@@ -214,9 +214,9 @@ def test_it_touches_twelve_files_at_most(tmp_path: Path) -> None:
     [
         ("cost/kinds/sums.py", "No module named 'megatron_epp.cost.kinds.sums'"),
         ("cost/kinds/layer.py", "unexpected keyword argument 'sum_size'"),
-        ("mcore/model/kinds/sums.py", "No module named 'megatron_epp.mcore.model.kinds.sums'"),
+        ("mcore/kinds/sums/kind.py", "No module named 'megatron_epp.mcore.kinds.sums.kind'"),
         (
-            "mcore/model/kinds/registry.py",
+            "mcore/kinds/registry.py",
             "--hybrid-layer-pattern S*S-: 'S' stands for no layer; expected a letter for",
         ),
     ],
@@ -231,31 +231,31 @@ def test_a_forgotten_place_is_named(tmp_path: Path, forgotten: str, said: str) -
 # --- what a class forgot --------------------------------------------------------------------------
 
 
-def owed(part: MegatronPart) -> list[str]:
+def owed(part: LayerKind) -> list[str]:
     """The answers that ``part`` owes and does not give."""
     model = MODELS["llama3-8b"]
     priced = [one for shape in SHAPES for one in Layer(model, shape).parts]
     carries = any(type(one) is part.PRICED and one.carried != CarryOver() for one in priced)
     owes = ["holds", "install"] * bool(part.SLOT) + ["kept_shapes"] * carries
     owes += ["local_layer"] * bool(part.STACK)
-    owes += ["sizes"] * (part.PRICED not in (MegatronAttention.PRICED, None) and not part.ABSENT)
-    missing = [name for name in owes if getattr(type(part), name) is getattr(MegatronPart, name)]
+    owes += ["sizes"] * (part.PRICED not in (AttentionKind.PRICED, None) and not part.ABSENT)
+    missing = [name for name in owes if getattr(type(part), name) is getattr(LayerKind, name)]
     # A framework's own layer has neither price nor letter.
     names = ("NAME", "LETTER") if part.PRICED else ("NAME",)
     return missing + [name for name in names if part.SLOT and not getattr(part, name)]
 
 
 def test_every_part_gives_its_answers() -> None:
-    assert {part.PRICED for part in MEGATRON_PARTS} - {None} == set(PARTS)
-    assert [(part, owed(part)) for part in MEGATRON_PARTS if owed(part)] == []
+    assert {part.PRICED for part in LAYER_KINDS} - {None} == set(PARTS)
+    assert [(part, owed(part)) for part in LAYER_KINDS if owed(part)] == []
 
 
 @pytest.mark.parametrize("answer", ["holds", "install", "sizes", "NAME", "LETTER"])
 def test_an_answer_that_is_forgotten_is_named(answer: str, monkeypatch) -> None:
-    monkeypatch.delattr(MegatronExperts, answer)
-    assert owed(MegatronExperts()) == [answer]
+    monkeypatch.delattr(MoEKind, answer)
+    assert owed(MoEKind()) == [answer]
 
 
 def test_what_a_kind_carries_is_asked_of_it(monkeypatch) -> None:
-    monkeypatch.delattr(MegatronAttention, "kept_shapes")
-    assert owed(MegatronAttention()) == ["kept_shapes"]
+    monkeypatch.delattr(AttentionKind, "kept_shapes")
+    assert owed(AttentionKind()) == ["kept_shapes"]

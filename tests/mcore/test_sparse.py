@@ -13,7 +13,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
-from megatron_epp.mcore.model.kinds.sparse import MegatronSparse
+from megatron_epp.mcore.kinds.dsa.kind import DSAKind
 from tests.mcore.certified import certified
 from tests.mcore.resumes import logged, require_megatrons_own_numbers
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
@@ -146,13 +146,13 @@ def given(**others) -> Namespace:
 
 
 def test_the_small_indexer() -> None:
-    assert MegatronSparse().small(given(), 64, 2, 8) == {
+    assert DSAKind().small(given(), 64, 2, 8) == {
         "dsa_indexer_n_heads": 32,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 7,
         "dsa_indexer_rotate_activation": False,
     }
-    assert MegatronSparse().small(Namespace(), 64, 2, 8) == {}
+    assert DSAKind().small(Namespace(), 64, 2, 8) == {}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_the_small_indexer() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, line) -> None:
-    MegatronSparse().refuse(given(dsa_indexer_rotate_activation=False))
+    DSAKind().refuse(given(dsa_indexer_rotate_activation=False))
     with pytest.raises(ValueError) as refusal:
-        MegatronSparse().refuse(given(**wrong))
+        DSAKind().refuse(given(**wrong))
     assert line in str(refusal.value) and "\n" not in str(refusal.value)

@@ -12,7 +12,7 @@ import torch
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.model.positions import PositionedRotary
+from megatron_epp.mcore.kinds.positions import PositionedRotary
 from megatron_epp.runtime.kv_store import Store
 
 

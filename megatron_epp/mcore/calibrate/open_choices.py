@@ -1,4 +1,4 @@
-"""Choices that flags leave open of layers (MegatronPart.CHOICE), made when the model is built."""
+"""Choices that flags leave open of layers (LayerKind.CHOICE), made when the model is built."""
 
 import copy
 import dataclasses
@@ -12,18 +12,18 @@ from megatron_epp.ir import PlanError
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 from megatron_epp.mcore.config import ANALYTIC, AUTO, Config
 from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-Chooser = Callable[[MegatronPart, Any, tuple[int, ...]], str]
+Chooser = Callable[[LayerKind, Any, tuple[int, ...]], str]
 
 
-def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
+def cheaper(part: LayerKind, args: Any, layers: tuple[int, ...]) -> str:
     """The value of the ``part``'s choice that is cheaper by the cost model, for one document of
     --seq-length a replica, the longest that there may be. ``layers``: of every stage.
 
@@ -73,7 +73,7 @@ def settle_choices(
     ``layers``: of every stage; ``choose``: among what flags and the ``model``, this rank's, leave
     open. ValueError: the flags ask for what cannot be.
     """
-    for part in MEGATRON_PARTS:
+    for part in LAYER_KINDS:
         if not part.CHOICE or not any(part.layers(args)):
             continue
         value, error = getattr(args, part.CHOICE), None
@@ -88,7 +88,7 @@ def settle_choices(
 
 
 def _settled(
-    part: MegatronPart,
+    part: LayerKind,
     args: Any,
     model: Any,
     attention: Attention,
@@ -104,5 +104,5 @@ def _settled(
     return choose(part, args, layers)
 
 
-def _flag(part: MegatronPart) -> str:
+def _flag(part: LayerKind) -> str:
     return "--" + part.CHOICE.replace("_", "-")

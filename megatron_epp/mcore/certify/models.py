@@ -23,9 +23,9 @@ from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.routing import forget_losses
 from megatron_epp.mcore.certify.shards import main_copy
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kinds_of_layer
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
-from megatron_epp.mcore.model.prediction.depths import layers_of
 from megatron_epp.mcore.placing.parts import place_parts
 
 
@@ -44,7 +44,7 @@ def begin(args: Namespace, seed: int) -> None:
     """Make Megatron's groups and seed its generators for the model of ``args``."""
     set_args(args)
     if args.params_dtype == torch.float64:
-        for part in MEGATRON_PARTS:
+        for part in LAYER_KINDS:
             part.make_double(args)
     forget_losses()  # which are as long as the model before had layers
     if mpu.model_parallel_is_initialized():
@@ -64,8 +64,8 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace, by_engine: bool) -> Any:
-    """Megatron's model as it is, but for what its local layers lack (model/local_layers.py,
-    model/experts/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
+    """Megatron's model as it is, but for what its local layers lack (kinds/local_layers.py,
+    kinds/moe/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
     description = described(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
@@ -73,7 +73,7 @@ def plain_model(args: Namespace, by_engine: bool) -> Any:
     )
     _make_double(args, [model])
     for layer in dict.fromkeys(layers_of(model)):
-        for part in layer_parts(layer):
+        for part in kinds_of_layer(layer):
             part.mend_plain(layer, by_engine)
     return model
 

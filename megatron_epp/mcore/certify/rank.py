@@ -33,7 +33,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.layers.attention import latents, sparse
+from megatron_epp.layers import dsa, mla
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
@@ -43,8 +43,8 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import AUTO, Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, heads_of
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
@@ -131,7 +131,7 @@ class Rank:
 
     def build(self) -> list[Any]:
         """This rank's part of the model, wrapped: one for each of its stages."""
-        latents.BLOCK, sparse.AT_ONCE = LATENTS_BLOCK, SPARSE_BLOCK
+        mla.BLOCK, dsa.AT_ONCE = LATENTS_BLOCK, SPARSE_BLOCK
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,
@@ -139,7 +139,7 @@ class Rank:
             choose=lambda part, args, layers: part.VALUES[-1],
         )
         job = setup.Job(self.args, Config.of(self.args), hooks)
-        known = [part for part in MEGATRON_PARTS if part.CHOICE]
+        known = [part for part in LAYER_KINDS if part.CHOICE]
         left = [part for part in known if getattr(self.args, part.CHOICE) == AUTO]
         models = elastic_models(self.args, job.install, self.trial.lora_rank)
         self.routing, config = RoutingNotes(*models), get_model_config(models[0])

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_epp.certify.routed import RoutingRecord
-from megatron_epp.mcore.model.experts.router import logged_number, moe_layers
+from megatron_epp.mcore.kinds.moe.router import logged_number, moe_layers
 
 
 def forget_losses() -> None:

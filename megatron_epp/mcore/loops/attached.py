@@ -23,10 +23,10 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kinds_of_layer
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
@@ -66,7 +66,7 @@ class AttachedModel:
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
         install_in_model(part, self.context, attention)
-        for kind in MEGATRON_PARTS:
+        for kind in LAYER_KINDS:
             kind.keep_outside(part)
         for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
@@ -320,7 +320,7 @@ def attach_to(
         raise ValueError(f"attach: {reason}; {whole}")
     try:
         for layer in part.decoder.layers:  # refuses a kind that is not known
-            layer_parts(layer)
+            kinds_of_layer(layer)
         chosen = attention_for(attention, part.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None

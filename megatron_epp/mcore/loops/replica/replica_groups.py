@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.process_groups import layer_groups, message_groups, speak_once
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
@@ -37,7 +37,7 @@ def meets_other_replicas(config: Any) -> bool:
     over replicas, in scales of fp8 that are. Such replicas must run the same ops in the same order,
     whatever documents each has."""
     mine = replica_ranks()
-    if any(part.meets_others(config, mine) for part in MEGATRON_PARTS):
+    if any(part.meets_others(config, mine) for part in LAYER_KINDS):
         return True
     several = mpu.get_data_parallel_world_size() > 1
     # Transformer Engine takes the largest values of all replicas behind every forward and backward.
