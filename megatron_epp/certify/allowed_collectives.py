@@ -140,12 +140,6 @@ SCHEDULE = (
         "to choose experts by sinkhorn; once per layer run, recomputed ones again",
     ),
     AllowedCollective(
-        "attention of all heads",
-        "TENSOR_MODEL_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.dsa._target"),
-        "what an indexer learns from; once per block of rows, in forward and in backward",
-    ),
-    AllowedCollective(
         "expert bias",
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
         callers_of("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),

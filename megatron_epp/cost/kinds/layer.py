@@ -20,11 +20,12 @@ from megatron_epp.cost.kinds.base import (
     require_sizes,
 )
 from megatron_epp.cost.kinds.dsa import DSAPart, DSASizes
-from megatron_epp.cost.kinds.mla import MLAPart
+from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.mlp import MLPPart
 from megatron_epp.cost.kinds.moe import MoEPart, MoESizes
 from megatron_epp.cost.kinds.mtp import MTPPart, MTPSizes
 from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart, SSMSizes
+from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
 
 PARTS: tuple[type[Part], ...] = (
@@ -40,7 +41,14 @@ PARTS: tuple[type[Part], ...] = (
 
 
 @dataclass(frozen=True)
-class LayerShape(MTPSizes, SSMSizes, DSASizes, MoESizes):
+class LayerShape(
+    MTPSizes,
+    SSMSizes,
+    DSASizes,
+    MLASizes,
+    WindowSizes,
+    MoESizes,
+):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 

@@ -8,14 +8,15 @@ refused by rows here.
 
 from typing import Any, Literal
 
-from megatron_epp.mcore.kinds.limit import Limit, Said, given, not_computed, settings
-from megatron_epp.mcore.kinds.registry import limits_of_kinds
+from megatron_epp.mcore.kinds.limit import Limit, Said, given, not_computed, of_config, settings
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.mcore.patching import engine_on_cpu
 
 _LOOPS = "run whole micro-batches (install_schedule)"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
+_VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 
@@ -269,6 +270,14 @@ TABLE: tuple[Limit, ...] = (
         "heterogeneous models (--heterogeneous-layers-config-path, -encoded-json)",
         "use a GPT model, or a HybridModel (megatron_epp.pretrain_hybrid)",
         given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    ),
+    Limit(
+        "other attention variants (--experimental-attention-variant)",
+        "use plain softmax attention, or run without --epp",
+        given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS)),
+        slices=of_config(
+            given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS if kind.SLICED))
+        ),
     ),
     *limits_of_kinds(),
     _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),

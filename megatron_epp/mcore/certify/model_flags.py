@@ -20,7 +20,8 @@ from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.hybrid.segments import layout_letters
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_defaults
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
 from megatron_epp.mcore.model.shape import with_mtp
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
@@ -127,8 +128,8 @@ def scaled(
     layout = raw.pipeline_model_parallel_layout
     tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
     extra = OVERLAP if overlap else {}
-    for part in LAYER_KINDS if dtype == BF16 or scales_of_whole_tensors(raw) else ():
-        tiny.values.update(part.without_ties(tiny.values))
+    for kind in LAYER_CERTIFICATES if dtype == BF16 or scales_of_whole_tensors(raw) else ():
+        tiny.values.update(kind.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
     plain = tiny.values | _NOT_PLAIN
@@ -180,7 +181,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         words.insert(0, f"HybridModel {args.hybrid_layer_pattern}")
     words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
-    words += [word for part in LAYER_KINDS for word in part.small_words(args)]
+    words += [word for kind in LAYER_CERTIFICATES for word in kind.small_words(args)]
     words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
     words += ["weights held in it"] * bool(args.fp8_param_gather)
     words += ["sequence parallel"] * args.sequence_parallel

@@ -1,4 +1,4 @@
-"""The registry of parts of Megatron's layers: nothing else of mcore knows which there are.
+"""Registry of the layer kinds: nothing else of mcore knows which there are.
 
 A new kind of layer is a class here beside one of :mod:`megatron_epp.cost.kinds.layer`; whatever of
 Megatron's layers no class holds is refused.
@@ -7,7 +7,7 @@ Megatron's layers no class holds is refused.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.hybrid.pattern import (
@@ -33,8 +33,6 @@ from megatron_epp.mcore.kinds.window.kind import WindowKind
 from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_epp.layers.attention.layer_attention import Heads
 
 LAYER_KINDS: tuple[LayerKind, ...] = (
@@ -58,8 +56,6 @@ MIXER_FLAGS = {
 }
 # Letters of a HybridModel's layers that --epp runs.
 LETTERS = {part.LETTER: part.NAME for part in LAYER_KINDS if part.LETTER}
-# Attributes of Megatron's layers that hold what computes.
-_SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
 
 # ------------------------------------------------------------------ flags
@@ -78,9 +74,9 @@ def model_sizes(args: Any) -> dict[str, Any]:
     return {name: size for part in LAYER_KINDS for name, size in part.model_sizes(args).items()}
 
 
-def cost_sizes(args: Any) -> dict[str, Any]:
-    """Fields of Cost that the parts know of."""
-    return {name: size for part in LAYER_KINDS for name, size in part.cost_sizes(args).items()}
+def expert_ranks_of(args: Any) -> int:
+    """Return the ranks that hold a layer's experts; 1: there are none, or one rank has them all."""
+    return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
@@ -94,8 +90,11 @@ def kind_defaults(wanted: Any) -> dict[str, Any]:
 
 
 def lockstep_of(args: Any) -> int:
-    """Replicas whose ranks hold one layer together, and run in lockstep; 1: each has all of it."""
-    return max(part.lockstep(args) for part in LAYER_KINDS)
+    """Return the replicas whose ranks hold one layer together, neighbours that run in lockstep, as
+    Megatron spreads experts over the ranks of a stage in order; 1: each replica has all of it."""
+    if (ranks := expert_ranks_of(args)) == 1:
+        return 1
+    return max(1, ranks // (args.tensor_model_parallel_size * args.context_parallel_size))
 
 
 def letters_of_kinds(args: Any) -> str:
@@ -159,36 +158,3 @@ def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
     """Views of queries in the layers of a model of ``config``, of each kind one: so many inputs in
     front of each (None: all), and whether sinks."""
     return next(filter(None, (part.layers_see(config) for part in LAYER_KINDS)))
-
-
-def kinds_of_layer(layer: Any) -> tuple[LayerKind, ...]:
-    """The parts that a layer of Megatron's has. ValueError: one of them is of no kind here."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    found = []
-    for slot in _SLOTS:
-        module = getattr(layer, slot, None)
-        if module is None or isinstance(module, IdentityOp):
-            continue
-        part = next((p for p in LAYER_KINDS if slot == p.SLOT and p.holds(module)), None)
-        if part is None:
-            raise ValueError(
-                f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
-                f"--epp does not run; expected {', '.join(LETTERS.values())}"
-            )
-        found.append(part)
-    return tuple(found)
-
-
-def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Modules of ``layer`` whose forward is timed alone, by the name that recompute has of them."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for part in kinds_of_layer(layer):
-        for name, attribute in part.TIMED.items():
-            found[name] = (*found.get(name, ()), getattr(layer, attribute))
-    return found
-
-
-def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """(tensor, copy) of what an iteration changes beside weights and gradients."""
-    return [(one, one.clone()) for part in LAYER_KINDS for one in part.changed(model)]

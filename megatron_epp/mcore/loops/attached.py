@@ -23,7 +23,6 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kinds_of_layer
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
@@ -65,9 +64,7 @@ class AttachedModel:
         # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
-        install_in_model(part, self.context, attention)
-        for kind in LAYER_KINDS:
-            kind.keep_outside(part)
+        install_in_model(part, self.context, attention, in_loop=True)
         for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
         part.decoder.forward = self._rotated(part.decoder.forward)
@@ -318,6 +315,9 @@ def attach_to(
     reason = limit_for("slices", part)
     if reason is not None:
         raise ValueError(f"attach: {reason}; {whole}")
+    # Here, not above: as install_in_model.
+    from megatron_epp.mcore.kinds.modules import kinds_of_layer
+
     try:
         for layer in part.decoder.layers:  # refuses a kind that is not known
             kinds_of_layer(layer)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.hybrid.pattern import depth_letters, letters_of_layers
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.lm_head.fused_head import losses_of_each
 
 
@@ -53,10 +53,10 @@ def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
     """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
     ``config``: its TransformerConfig."""
     letters, layers = letters_of_layers(pattern) + depth_letters(pattern), {}
-    for part in LAYER_KINDS:
-        if part.STACK and part.LETTER in letters:
-            layers[part.STACK] = made = part.local_layer(config)
-            part.mend_local(made.submodules, config)
+    for kind in KIND_MODULES:
+        if kind.KIND.STACK and kind.KIND.LETTER in letters:
+            layers[kind.KIND.STACK] = made = kind.local_layer(config)
+            kind.fix_local(made.submodules, config)
     # The layers of a depth follow from the pattern.
     depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
     block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])

@@ -70,7 +70,8 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
             shapes = list(layer_shapes(inner))
         else:
             number = 0 if getattr(args, "mtp_use_repeated_layer", False) else depth
-            there = [part for part in LAYER_KINDS if part.in_depth(part.layers(args), number)]
+            masks = {kind: kind.layers(args) for kind in LAYER_KINDS}
+            there = [kind for kind, mask in masks.items() if mask[number if kind.NUMBERED else -1]]
             shapes = [LayerShape(**kind_sizes(args, there))]
         found += [replace(shapes[0], predicts=True), *shapes[1:]]
     return tuple(found)

@@ -1,20 +1,24 @@
 """Attention over heads, in Megatron."""
 
+import math
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.attention import AttentionPart
-from megatron_epp.mcore.kinds.base import LayerKind, LayerPlace
-from megatron_epp.mcore.kinds.limit import Limit, given, not_computed, of_config
-from megatron_epp.mcore.kinds.ssm.kind import DELTA, GatedDeltaNetKind
+from megatron_epp.layers.attention.layer_attention import Heads
+from megatron_epp.layers.attention.ulysses import refuse_heads
+from megatron_epp.mcore.kinds.base import LayerKind, layers_with
+from megatron_epp.mcore.kinds.limit import Limit, given, not_computed
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 from megatron_epp.mcore.replaced import ReplacedFlags
 
-SPARSE = "dsa"
+
+def letters_of(kind: type[LayerKind]) -> str:
+    """Return the letters of ``kind`` and of the kinds derived from it."""
+    return kind.LETTER + "".join(map(letters_of, kind.__subclasses__()))
 
 
 def _undivided(model: Any) -> str | None:
     """Text on heads that context-parallel ranks cannot share."""
-    from megatron_epp.layers.attention.ulysses import refuse_heads
-
     config = model.config
     heads, groups = config.num_attention_heads, config.num_query_groups or 0
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
@@ -30,18 +34,12 @@ def _undivided(model: Any) -> str | None:
 class AttentionKind(LayerKind):
     """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
 
-    PRICED, NAME, LETTER, LETTERS = AttentionPart, "attention", "*", "*+D"
+    PRICED, NAME, LETTER = AttentionPart, "attention", "*"
     ABSENT: ClassVar = {"attention": False}
     SLOT = "self_attention"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
     STACK = "attention_layer"
     LIMITS: tuple[Limit, ...] = (
-        Limit(
-            "other attention variants (--experimental-attention-variant)",
-            "use plain softmax attention, or run without --epp",
-            given("experimental_attention_variant", harmless=(DELTA, SPARSE)),
-            slices=of_config(given("experimental_attention_variant", harmless=(DELTA,))),
-        ),
         Limit(
             "heads that do not divide over context-parallel ranks, in slices of loops",
             "choose a context-parallel degree that divides them",
@@ -71,53 +69,21 @@ class AttentionKind(LayerKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """But those that have a gated delta net in its place."""
+        """Those of it and of the kinds derived from it, but for gated delta nets in its place."""
+        layers = layers_with(args, letters_of(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
-        return tuple(a and not b for a, b in zip(super().layers(args), others, strict=True))
+        return tuple(a and not b for a, b in zip(layers, others, strict=True))
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
         groups = args.num_query_groups or args.num_attention_heads
         return {"kv_heads": groups, "head_size": args.kv_channels}
 
-    def local_layer(self, config: Any) -> Any:
-        from megatron_epp.mcore.kinds.local_layers import local_attention
-
-        return local_attention(config, latents=False)
-
-    def mend_local(self, layer: Any, config: Any) -> None:
-        from megatron_epp.mcore.kinds.local_layers import fix_local_attention
-
-        fix_local_attention(layer, config)
-
-    def heads(self, config: Any, context: int) -> Any:
-        from megatron_epp.mcore.kinds.attention.module import heads_of_rank
-
-        return heads_of_rank(config, context)
-
-    def holds(self, module: Any) -> bool:
-        from megatron.core.transformer.attention import Attention
-        from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
-            AbsorbedMLASelfAttention,
+    def heads(self, config: Any, context: int) -> Heads | None:
+        tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
+        return Heads(
+            config.num_attention_heads // tensor // context,
+            max(1, max(1, config.num_query_groups // tensor) // context),
+            config.kv_channels,
+            1 / math.sqrt(config.kv_channels) if scale is None else scale,
+            config.params_dtype,
         )
-        from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
-        others = MultiLatentAttention, AbsorbedMLASelfAttention
-        return isinstance(module, Attention) and not isinstance(module, others)
-
-    def install(self, place: LayerPlace) -> None:
-        from megatron_epp.mcore.kinds.attention.module import install_heads
-
-        install_heads(place)
-
-    def elastic(self, layer: Any) -> Any:
-        """The elastic module that replaces the layer's attention."""
-        return layer.self_attention.core_attention.forward
-
-    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-        config = layer.config
-        ranks = config.tensor_model_parallel_size * config.context_parallel_size
-        heads = max(1, config.num_query_groups // ranks)
-        return ((context, heads, config.kv_channels),) * 2
-
-    def stores_last_slice(self, layer: Any) -> bool:
-        return bool(self.elastic(layer).stores_last_slice)

@@ -1,21 +1,23 @@
 """A layer's attention over heads, on chunks: in the place of its core attention's forward."""
 
 import copy
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron.core.transformer.attention import Attention as MegatronAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_epp.layers.attention.layer_attention import Attention, Heads
+from megatron_epp.layers.attention.layer_attention import Attention
 from megatron_epp.layers.attention.local import attend_parts, attention_parts
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, RecomputeHandle
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
+from megatron_epp.mcore.kinds.local_layers import fix_local_attention, local_attention
 
 
 class ElasticAttention:
@@ -74,18 +76,6 @@ class ElasticAttention:
         return out.flatten(1)
 
 
-def heads_of_rank(config: Any, context: int) -> Heads:
-    """Heads of a rank, one of ``context`` context-parallel ranks."""
-    tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
-    return Heads(
-        config.num_attention_heads // tensor // context,
-        max(1, max(1, config.num_query_groups // tensor) // context),
-        config.kv_channels,
-        1 / math.sqrt(config.kv_channels) if scale is None else scale,
-        config.params_dtype,
-    )
-
-
 class SingleRank:
     """A process group of this rank only, as far as the rotary embedding asks."""
 
@@ -138,3 +128,26 @@ def _of_layer(
     mine = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
     # Looked up whenever it is used: DDP gives parameters other storage after this.
     return attention.of_layer(before, lambda: core_attention.softmax_offset[mine])
+
+
+class AttentionModule(KindModule):
+    KIND = AttentionKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MegatronAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        install_heads(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config = layer.config
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        shape = context, max(1, config.num_query_groups // ranks), config.kv_channels
+        last = layer.self_attention.core_attention.forward.stores_last_slice
+        return KeptShapes((shape, shape), bool(last))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_attention(config, latents=False)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        fix_local_attention(layer, config)

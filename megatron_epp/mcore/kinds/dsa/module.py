@@ -10,19 +10,33 @@ for its indexer.
 The indexer learns from a loss of its own alone: what it reads is detached, here as in Megatron. Its
 linears are alike on all tensor-parallel ranks, which have the same rows, loss and gradients.
 
+On CPU-only hosts its layers are Megatron's local modules, which lack duplicated linears;
+checkpoints have the keys that Transformer Engine's layers give them.
+
 t rows of this rank (with sequence parallelism t / TP), T of the chunk, H heads of this rank, R
 channels of a latent, P rotary ones, D = R + P, V; J heads of the indexer
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_dsa_module_spec_for_backend,
+    get_moe_layer_pattern,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+)
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_epp.layers.attention.layer_attention import Attention
@@ -36,8 +50,11 @@ from megatron_epp.layers.recompute.outputs import (
 )
 from megatron_epp.layers.recompute.wrap import wrap_norm
 from megatron_epp.mcore.kinds.attention.module import attention_of
-from megatron_epp.mcore.kinds.base import LayerPlace
-from megatron_epp.mcore.kinds.mla.module import UP_PROJECTION, MLALayer
+from megatron_epp.mcore.kinds.base import KeptShapes, LayerPlace
+from megatron_epp.mcore.kinds.dsa.kind import DSAKind, indexer_learns
+from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, block_with, local_submodules
+from megatron_epp.mcore.kinds.mla.module import UP_PROJECTION, MLALayer, MLAModule
+from megatron_epp.mcore.kinds.moe.local import DuplicatedLinear
 from megatron_epp.mcore.kinds.positions import PositionedRotary
 
 
@@ -195,3 +212,86 @@ class DSALayer(MLALayer):
         """The optimizer's factor of the loss: the indexer's adds its gradients outside of it."""
         scale = self.around.config.grad_scale_func
         return 1.0 if scale is None else scale(torch.ones(())).reshape(())
+
+
+# ------------------------------------------------------------------ on CPU-only hosts
+
+
+class _Duplicated(DuplicatedLinear):
+    """As layers of an indexer are built."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
+        super().__init__(inputs, outputs, config, init_method)
+
+
+class _Modules(LocalSpecProvider):
+    """Megatron's local modules, with what they lack."""
+
+    def linear(self) -> type:
+        return _Duplicated
+
+
+def _sparse(config: Any) -> ModuleSpec:
+    """The attention, whose latents are made as those of Megatron's local ones."""
+    made = get_dsa_module_spec_for_backend(config, _Modules())
+    down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
+    return replace(made, submodules=replace(made.submodules, **down))
+
+
+def local_dsa(config: Any) -> ModuleSpec:
+    """Description of a layer of sparse attention."""
+    whole = local_submodules(config)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=_sparse(config),
+        self_attn_bda=whole.self_attn_bda,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
+    """Description of a stage's layers of a GPTModel, with sparse attention in each."""
+    attention = _sparse(config)
+    experts = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
+
+    def changed(number: int, _: TransformerLayerSubmodules) -> dict[str, Any]:
+        # Norms of attention and of experts stand alone, as in Transformer Engine's layers.
+        keys = {} if experts[number] else {**NORM_OF_MLP}
+        return {"self_attention": attention, "sharded_state_dict_keys_map": keys}
+
+    return block_with(config, vp_stage, changed)
+
+
+class DSAModule(MLAModule):
+    KIND = DSAKind()
+    CHOICES = ()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, AbsorbedMLASelfAttention)
+
+    def prepare(self, config: Any) -> None:
+        """Have stages without such layers take part in what is logged of their losses."""
+        if not indexer_learns(config):
+            return
+        logged = DSAIndexerLossLoggingHelper.tracker
+        if len(logged.get("values", ())) != config.num_layers:
+            logged["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
+
+    def install(self, place: LayerPlace) -> None:
+        install_dsa(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config = layer.config
+        key = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return KeptShapes(((context, 1, key), (context, 1, config.dsa_indexer_head_dim)))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_dsa(config)
+
+    def local_block(self, config: Any, vp_stage: int | None) -> Any:
+        if config.experimental_attention_variant != self.KIND.VARIANT:
+            return None
+        return local_dsa_block(config, vp_stage)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        """Its own spec lacks nothing."""

@@ -1,35 +1,28 @@
 """Multi-latent attention, in Megatron."""
 
-from collections.abc import Iterable
-from math import lcm
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.mla import MLAPart
+from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
-from megatron_epp.mcore.kinds.attention.kind import SPARSE, AttentionKind
-from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind, letters_of
 from megatron_epp.mcore.kinds.limit import Limit, given
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
-if TYPE_CHECKING:
-    from megatron_epp.cost.profile import LayerFigures
-
-LEAST_RANK = 8
+KEEPS = "epp_mla_keeps"  # what later slices of a document get: latents, or K and V
 
 
 class MLAKind(AttentionKind):
     """--multi-latent-attention.
 
-    Scaled down are sizes and ranks. Kept: whether queries have a latent, sizes of a head's parts
-    over one another, so that Q and K differ from V where they do, ranks over the hidden size, at
-    least 8. Every tensor-parallel rank makes the same part of a latent and of the rotary key.
+    Every tensor-parallel rank makes the same part of a latent and of the rotary key.
     """
 
     PRICED, NAME, LETTER = MLAPart, "latent attention", "+"
     ABSENT: ClassVar = {}
     STACK = "mla_layer"
     FLAGS: ClassVar = {"multi_latent_attention": False}
-    CHOICE: str = "epp_mla_keeps"
-    VALUES: tuple[str, ...] = (EXPANDED, LATENTS)
     LIMITS: tuple[Limit, ...] = (
         Limit(
             "one product for both latents, and latents cached (--mla-down-proj-fusion, "
@@ -40,10 +33,11 @@ class MLAKind(AttentionKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """But those of a GPTModel with sparse attention, which attends in latents otherwise."""
+        """But those of a GPTModel with a variant of it, which attends in latents otherwise."""
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
-            here = here and getattr(args, "experimental_attention_variant", None) != SPARSE
+            variant = getattr(args, "experimental_attention_variant", None)
+            here = here and variant in (None, GatedDeltaNetKind.VARIANT)
         return super().layers(args) if here else (False,) * args.num_layers
 
     def sizes(self, args: Any) -> dict[str, Any]:
@@ -52,7 +46,7 @@ class MLAKind(AttentionKind):
             "query_rank": args.q_lora_rank or 0,
             "rotary_size": args.qk_pos_emb_head_dim,
             "value_size": args.v_head_dim,
-            "carries_latents": getattr(args, self.CHOICE, LATENTS) != EXPANDED,
+            "carries_latents": getattr(args, KEEPS, LATENTS) != EXPANDED,
         }
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
@@ -106,7 +100,7 @@ class MLAKind(AttentionKind):
             )
 
     def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        other = next((letter for letter in (self.LETTER, "D") if letter in letters), None)
+        other = next((letter for letter in letters_of(MLAKind) if letter in letters), None)
         if other is None or AttentionKind.LETTER not in letters:
             return None
         return (
@@ -114,88 +108,18 @@ class MLAKind(AttentionKind):
             "expected one of the two"
         )
 
-    def read_pattern(self, args: Any, letters: str) -> None:
-        args.multi_latent_attention |= self.LETTER in letters
+    def heads(self, config: Any, context: int) -> Heads | None:
+        if not getattr(config, "multi_latent_attention", False):
+            return None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size // context
+        size = config.qk_head_dim + config.qk_pos_emb_head_dim
+        return Heads(heads, heads, size, mla_scale(config), config.params_dtype, config.v_head_dim)
 
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        """``head_size``: of the part of Q and K that is not rotated."""
-        if not args.multi_latent_attention:
-            return {}
-        self.require(args, tp)
-        block = min(step, 32)  # what is no rank's part need not be whole blocks
-        rotary, latent = lcm(2, tp, block), lcm(tp, block)
 
-        def rank(value: int) -> int:
-            wanted = max(LEAST_RANK, round(value / args.hidden_size * hidden))
-            return -(-wanted // latent) * latent
+def mla_scale(config: Any) -> float:
+    """Return the softmax scale; YaRN's stretch of the context is in it, whichever rotary embedding
+    the layer has (MultiLatentAttention.__init__)."""
+    from megatron.core.models.common.embeddings import _yarn_get_mscale
 
-        def part(size: int, step: int) -> int:
-            return max(1, round(size / args.qk_head_dim * head_size / step)) * step
-
-        changed = {
-            "kv_lora_rank": rank(args.kv_lora_rank),
-            "qk_head_dim": head_size,
-            "qk_pos_emb_head_dim": part(args.qk_pos_emb_head_dim, rotary),
-            "v_head_dim": part(args.v_head_dim, max(1, step // 4)),
-        }
-        if args.q_lora_rank is not None:
-            changed["q_lora_rank"] = rank(args.q_lora_rank)
-        return changed
-
-    def small_words(self, args: Any) -> list[str]:
-        if not args.multi_latent_attention:
-            return []
-        of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
-        heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
-        return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
-
-    def excluded(self, model: Any, attention: Any) -> dict[str, str]:
-        from megatron_epp.mcore.kinds.mla.module import why_expanded
-
-        reason = why_expanded(model, attention)
-        return {} if reason is None else {LATENTS: reason}
-
-    def measured_with(self, figures: Iterable["LayerFigures"]) -> str:
-        return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
-
-    def settle(self, attention: Any, value: str) -> None:
-        attention.latents = value == LATENTS
-
-    def local_layer(self, config: Any) -> Any:
-        from megatron_epp.mcore.kinds.local_layers import local_attention
-
-        return local_attention(config, latents=True)
-
-    def mend_local(self, layer: Any, config: Any) -> None:
-        from megatron_epp.mcore.kinds.local_layers import fix_local_mla
-
-        fix_local_mla(layer, config)
-
-    def heads(self, config: Any, context: int) -> Any:
-        from megatron_epp.mcore.kinds.mla.module import mla_heads
-
-        there = getattr(config, "multi_latent_attention", False)
-        return mla_heads(config, context) if there else None
-
-    def holds(self, module: Any) -> bool:
-        from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
-
-        return isinstance(module, MultiLatentAttention)
-
-    def install(self, place: LayerPlace) -> None:
-        from megatron_epp.mcore.kinds.mla.module import install_mla
-
-        install_mla(place)
-
-    def elastic(self, layer: Any) -> Any:
-        return layer.self_attention._run_core_attention.__self__
-
-    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-        config, turned = layer.config, layer.config.qk_pos_emb_head_dim
-        if self.elastic(layer).attention.latents:
-            return (context, 1, config.kv_lora_rank), (context, 1, turned)
-        ranks = config.tensor_model_parallel_size * config.context_parallel_size
-        heads = config.num_attention_heads // ranks
-        return (context, heads, config.qk_head_dim + turned), (context, heads, config.v_head_dim)
+    stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
+    return stretch * stretch / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)

@@ -20,12 +20,12 @@ t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H hea
 latent channels, P rotary ones, D = qk_head_dim + P, V
 """
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import _yarn_get_mscale, apply_rotary_pos_emb
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -33,10 +33,12 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
+from megatron_epp.cost.profile import LayerFigures
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.attention.layer_attention import Attention, Heads
+from megatron_epp.layers.attention.layer_attention import Attention
 from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
@@ -48,8 +50,12 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.mcore.config import EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.module import SingleRank, attention_of
-from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
+from megatron_epp.mcore.kinds.local_layers import local_attention
+from megatron_epp.mcore.kinds.mla.kind import KEEPS, MLAKind, mla_scale
+from megatron_epp.mcore.kinds.mla.local import fix_local_mla
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
@@ -60,24 +66,6 @@ def install_mla(place: LayerPlace) -> None:
     around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
     MLALayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
-
-
-def mla_heads(config: Any, context: int) -> Heads:
-    """Heads of a rank, one of ``context`` context-parallel ranks."""
-    heads = config.num_attention_heads // config.tensor_model_parallel_size // context
-    size, dtype = _key_size(config), config.params_dtype
-    return Heads(heads, heads, size, _scale(config), dtype, config.v_head_dim)
-
-
-def _key_size(config: Any) -> int:
-    return int(config.qk_head_dim + config.qk_pos_emb_head_dim)
-
-
-def _scale(config: Any) -> float:
-    """Softmax scale; YaRN's stretch of the context is in it, whichever rotary embedding the layer
-    has (MultiLatentAttention.__init__)."""
-    stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
-    return stretch * stretch / math.sqrt(_key_size(config))
 
 
 class MLALayer:
@@ -99,7 +87,7 @@ class MLALayer:
         self.local = local
         self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
-        self._latents = LatentsAttention(_scale(around.config))
+        self._latents = LatentsAttention(mla_scale(around.config))
         self._made: _Made | None = None  # by project, for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
@@ -339,3 +327,50 @@ def why_expanded(model: Any, attention: Attention) -> str | None:
                 "or another class)"
             )
     return None
+
+
+class KeptLatents:
+    """Choice of what later slices of a document get: latents, or K and V."""
+
+    flag, values = KEEPS, (EXPANDED, LATENTS)
+
+    def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
+        reason = why_expanded(model, attention)
+        return {} if reason is None else {LATENTS: reason}
+
+    def measured_with(self, figures: Iterable[LayerFigures]) -> str:
+        return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
+
+    def settle(self, attention: Any, value: str) -> None:
+        attention.latents = value == LATENTS
+
+
+class MLAModule(KindModule):
+    KIND = MLAKind()
+    CHOICES = (KeptLatents(),)
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MultiLatentAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        install_mla(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config, turned = layer.config, layer.config.qk_pos_emb_head_dim
+        elastic: MLALayer = layer.self_attention._run_core_attention.__self__
+        if elastic.attention.latents:
+            shapes = (context, 1, config.kv_lora_rank), (context, 1, turned)
+        else:
+            ranks = config.tensor_model_parallel_size * config.context_parallel_size
+            heads = config.num_attention_heads // ranks
+            shapes = (
+                (context, heads, config.qk_head_dim + turned),
+                (context, heads, config.v_head_dim),
+            )
+        return KeptShapes(shapes, bool(elastic.stores_last_slice))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_attention(config, latents=True)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        fix_local_mla(layer, config)

@@ -12,7 +12,7 @@ experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
 
 Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
 In a training loop of others, what is no chunk, as whole micro-batches, has Megatron's own
-(``keep_routers_outside``).
+(``outside``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,10 +54,10 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 class ChunkRouter:
     """Replacements of four methods of ``router``, of layer ``index`` of the stage."""
 
-    def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
+    def __init__(self, router: Any, index: int, current_chunk: CurrentChunk, outside: bool = False):
         self.router, self.index, self.current_chunk = router, index, current_chunk
         self._first = False  # whether this run of the chunk counts: set by ``losses``
-        self.outside = False  # whether what is no chunk is Megatron's own
+        self.outside = outside  # whether what is no chunk is Megatron's own
         self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
         plain = router.is_aux_loss_enabled
         router.is_aux_loss_enabled = lambda: self._is_outside and plain()
@@ -129,14 +129,9 @@ def _if_given(padding_mask: Tensor | None) -> dict[str, Tensor]:
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
 
-def keep_routers_outside(model: Any) -> None:
-    """Let routers of ``model``, which computes chunks, do as Megatron's do with all else."""
-    for _, layer in moe_layers(model):
-        layer.router.apply_z_loss.__self__.outside = True
-
-
-def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs) -> None:
-    """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops.
+def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: bool = False) -> None:
+    """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops;
+    ``in_loop``: what is no chunk is Megatron's own.
 
     What a recomputed norm gives goes to the shared experts first, then to the router, then to the
     projection to latents.
@@ -151,7 +146,7 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs) -> None:
         wrap_consumer(latents, dropped)
     fix_expert_biases(experts)
     wrap_activations(experts, dropped)
-    ChunkRouter(experts.router, index, current_chunk)
+    ChunkRouter(experts.router, index, current_chunk, in_loop)
     layer.forward = note_in_layer(layer.forward, current_chunk, state_of)
     with taken_along(experts, current_chunk):
         wrap_mlp(experts, dropped)

@@ -1,9 +1,8 @@
-"""Prediction of further tokens, in Megatron: depths behind the decoder's layers."""
+"""Multi-token prediction (MTP): layers after the decoder's."""
 
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.mtp import MTPPart
-from megatron_epp.mcore.hybrid.pattern import FURTHER
 from megatron_epp.mcore.hybrid.segments import layout_letters
 from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.limit import Limit, not_computed
@@ -11,12 +10,12 @@ from megatron_epp.mcore.kinds.limit import Limit, not_computed
 _BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
 
 
-def _depths(args: Any) -> int:
+def mtp_depths(args: Any) -> int:
     return getattr(args, "mtp_num_layers", None) or 0
 
 
 def _tied_over_stages(args: Any) -> bool:
-    if not _depths(args) or args.pipeline_model_parallel_size == 1:
+    if not mtp_depths(args) or args.pipeline_model_parallel_size == 1:
         return False
     return not args.untie_embeddings_and_output_weights
 
@@ -24,10 +23,10 @@ def _tied_over_stages(args: Any) -> bool:
 def _elsewhere(args: Any) -> bool:
     """Whether a layout places depths on another stage than the last, or alone there."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)
-    if not _depths(args) or layout is None:
+    if not mtp_depths(args) or layout is None:
         return False
     last = layout_letters(str(layout))[-1]
-    return last.count("m") != _depths(args) or "t" not in last
+    return last.count("m") != mtp_depths(args) or "t" not in last
 
 
 class MTPKind(LayerKind):
@@ -73,21 +72,8 @@ class MTPKind(LayerKind):
     def layers(self, args: Any) -> tuple[bool, ...]:
         return (False,) * args.num_layers
 
-    def read_pattern(self, args: Any, letters: str) -> None:
-        if FURTHER in letters:
-            args.mtp_num_layers = letters.count(FURTHER)
-
     def unshared(self, holder: Any) -> str:
-        return "further tokens, predicted behind whole documents" if _depths(holder) else ""
-
-    def weigh_losses(self, scale: Any) -> None:
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
-        MTPLossAutoScaler.set_loss_scale(scale)
+        return "further tokens, predicted behind whole documents" if mtp_depths(holder) else ""
 
     def words(self, args: Any) -> list[str]:
-        return [f"{_depths(args)} further tokens predicted"] * bool(_depths(args))
-
-    def small_words(self, args: Any) -> list[str]:
-        repeated = " by one repeated layer" * bool(getattr(args, "mtp_use_repeated_layer", False))
-        return [f"{_depths(args)} further tokens predicted{repeated}"] * bool(_depths(args))
+        return [f"{mtp_depths(args)} further tokens predicted"] * bool(mtp_depths(args))

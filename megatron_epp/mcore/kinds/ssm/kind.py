@@ -1,23 +1,17 @@
-"""Layers with a state, in Megatron: Mamba-2 and the gated delta net."""
+"""SSM and linear-attention layers: Mamba-2, the gated delta net, Kimi delta attention."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart
-from megatron_epp.mcore.kinds.base import LayerKind, LayerPlace, mask_of_layers
+from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
 from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.patching import cpu_host
 
-# Of small models: neither alike nor powers of two, so that nothing fits by accident.
-SMALL_KEYS, SMALL_VALUES = 6, 4
-STATE_GROUPS = 2
-MOST_STATE_HEADS = 4
-DELTA = "gated_delta_net"
-
 
 class SSMKind(LayerKind):
-    """A layer with a state, of either kind.
+    """An SSM or linear-attention layer.
 
     PACKAGES   that its kernels come from
     """
@@ -41,9 +35,6 @@ class SSMKind(LayerKind):
             return []
         (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
         return [f"{self.NAME} of {heads} heads in {groups} groups, states of {keys} by {values}"]
-
-    def small_words(self, args: Any) -> list[str]:
-        return self.words(args)
 
     def require(self, args: Any, tp: int) -> None:
         """Raise a ValueError unless heads and groups divide over ``tp`` ranks and, in each, over
@@ -72,23 +63,9 @@ class SSMKind(LayerKind):
             wheels = " ".join(self.PACKAGES[name] for name in lacking)
             raise ValueError(f"{self.NAME} layers: {wheels} is missing; pip install {wheels}")
 
-    def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
-        """(heads, groups) of a small model: few of both, in the same ratio up to 4."""
-        self.require(args, tp)
-        heads, groups = self.counts(args)
-        cp = args.context_parallel_size
-        counts = range(min(STATE_GROUPS, groups // tp), groups // tp + 1)
-        few = next((count for count in counts if self.shares(count, cp)), groups // tp)
-        ratios = range(min(heads // groups, MOST_STATE_HEADS), heads // groups + 1)
-        ratio = next((ratio for ratio in ratios if not few * ratio % cp), heads // groups)
-        return few * ratio * tp, few * tp
-
 
 class MambaKind(SSMKind):
-    """Mamba-2, of a HybridModel alone.
-
-    Scaled down are heads, groups and sizes of states. Kept: heads of a group, up to 4.
-    """
+    """Mamba-2, of a HybridModel alone."""
 
     PRICED, NAME, LETTER, SLOT = MambaPart, "Mamba", "M", "mixer"
     TIMED: ClassVar = {"layernorm": "norm"}
@@ -126,48 +103,13 @@ class MambaKind(SSMKind):
     def shares(self, groups: int, cp: int) -> bool:
         return not (groups % cp and cp % groups)
 
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        if not self.asked(args):
-            return {}
-        heads, groups = self.small_heads(args, tp)
-        return {
-            "mamba_num_heads": heads,
-            "mamba_num_groups": groups,
-            "mamba_state_dim": SMALL_KEYS,
-            "mamba_head_dim": SMALL_VALUES,
-        }
-
-    def local_layer(self, config: Any) -> Any:
-        from megatron_epp.mcore.kinds.ssm.local import local_mamba
-
-        return local_mamba(config)
-
-    def holds(self, module: Any) -> bool:
-        from megatron.core.ssm.mamba_mixer import MambaMixer
-
-        return isinstance(module, MambaMixer)
-
-    def install(self, place: LayerPlace) -> None:
-        from megatron_epp.mcore.kinds.ssm.mamba import install_mamba
-
-        install_mamba(place)
-
-    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-        mixer, cp = layer.mixer, layer.mixer.cp
-        state = (1, cp.nheads_local_tpcp, mixer.headdim, mixer.d_state)
-        return state, (1, mixer.d_conv - 1, cp.conv1d_channels())
-
 
 class GatedDeltaNetKind(SSMKind):
     """The gated delta net: of a HybridModel, or in the place of attention in some layers
-    (--experimental-attention-variant gated_delta_net, --linear-attention-freq).
-
-    Scaled down are heads and sizes of states. Kept: heads of V for one of Q and K, up to 4.
-    """
+    (--experimental-attention-variant gated_delta_net, --linear-attention-freq)."""
 
     PRICED, NAME, LETTER, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
+    VARIANT = "gated_delta_net"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
     STACK = "gdn_layer"
     PACKAGES: ClassVar = {"fla": "flash-linear-attention"}
@@ -185,18 +127,19 @@ class GatedDeltaNetKind(SSMKind):
 
     def asked(self, args: Any) -> bool:
         variant = getattr(args, "experimental_attention_variant", None)
-        return variant == DELTA or super().asked(args)
+        return variant == self.VARIANT or super().asked(args)
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         if getattr(args, "hybrid_layer_pattern", None):
             return super().layers(args)
-        if getattr(args, "experimental_attention_variant", None) != DELTA:
+        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
             return (False,) * args.num_layers
         every = args.linear_attention_freq
         if every is None:
             raise ValueError(
-                f"--experimental-attention-variant {DELTA}: --linear-attention-freq is missing; "
-                "expected N, so that each N-th layer has attention, or 1 or 0 for each layer"
+                f"--experimental-attention-variant {self.VARIANT}: --linear-attention-freq is "
+                "missing; expected N, so that each N-th layer has attention, or 1 or 0 for each "
+                "layer"
             )
         if isinstance(every, int):
             return tuple(number % every != 0 for number in range(1, args.num_layers + 1))
@@ -219,57 +162,9 @@ class GatedDeltaNetKind(SSMKind):
         }
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        if getattr(args, "experimental_attention_variant", None) != DELTA:
+        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
             return {}
         return {"linear_attention_freq": [int(there) for there in mask]}
-
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        if not self.asked(args):
-            return {}
-        heads, groups = self.small_heads(args, tp)
-        return {
-            "linear_num_value_heads": heads,
-            "linear_num_key_heads": groups,
-            "linear_key_head_dim": SMALL_KEYS,
-            "linear_value_head_dim": SMALL_VALUES,
-        }
-
-    def local_layer(self, config: Any) -> Any:
-        from megatron_epp.mcore.kinds.ssm.local import local_gated_delta_net
-
-        return local_gated_delta_net(config)
-
-    def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        from megatron_epp.mcore.kinds.ssm.local import local_gated_delta_net_block
-
-        if config.experimental_attention_variant != DELTA:
-            return None
-        return local_gated_delta_net_block(config, vp_stage)
-
-    def holds(self, module: Any) -> bool:
-        from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-
-        return isinstance(module, GatedDeltaNet)
-
-    def install(self, place: LayerPlace) -> None:
-        from megatron_epp.mcore.kinds.ssm.gated_delta_net import install_gated_delta_net
-
-        install_gated_delta_net(place)
-
-    def make_double(self, args: Any) -> None:
-        if self.asked(args):
-            from megatron_epp.mcore.kinds.ssm.gated_delta_net import make_rule_double
-
-            make_rule_double()
-
-    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-        net = layer.self_attention
-        heads = net.num_v_heads_local_tp // net.cp_size
-        convolved = net.conv_dim_local_tp // net.cp_size
-        state = (1, heads, net.key_head_dim, net.value_head_dim)
-        return state, (1, net.conv_kernel_dim - 1, convolved)
 
 
 class KDAKind(LayerKind):
@@ -279,20 +174,3 @@ class KDAKind(LayerKind):
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         return (False,) * args.num_layers
-
-    def holds(self, module: Any) -> bool:
-        from megatron_epp.mcore.kinds.ssm.fla_layer import KDA
-
-        return all(hasattr(module, name) for name in KDA.convolutions)
-
-    def install(self, place: LayerPlace) -> None:
-        from megatron_epp.mcore.kinds.ssm.fla_layer import KDA, install_fla_layer
-
-        install_fla_layer(place.layer.self_attention, place.index, KDA)
-
-    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-        net = layer.self_attention
-        q, k, v = (convolution.weight for convolution in (net.q_conv1d, net.k_conv1d, net.v_conv1d))
-        heads, channels = net.A_log.numel(), len(q) + len(k) + len(v)
-        state = (1, heads, net.dt_bias.numel() // heads, len(v) // heads)
-        return state, (1, q.shape[-1] - 1, channels)

@@ -7,9 +7,6 @@ from megatron_epp.mcore.kinds.attention.kind import AttentionKind
 from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
 from megatron_epp.mcore.kinds.limit import Limit
 
-# Inputs that a query of a small model sees in front of it: drawn slices are shorter and longer.
-WINDOW = 7
-
 
 def _slices_window(model: Any) -> str | None:
     window = model.config.window_size
@@ -36,7 +33,7 @@ def _slices_softmax(model: Any) -> str | None:
 class WindowKind(LayerKind):
     """--window-size, --window-attn-skip-freq, of layers with attention; sinks of --softmax-type."""
 
-    LETTERS = AttentionKind.LETTERS
+    NUMBERED = True
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
     LIMITS = (
         Limit(
@@ -66,9 +63,6 @@ class WindowKind(LayerKind):
             windowed = mask_of_layers("--window-attn-skip-freq", skip, args.num_layers)
         return tuple(a and b for a, b in zip(attention, windowed, strict=True))
 
-    def in_depth(self, mask: Sequence[bool], depth: int) -> bool:
-        return mask[depth]
-
     def sizes(self, args: Any) -> dict[str, Any]:
         return {"window": args.window_size[0] + 1}
 
@@ -90,18 +84,3 @@ class WindowKind(LayerKind):
 
     def words(self, args: Any) -> list[str]:
         return [f"window {args.window_size[0]}"] if args.window_size else []
-
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        if not args.window_size or args.window_size[0] < 1:
-            return {}
-        return {"window_size": (WINDOW, *args.window_size[1:])}
-
-    def small_words(self, args: Any) -> list[str]:
-        words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
-        if args.window_size:
-            pattern = args.window_attn_skip_freq
-            layers = "" if pattern is None else f" in layers {''.join('fw'[w] for w in pattern)}"
-            words.append(f"windows of {args.window_size[0]} in front{layers}")
-        return words
