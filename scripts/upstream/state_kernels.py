@@ -179,7 +179,7 @@ def build(alone: Any, kind: str) -> Any:
 
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
     from megatron_epp.mcore.kinds.base import LayerPlace
-    from megatron_epp.mcore.kinds.registry import kinds_of_layer
+    from megatron_epp.mcore.kinds.modules import kinds_of_layer
     from megatron_epp.mcore.kinds.ssm.local import local_gated_delta_net, local_mamba
 
     config = gpt_config_from_args(alone.args).transformer

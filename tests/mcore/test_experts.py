@@ -14,6 +14,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.kept_layers import small_kinds
+from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified
 from tests.mcore.resumes import (
@@ -299,15 +300,15 @@ def given(**changes) -> Namespace:
 
 
 def test_experts_are_scaled_down_with_their_structure() -> None:
-    made = MoEKind().small(given(), 64, 1, 8)
+    made = MoECertificate().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
     latents = given(moe_latent_size=512)
-    assert MoEKind().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
+    assert MoECertificate().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
     groups = given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4)
-    grouped = MoEKind().small(groups, 64, 1, 8)
+    grouped = MoECertificate().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
     assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
-    assert MoEKind().small(given(num_experts=None), 64, 1, 8) == {}
+    assert MoECertificate().small(given(num_experts=None), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(

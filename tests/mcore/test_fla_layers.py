@@ -16,7 +16,7 @@ from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.ssm.scans import causal_conv, gated_delta_rule
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.base import LayerPlace
-from megatron_epp.mcore.kinds.registry import kinds_of_layer
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from tests.layers.test_states import PLAN
 
 HIDDEN, HEADS, KEYS, VALUES, TAPS = 6, 2, 3, 5, 4
@@ -173,7 +173,7 @@ def test_slices_compute_what_whole_documents_do(layer) -> None:
 def test_a_slice_leaves_what_is_said_of_it(layer) -> None:
     """Which calibration makes up."""
     (part,) = kinds_of_layer(layer)
-    shapes = part.kept_shapes(layer, 7)
+    shapes = part.kept_shapes(layer, 7).shapes
     plan = Plan.parse(PLAN)
     store = store_for(plan, slices_of(plan), stores_last_slice=False)
     rows = chunk_rows(plan, slices_of(plan), 0)

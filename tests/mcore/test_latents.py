@@ -12,7 +12,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
-from megatron_epp.mcore.kinds.mla.kind import MLAKind
+from megatron_epp.mcore.kinds.mla.certificate import MLACertificate
 from tests.mcore.certified import certified
 from tests.mcore.resumes import (
     Job,
@@ -202,16 +202,17 @@ def sizes(**others) -> Namespace:
 
 
 def test_the_small_model_has_the_heads_proportions() -> None:
-    assert MLAKind().small(sizes(), 64, 2, 8) == {
+    assert MLACertificate().small(sizes(), 64, 2, 8) == {
         "q_lora_rank": 14,
         "kv_lora_rank": 8,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 8,
     }
-    assert MLAKind().small(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"] == 12
-    assert "q_lora_rank" not in MLAKind().small(sizes(q_lora_rank=None), 64, 1, 8)
-    assert MLAKind().small(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
+    kind = MLACertificate()
+    assert kind.small(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"] == 12
+    assert "q_lora_rank" not in kind.small(sizes(q_lora_rank=None), 64, 1, 8)
+    assert MLACertificate().small(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(
@@ -233,5 +234,5 @@ def test_the_small_model_has_the_heads_proportions() -> None:
 )
 def test_sizes_that_cannot_be(wrong, line) -> None:
     with pytest.raises(ValueError) as refusal:
-        MLAKind().small(sizes(**wrong), 64, 2, 8)
+        MLACertificate().small(sizes(**wrong), 64, 2, 8)
     assert str(refusal.value) == line

@@ -13,6 +13,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
+from megatron_epp.mcore.kinds.dsa.certificate import DSACertificate
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind
 from tests.mcore.certified import certified
 from tests.mcore.resumes import logged, require_megatrons_own_numbers
@@ -146,13 +147,13 @@ def given(**others) -> Namespace:
 
 
 def test_the_small_indexer() -> None:
-    assert DSAKind().small(given(), 64, 2, 8) == {
+    assert DSACertificate().small(given(), 64, 2, 8) == {
         "dsa_indexer_n_heads": 32,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 7,
         "dsa_indexer_rotate_activation": False,
     }
-    assert DSAKind().small(Namespace(), 64, 2, 8) == {}
+    assert DSACertificate().small(Namespace(), 64, 2, 8) == {}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.trial import LLAMA
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.kinds.window.kind import WINDOW
+from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 

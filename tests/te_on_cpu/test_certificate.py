@@ -16,7 +16,7 @@ from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.kinds.window.kind import WINDOW
+from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.mcore.patching.engine_on_cpu import VARIABLE, require_reference
 from tests.mcore.certified import certified
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown

@@ -135,8 +135,9 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
     from megatron_epp.mcore.job_cost import training_levers
+    from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
     from megatron_epp.mcore.lm_head.shard import whole_output_layer
-    from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
+    from megatron_epp.mcore.model.shape import model_shape
     from megatron_epp.runtime.consensus import broadcast_text
 
     wanted = provenance_of(args)

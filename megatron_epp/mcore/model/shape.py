@@ -32,19 +32,6 @@ def model_shape(args: Any) -> Model:
     )
 
 
-def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
-    names none."""
-    word = shape.layer_kinds
-    if not word:
-        return ()
-    from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
-
-    decoder = tuple(word[layer.layer_number - 1] for layer in model.decoder.layers)
-    further = len(layers_of(model)) - len(decoder)
-    return (*decoder, *word[len(word) - further :])
-
-
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Differences of each layer from a plain one, first layer first."""
     there = [(part, part.layers(args)) for part in LAYER_KINDS]

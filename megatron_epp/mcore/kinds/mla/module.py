@@ -52,7 +52,7 @@ from megatron_epp.layers.recompute.outputs import (
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.mcore.config import EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.module import SingleRank, attention_of
-from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace, OpenChoice
 from megatron_epp.mcore.kinds.local_layers import local_attention
 from megatron_epp.mcore.kinds.mla.kind import KEEPS, MLAKind, mla_scale
 from megatron_epp.mcore.kinds.mla.local import fix_local_mla
@@ -347,7 +347,7 @@ class KeptLatents:
 
 class MLAModule(KindModule):
     KIND = MLAKind()
-    CHOICES = (KeptLatents(),)
+    CHOICES: tuple[OpenChoice, ...] = (KeptLatents(),)
 
     def holds(self, module: Any) -> bool:
         return isinstance(module, MultiLatentAttention)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 
@@ -54,6 +55,17 @@ def layers_of(model: Any) -> tuple[Any, ...]:
         *model.decoder.layers,
         *(layer for depth in mtp_layers_of(model) for layer in depth.layers),
     )
+
+
+def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
+    """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
+    names none."""
+    word = shape.layer_kinds
+    if not word:
+        return ()
+    decoder = tuple(word[layer.layer_number - 1] for layer in model.decoder.layers)
+    further = len(layers_of(model)) - len(decoder)
+    return (*decoder, *word[len(word) - further :])
 
 
 def embedded(model: Any, tokens_t: Tensor, positions_t: Tensor) -> Tensor:
