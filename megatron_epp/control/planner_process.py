@@ -62,7 +62,7 @@ class PlannerProcess:
         layout = cost.layout
         self._profile.write(layout.profile.to_json())
         self._profile.flush()
-        budgets = [repr(budget / GIB) for budget in cost.budget_bytes]
+        budgets = [repr(budget / GIB) for budget in cost.device_budget_bytes]
         # Named where it could do nothing, this lever is refused.
         idle = {"local"} if layout.cp == 1 or options.lockstep > 1 else set[str]()
         self._command = [

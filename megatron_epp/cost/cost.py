@@ -62,20 +62,22 @@ from megatron_epp.ir import (
 class Cost:
     """Seconds and bytes of chunks on the stages of one replica.
 
-    budget_bytes        of every stage, by device: all that training holds, states included. What a
-                        device may hold is for all stages of its rank: each has all of it
-    host_budget_bytes   of the host's memory, for what one device offloads
+    device_budget_bytes   of every pipeline rank: all that training holds on one of its devices, for
+                          all stages of the rank, states included
+    host_budget_bytes     of the host's memory, for what one device offloads
     """
 
     layout: StageLayout
-    budget_bytes: tuple[float, ...]
+    device_budget_bytes: tuple[float, ...]
     host_budget_bytes: float = math.inf
 
     def __post_init__(self):
-        """Raise a ValueError where the budgets are not those of the stages."""
-        if len(self.budget_bytes) != self.layout.stages:
+        """Raise a ValueError where the budgets are not those of the ranks."""
+        ranks = self.layout.placement.ranks
+        if len(self.device_budget_bytes) != ranks:
             raise ValueError(
-                f"{len(self.budget_bytes)} memory budgets for {self.layout.stages} stages"
+                f"{len(self.device_budget_bytes)} memory budgets for {ranks} pipeline ranks; "
+                "expected one for each"
             )
 
     @cached_property
@@ -96,26 +98,18 @@ class Cost:
     # --- budgets ---------------------------------------------------------------------------------
 
     @property
-    def room_bytes(self) -> np.ndarray:
-        """[stages]: what the budget leaves for chunks, without states."""
-        return np.array(self.budget_bytes) - np.array(self.memory.states_bytes)
-
-    @property
-    def rank_budget_bytes(self) -> tuple[float, ...]:
-        """Bytes that every rank's device may hold, for all its stages."""
-        place, ranks = self.layout.placement.place, range(self.layout.placement.ranks)
-        return tuple(self.budget_bytes[place.index(rank)] for rank in ranks)
-
-    def with_rank_budgets(self, budgets: Sequence[float]) -> "Cost":
-        """Return the cost with other :attr:`rank_budget_bytes`."""
-        place = self.layout.placement.place
-        return self.replace(budget_bytes=tuple(budgets[rank] for rank in place))
+    def headroom_bytes(self) -> np.ndarray:
+        """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
+        all stages of the rank."""
+        states = self.layout.placement.of_ranks(self.memory.states_bytes)
+        return np.array(self.device_budget_bytes) - np.array(states)
 
     def require_states_fit(self) -> None:
-        """Raise a ValueError that says what is needed where a stage's states exceed its budget."""
-        for stage, (states, budget) in enumerate(
-            zip(self.memory.states_bytes, self.budget_bytes, strict=True)
-        ):
+        """Raise a ValueError that says what is needed where a stage's states exceed the budget of
+        its device."""
+        rank_of = self.layout.placement.place
+        for stage, (states, rank) in enumerate(zip(self.memory.states_bytes, rank_of, strict=True)):
+            budget = self.device_budget_bytes[rank]
             if states >= budget:
                 raise ValueError(
                     f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "

@@ -125,7 +125,7 @@ class StageLayout:
         """Model, devices and degrees, in one line."""
         made = self.profile.provenance
         return (
-            f"{made.model} on {self.devices * self.dp} x {made.device}: pp {self.stages}, "
+            f"{made.model} on {self.devices * self.dp} x {made.device}: pp {self.placement.ranks}, "
             f"cp {self.cp}, tp {self.tp}, dp {self.dp}, zero {self.zero}"
         )
 

@@ -51,8 +51,8 @@ def evaluation_plans(
         shares, peaks = _shares(batch, cost, options, most)
         plans = tuple(share.plan for share in shares)
         states = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
-        room = np.array(cost.rank_budget_bytes) - states
-        worst = float(((np.array(peaks) - states) / np.maximum(room, 1.0)).max())
+        headroom = np.maximum(cost.headroom_bytes, 1.0)
+        worst = float(((np.array(peaks) - states) / headroom).max())
         if worst <= 1:
             for plan in plans:
                 check(plan)
@@ -65,15 +65,16 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
     parallelism H of a chunk as many forwards behind its own as there are stages, since the last
     stage's output is as long on its way there, and back through the stages."""
-    stages = cost.layout.stages
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     made = [
         (KIND_CODE[kind], at - behind)
-        for at in range(count + stages)
-        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, stages))
+        for at in range(count + cost.layout.stages)
+        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.layout.stages))
         if kind in rules and 0 <= at - behind < count
     ]
-    kinds, chunks = (np.tile(np.array(each), (stages, 1)) for each in zip(*made, strict=True))
+    kinds, chunks = (
+        np.tile(np.array(each), (cost.layout.stages, 1)) for each in zip(*made, strict=True)
+    )
     return kinds, chunks
 
 

@@ -12,8 +12,8 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB, device
-from megatron_epp.ir import FULL, OF_HEAD, OF_LAYERS, Chunk, Kind, Plan, Span
-from megatron_epp.planner.partition import (
+from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     stage_layer_seconds,
@@ -36,17 +36,22 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     mixed = named_cost("llama3-8b", MIXED, **layout)
     alone = [named_cost("llama3-8b", name, **layout) for name in ("h100-80g", "a100-40g")]
     of_stage = [alone[0], alone[0], alone[1], alone[1]]
-    for kind in (*OF_LAYERS, *OF_HEAD):
+    for kind in mixed._seconds:
         rows = [one.seconds.per(kind)[stage] for stage, one in enumerate(of_stage)]
         assert np.array_equal(mixed.seconds.per(kind), rows)
+    assert set(mixed._seconds) >= set(OF_LAYERS)
     loads = mixed.loads([], [])
     assert mixed.seconds.recompute((0, FULL), loads).shape == (4, 0)
-    assert mixed.budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
-    fast, slow = (one.layout.profile.link_seconds_per_token for one in alone)
+    assert mixed.device_budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
+    fast, slow = (one.profile.link_seconds_per_token for one in alone)
     assert fast < slow
-    links = mixed.layout.links_per_token.tolist()
-    assert links == [fast, slow, slow, slow]  # the last one goes round
-    assert mixed.memory.states_bytes == alone[0].memory.states_bytes
+    assert mixed.layout.links_per_token.tolist() == [
+        fast,
+        slow,
+        slow,
+        slow,
+    ]  # the last one goes round
+    assert mixed.memory.states_bytes == alone[0].states_bytes
 
 
 def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
@@ -61,10 +66,10 @@ def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
     features = expected_features(mixed, [LENGTHS])
     found = fastest_layers(mixed, features)
     assert found is not None and 20 <= found[0] <= 22  # of 32; the output layer is on the slow one
-    placed = mixed.replace(layers=(8,) * 4, budget_bytes=(1e11,) * 4, place=(0, 1, 1, 0))
+    placed = mixed.replace(layers=(8,) * 4, place=(0, 1, 1, 0))
     assert placed.seconds.per(Kind.FORWARD)[1, 0] > 1.7 * placed.seconds.per(Kind.FORWARD)[0, 0]
     with pytest.raises(ValueError, match="measured on 2 pipeline ranks whose devices differ"):
-        mixed.replace(layers=(8,) * 4, budget_bytes=(1e11,) * 4)
+        mixed.replace(layers=(8,) * 4, device_budget_bytes=(1e11,) * 4)
     # By the command, too.
     file = tmp_path / "cost.json"
     profile.save(str(file))
@@ -86,7 +91,7 @@ def test_a_rank_of_several_stages_has_one_device() -> None:
     rows = mixed.seconds.per(Kind.FORWARD)
     assert np.array_equal(rows[1:3], alone.seconds.per(Kind.FORWARD)[1:3])
     assert (rows[[0, 3], 0] < rows[1, 0]).all()
-    assert mixed.rank_budget_bytes == (74 * GIB, 37 * GIB)
+    assert mixed.device_budget_bytes == (74 * GIB, 37 * GIB)
     found = fastest_layers(mixed, expected_features(mixed, [LENGTHS]))
     assert found is not None and found[0] + found[3] > found[1] + found[2]
 
@@ -96,8 +101,8 @@ def test_recompute_and_copies_are_of_the_stages_device() -> None:
     loads = cost.loads([Chunk((Span(0, 0, 100),)), Chunk((Span(1, 0, 300),))], [100, 300])
     alone = [named_cost("llama3-8b", name, pp=2, cp=8) for name in ("h100-80g", "a100-80g")]
     for of in (
-        lambda one: one.seconds.recompute((0, FULL), loads),
-        lambda one: one.memory.copy_seconds(loads),
+        lambda one: one.recompute_seconds((0, FULL), loads),
+        lambda one: one.copy_seconds(loads),
     ):
         assert np.array_equal(of(cost), [of(one) for one in alone])
     assert cost.layout.profile.host_bytes_per_second == device("a100-80g").host_bytes_per_second

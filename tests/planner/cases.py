@@ -87,7 +87,7 @@ def machine(pp: int = 4, room_gib: float = 60.0, **how: Any) -> Cost:
 
 def with_room(cost: Cost, room_gib: float) -> Cost:
     budget = tuple(states + room_gib * GIB for states in cost.memory.states_bytes)
-    return cost.replace(budget_bytes=budget)
+    return cost.replace(device_budget_bytes=budget)
 
 
 def priced(cost: Cost, price: float) -> Cost:

@@ -14,16 +14,14 @@ from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.planner import Options
-from megatron_epp.planner.partition import (
-    Partition,
+from megatron_epp.planner.choose.choice import RunChoice, partition_by_time, partition_of
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     layer_seconds,
     layout_flags,
     layout_text,
-    partition_by_time,
 )
-from megatron_epp.planner.tuning.partitions import partition_of
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 
@@ -66,14 +64,14 @@ def test_the_head_takes_layers_from_the_last_stage() -> None:
 
 def test_states_that_fit_nowhere_are_no_partition() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
-    small = cost.replace(budget_bytes=(1e6, 1e6))
+    small = cost.replace(device_budget_bytes=(1e6, 1e6))
     assert fastest_layers(small, expected_features(cost, [LENGTHS])) is None
 
 
 def test_a_stage_with_little_memory_gets_few_layers() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=4)
     per_layer = cost.memory.states_bytes[0] / 16
-    tight = cost.replace(budget_bytes=(10 * per_layer, 1e12))
+    tight = cost.replace(device_budget_bytes=(10 * per_layer, 1e12))
     found = fastest_layers(tight, expected_features(cost, [LENGTHS]))
     assert found is not None and found[0] < 10
 
@@ -85,22 +83,22 @@ def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
     def indifferent(of: Cost) -> float:
         return 1.0 if of.layout.layers == even else 0.999
 
-    assert partition_by_time(cost, [LENGTHS], indifferent).layers == even
+    assert partition_by_time(cost, [LENGTHS], indifferent).key == even
 
     def only_even_fits(of: Cost) -> float | None:
         return 1.0 if of.layout.layers == even else None
 
     found = partition_by_time(cost, [LENGTHS], only_even_fits)
-    assert found.layers == even and found.gain == 0
-    assert None in found.tried.values()
+    assert found.key == found.cost.layout.layers == even and found.gain == 0
+    assert None in found.seconds.values()
 
 
 def test_a_partition_by_plans_is_faster_by_plans() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
     found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
-    assert isinstance(found, Partition)
+    assert isinstance(found, RunChoice) and found.cost.layout.layers == found.key
     assert found.gain > 0.02
-    assert found.tried[found.layers] == min(filter(None, found.tried.values()))
+    assert found.seconds[found.key] == min(filter(None, found.seconds.values()))
 
 
 def test_flags_are_megatrons() -> None:
@@ -165,13 +163,12 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
     best = min(slowest(seconds, each) for each in allowed)
     assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
     assert layout_flags((9, 9, 9, 7), 2)[-1] == "5"
-    layout, one = plain.layout, plain.seconds.per(Kind.FORWARD)
-    head = layout.row(layout.profile.last_seconds[Kind.FORWARD])
+    head, one = plain.ends.seconds(Kind.FORWARD), plain.seconds.per(Kind.FORWARD)
     more = cost.seconds.per(Kind.FORWARD)[-1] - one[-1]
-    layer = (one[-1] - head) / 8
+    layer = (one[-1] - head[-1]) / 8
     # A projection of 2h to h: 2 h^2 of a layer's parameters, and gathers of its own.
-    assert (more > depths * (layer + head) * (1 - 1e-12)).all()
-    assert more[0] < depths * (1.4 * layer[0] + head[0])
+    assert (more > depths * (layer + head[-1]) * (1 - 1e-12)).all()
+    assert more[0] < depths * (1.4 * layer[0] + head[-1][0])
     # Wherever the words lie: H is a stage's part of three heads.
     spread, other = cost.with_vocabulary(True), plain.with_vocabulary(True)
     ratio = spread.seconds.per(Kind.HEAD)[:, 0] / other.seconds.per(Kind.HEAD)[:, 0]

@@ -12,13 +12,13 @@ from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.further_tokens import (
+from megatron_epp.mcore.data.global_batches import TokenSource
+from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
-    further_tokens,
+    mtp_tokens,
     target_counts,
 )
-from megatron_epp.mcore.data.global_batches import TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.runtime.kv_store import Store
 
@@ -36,7 +36,7 @@ class ChunkBatch:
                      labels and loss mask are then every stage's
 
     Where D further tokens are predicted labels and loss mask are [1 + D, t], and the mask's further
-    rows weights (data.further_tokens).
+    rows weights (data.mtp_tokens).
     """
 
     tokens: Tensor | None
@@ -138,9 +138,7 @@ class ChunkBatchBuilder:
             if tokens is not None:
                 tokens[0, mine] = self.documents.inputs(sample, start, stop)
             if further is not None:
-                further[:, mine] = further_tokens(
-                    self.documents, sample, (start, stop), length, depths
-                )
+                further[:, mine] = mtp_tokens(self.documents, sample, (start, stop), length, depths)
             if targets is not None:
                 counts = partial(self._counts, sample, length)
                 targets.fill(mine, self.documents, sample, (start, stop), length, counts)

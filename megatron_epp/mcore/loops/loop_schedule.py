@@ -18,6 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line
 from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.failure_guard import FailureGuard
@@ -38,7 +39,6 @@ from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.kinds.registry import require_shared
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features
@@ -395,7 +395,10 @@ class LoopSchedule:
         pipeline.current_op.enter("what became of the call on all ranks of the replica")
         refusal = str(error) if isinstance(error, ValueError) else None
         if failure is not None:
-            error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
+            error = MemoryError(
+                f"{failure.op} of stage {failure.stage} on pipeline rank {failure.rank}: out of "
+                f"memory ({failure.reason})"
+            )
         words = None if error is None else error_text(error)
         rates = [learnt.rates for learnt in pipeline.seconds]
         measured = all(learnt.measured for learnt in pipeline.seconds)

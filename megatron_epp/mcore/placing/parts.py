@@ -23,7 +23,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 
-from megatron_epp.mcore.model.hybrid.pattern import with_borders
+from megatron_epp.mcore.hybrid.pattern import with_borders
 from megatron_epp.mcore.placing.asked import STAGE_LAYERS, own_stages, place_of
 
 
@@ -83,7 +83,7 @@ class _Parts:
         own.transformer = config = copy.copy(whole.transformer)
         config.pipeline_model_parallel_size = stages = len(layers)
         if getattr(whole, "hybrid_layer_pattern", None) is None:
-            from megatron_epp.planner.partition import layout_text
+            from megatron_epp.planner.choose.partition import layout_text
 
             text = layout_text(layers, config.mtp_num_layers or 0)
             config.pipeline_model_parallel_layout = PartLayout(text, stages, stage)

@@ -96,7 +96,7 @@ def group_costs(
     for degree in (2**power for power in range(devices.bit_length())):
         spread = cost.replace(
             layers=(layers,),
-            budget_bytes=(min(cost.budget_bytes),),
+            device_budget_bytes=(min(cost.device_budget_bytes),),
             cp=degree,
             dp=cost.layout.dp * devices // degree,
             # As many devices of the replica share the experts as its stages did together.
@@ -119,7 +119,7 @@ def group_costs(
             # The same at every degree: pairs of all windows are spread alike.
             for part in (run, again):
                 part[PAIRS] += sum(part[windows])
-        room = spread.room_bytes[0]
+        headroom = spread.headroom_bytes[0]
         rows.append(
             (
                 degree,
@@ -128,7 +128,7 @@ def group_costs(
                 comm[TOKENS],
                 comm[CHUNKS] + extra_gather,
                 *again[[TOKENS, PAIRS]],
-                max(0.0, room / token_bytes),
+                max(0.0, headroom / token_bytes),
                 token_bytes,
                 spread.memory.states_bytes[0],
             )
@@ -229,6 +229,6 @@ def _flat(cost: Cost) -> Cost:
     return cost.replace(
         profile=profile,
         layers=(sum(cost.layout.layers),),
-        budget_bytes=cost.budget_bytes[:1],
+        device_budget_bytes=cost.device_budget_bytes[:1],
         cp=cost.layout.cp * cost.layout.stages,
     )
