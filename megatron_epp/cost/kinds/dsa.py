@@ -6,6 +6,7 @@ the indexer's, and nothing is made of them again.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_epp.cost.kinds.base import CarryOver, RecomputedModule
 from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
@@ -55,7 +56,11 @@ class DSASizes(MLASizes, WindowSizes):
 class DSAPart(MLAPart):
     """Attention in latents, over the keys that an indexer chooses."""
 
-    WORD, ALONE, CHOOSES = "sparse", "sparse", True
+    WORD, ALONE = "sparse", "sparse"
+
+    @classmethod
+    def there(cls, shape: Any) -> bool:
+        return shape.index_heads > 0
 
     @property
     def _key(self) -> int:
