@@ -7,6 +7,7 @@ the indexer's, and nothing is made of them again.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_epp.cost.columns import Column, WindowPairs
 from megatron_epp.cost.kinds.base import (
@@ -70,7 +71,11 @@ class DSASizes(MLASizes, WindowSizes):
 class DSAPart(MLAPart):
     """Attention in latents, over the keys that an indexer chooses."""
 
-    WORD, ALONE, CHOOSES, CP = "sparse", "sparse", True, False
+    WORD, ALONE, CP = "sparse", "sparse", False
+
+    @classmethod
+    def there(cls, shape: Any) -> bool:
+        return shape.index_heads > 0
 
     @property
     def _key(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_epp.cost.columns import CONTEXT, Column
 from megatron_epp.cost.kinds.attention import AttentionPart, AttentionSizes
@@ -50,11 +50,11 @@ class MLAPart(AttentionPart):
     """Attention whose K and V are made of a latent."""
 
     PLAIN, WORD, ALONE, LETTERS = False, "latent", "latent", "u"
-    CHOOSES: ClassVar[bool] = False  # whether queries attend to some keys alone
 
     @classmethod
     def there(cls, shape: Any) -> bool:
-        return shape.attention and shape.kv_rank > 0 and bool(shape.index_heads) == cls.CHOOSES
+        derived = any(kind.there(shape) for kind in cls.__subclasses__())
+        return shape.attention and shape.kv_rank > 0 and not derived
 
     @property
     def query_hidden(self) -> int:

@@ -19,7 +19,7 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets
+from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, gpu_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, States

@@ -1,5 +1,4 @@
-"""What a certificate needs of a layer kind: how it is made small, and what a reference model has
-to do for it."""
+"""A layer kind in certificates: how it is made small, and what the reference model does for it."""
 
 from __future__ import annotations
 

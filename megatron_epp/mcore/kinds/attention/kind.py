@@ -12,9 +12,9 @@ from megatron_epp.mcore.kinds.limit import Limit, given, not_computed
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 
-def letters_of(kind: type[LayerKind]) -> str:
+def derived_letters(kind: type[LayerKind]) -> str:
     """Return the letters of ``kind`` and of the kinds derived from it."""
-    return kind.LETTER + "".join(map(letters_of, kind.__subclasses__()))
+    return kind.LETTER + "".join(map(derived_letters, kind.__subclasses__()))
 
 
 def _undivided(model: Any) -> str | None:
@@ -70,7 +70,7 @@ class AttentionKind(LayerKind):
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         """Those of it and of the kinds derived from it, but for gated delta nets in its place."""
-        layers = layers_with(args, letters_of(AttentionKind))
+        layers = layers_with(args, derived_letters(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
-from megatron_epp.mcore.kinds.attention.kind import AttentionKind, letters_of
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_letters
 from megatron_epp.mcore.kinds.limit import Limit, given
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
@@ -100,7 +100,7 @@ class MLAKind(AttentionKind):
             )
 
     def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        other = next((letter for letter in letters_of(MLAKind) if letter in letters), None)
+        other = next((letter for letter in derived_letters(MLAKind) if letter in letters), None)
         if other is None or AttentionKind.LETTER not in letters:
             return None
         return (

@@ -332,7 +332,8 @@ def why_expanded(model: Any, attention: Attention) -> str | None:
 class KeptLatents:
     """Choice of what later slices of a document get: latents, or K and V."""
 
-    flag, values = KEEPS, (EXPANDED, LATENTS)
+    flag = KEEPS
+    values: tuple[str, ...] = (EXPANDED, LATENTS)
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
         reason = why_expanded(model, attention)
