@@ -337,6 +337,7 @@ def uniform(batches: int, place: Place) -> str:
     """epp's recompute against uniform settings, on the model that the budgets' run measured."""
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.layout import StageLayout
     from megatron_epp.cost.profile import Profile
     from megatron_epp.ir import Step
     from megatron_epp.planner import Options, plan_step

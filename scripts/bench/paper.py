@@ -472,8 +472,8 @@ def offload(numbers: Sequence[int]) -> str:
         theirs = [PIPELINES["infinipipe"](held, cost, options(work)).seconds for held in batches]
         without: list[float] = []
         for rate in (0, 5, 10, 20):
-            profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate * 1e9)
-            machine = dataclasses.replace(cost, profile=profile)
+            profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=rate * 1e9)
+            machine = cost.replace(profile=profile)
             ours, took = zip(
                 *(timed(PIPELINES["epp"], held, machine, options(work)) for held in batches),
                 strict=True,

@@ -12,7 +12,7 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB, device
-from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
+from megatron_epp.ir import FULL, OF_HEAD, OF_LAYERS, Chunk, Kind, Plan, Span
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
@@ -36,22 +36,17 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     mixed = named_cost("llama3-8b", MIXED, **layout)
     alone = [named_cost("llama3-8b", name, **layout) for name in ("h100-80g", "a100-40g")]
     of_stage = [alone[0], alone[0], alone[1], alone[1]]
-    for kind in mixed._seconds:
+    for kind in (*OF_LAYERS, *OF_HEAD):
         rows = [one.seconds.per(kind)[stage] for stage, one in enumerate(of_stage)]
         assert np.array_equal(mixed.seconds.per(kind), rows)
-    assert set(mixed._seconds) >= set(OF_LAYERS)
     loads = mixed.loads([], [])
     assert mixed.seconds.recompute((0, FULL), loads).shape == (4, 0)
     assert mixed.device_budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
-    fast, slow = (one.profile.link_seconds_per_token for one in alone)
+    fast, slow = (one.layout.profile.link_seconds_per_token for one in alone)
     assert fast < slow
-    assert mixed.layout.links_per_token.tolist() == [
-        fast,
-        slow,
-        slow,
-        slow,
-    ]  # the last one goes round
-    assert mixed.memory.states_bytes == alone[0].states_bytes
+    links = mixed.layout.links_per_token.tolist()
+    assert links == [fast, slow, slow, slow]  # the last one goes round
+    assert mixed.memory.states_bytes == alone[0].memory.states_bytes
 
 
 def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
@@ -101,8 +96,8 @@ def test_recompute_and_copies_are_of_the_stages_device() -> None:
     loads = cost.loads([Chunk((Span(0, 0, 100),)), Chunk((Span(1, 0, 300),))], [100, 300])
     alone = [named_cost("llama3-8b", name, pp=2, cp=8) for name in ("h100-80g", "a100-80g")]
     for of in (
-        lambda one: one.recompute_seconds((0, FULL), loads),
-        lambda one: one.copy_seconds(loads),
+        lambda one: one.seconds.recompute((0, FULL), loads),
+        lambda one: one.memory.copy_seconds(loads),
     ):
         assert np.array_equal(of(cost), [of(one) for one in alone])
     assert cost.layout.profile.host_bytes_per_second == device("a100-80g").host_bytes_per_second

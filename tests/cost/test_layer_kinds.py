@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_epp.cost.kinds.latents import CONTEXT_BLOCK
 
 from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.cost.analytic import profile
@@ -19,6 +18,7 @@ from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.columns import CONTEXT, WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
+from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before

@@ -289,6 +289,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 v3 = MODELS["deepseek-v3"]
 figures = profile(v3, DEVICES["cpu"])

@@ -163,12 +163,13 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
     best = min(slowest(seconds, each) for each in allowed)
     assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
     assert layout_flags((9, 9, 9, 7), 2)[-1] == "5"
-    head, one = plain.ends.seconds(Kind.FORWARD), plain.seconds.per(Kind.FORWARD)
+    layout, one = plain.layout, plain.seconds.per(Kind.FORWARD)
+    head = layout.row(layout.profile.last_seconds[Kind.FORWARD])
     more = cost.seconds.per(Kind.FORWARD)[-1] - one[-1]
-    layer = (one[-1] - head[-1]) / 8
+    layer = (one[-1] - head) / 8
     # A projection of 2h to h: 2 h^2 of a layer's parameters, and gathers of its own.
-    assert (more > depths * (layer + head[-1]) * (1 - 1e-12)).all()
-    assert more[0] < depths * (1.4 * layer[0] + head[-1][0])
+    assert (more > depths * (layer + head) * (1 - 1e-12)).all()
+    assert more[0] < depths * (1.4 * layer[0] + head[0])
     # Wherever the words lie: H is a stage's part of three heads.
     spread, other = cost.with_vocabulary(True), plain.with_vocabulary(True)
     ratio = spread.seconds.per(Kind.HEAD)[:, 0] / other.seconds.per(Kind.HEAD)[:, 0]
