@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-import numpy as np
-
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.recompute import MOST_LAYERS
 from megatron_epp.ir.span import NUMBER
@@ -54,7 +52,10 @@ class Placement:
 
     def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
         """``values`` of every stage, added up for every rank."""
-        return tuple(np.bincount(self.place, weights=np.array(values)).tolist())
+        totals = [0.0] * self.ranks
+        for rank, value in zip(self.place, values, strict=True):
+            totals[rank] += value
+        return tuple(totals)
 
     @property
     def is_even(self) -> bool:

@@ -111,7 +111,7 @@ class DSAPart(MLAPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Of pairs of a query and a key that it has chosen."""
+        """Attention to the keys that a query has chosen."""
         flops = 2.0 * (self._absorbed + self._attended)
         chosen = WindowPairs(self.shape.chosen_keys)
         return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
