@@ -54,7 +54,7 @@ class Placement:
         """``values`` of every stage, added up for every rank."""
         totals = [0.0] * self.ranks
         for rank, value in zip(self.place, values, strict=True):
-            totals[rank] += value
+            totals[rank] += float(value)
         return tuple(totals)
 
     @property
