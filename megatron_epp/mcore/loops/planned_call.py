@@ -44,8 +44,12 @@ LoopStage = MicroBatchStage | SliceStage
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """A call's ops on this rank. make_stage: what computes its part of that number; shape: of a
-    chunk's message; sizes_3C: features of all chunks."""
+    """A call's ops on this rank.
+
+    make_stage   makes what computes the rank's part of that number
+    shape        of a chunk's message
+    sizes_3C     features of all chunks
+    """
 
     plan: Plan
     make_stage: Callable[[int], LoopStage]
@@ -55,8 +59,11 @@ class CallWork:
 
 @dataclass(frozen=True, slots=True)
 class WholeShapes:
-    """``shapes`` of a call's micro-batches; fixed: of all messages, where they are alike; parts:
-    ranks of a stage that share a micro-batch's rows."""
+    """Shapes of a call's micro-batches.
+
+    fixed   of all messages, where they are alike
+    parts   ranks of a stage that share a micro-batch's rows
+    """
 
     shapes: Sequence[MicrobatchShape]
     fixed: tuple[int, ...] | None
@@ -93,8 +100,10 @@ class PlannedCall:
         return {**keywords, "data_iterator": iterators if len(iterators) > 1 else iterators[0]}
 
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
-        """Return what the call returns; None where it cannot be planned. ``pipelined``: Megatron's
-        own schedule, which runs a framework's first call."""
+        """Return what the call returns; None where it cannot be planned.
+
+        ``pipelined``: Megatron's own schedule, which runs a framework's first call.
+        """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
         try:
@@ -147,8 +156,7 @@ class PlannedCall:
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call, and compare the shapes that come with
-        ``whole``."""
+        """Have Megatron's own schedule run the call, and compare its shapes with ``whole``."""
         pipeline = self.pipeline
         pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
         witness = ShapeWitness(keywords["forward_step_func"])
@@ -235,8 +243,7 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def run(self, work: CallWork) -> list[LoopStage]:
-        """Return the stages, which have computed the call. Raises where a rank failed, on all of
-        them."""
+        """Compute the call; return the stages. Raises where a rank failed, on all of them."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
         programs.current_op.iteration = next(self._numbers)

@@ -215,10 +215,10 @@ def _initial(problem, limits):
 
 @njit(cache=True, _nrt=False)
 def _drain_peak(problem, limits, stage, chunk, back):
-    """Return how far memory would rise above what is held, were the backwards of all whole groups
-    up to ``chunk`` run now.
+    """Return how far memory would rise above what is held in backwards up to ``chunk``.
 
-    back: the stage's next backward. A W or G runs right after its I, as it would if memory asked.
+    All whole groups' backwards run at once. back: the stage's next backward. A W or G runs right
+    after its I, as it would if memory asked.
     """
     moves, order = problem.moves, problem.backward_order
     held, peak = 0.0, 0.0
@@ -329,8 +329,10 @@ def _choice(can, problem, limits, state, r, now):
 
 @njit(cache=True)
 def _forced_forward(state, rank_of, deep):
-    """Return the first stage whose next F has its input, or -1; ``deep``: the last such stage of
-    its rank."""
+    """Return the first stage whose next F has its input, or -1.
+
+    ``deep``: the last such stage of its rank.
+    """
     first, arrival = -1, state.arrival
     for s in range(len(rank_of)):
         f = state.stages[s].forwards
@@ -410,8 +412,10 @@ def _send(kind, s, c, done, problem, limits, state):
 
 @njit(cache=True)
 def schedule_with(problem, limits):
-    """Return the fields of list_scheduler.Schedule but ``over_bytes``; seconds are infinite where
-    no rank can go on."""
+    """Return the fields of list_scheduler.Schedule but ``over_bytes``.
+
+    Seconds are infinite where no rank can go on.
+    """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake, stages = state.ranks, state.wake, len(rank_of)
     shape = len(ranks), ranks.all_ops.max()
