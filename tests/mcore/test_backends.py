@@ -15,7 +15,7 @@ from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
-from megatron_epp.mcore.job_cost import training_levers, unusable_levers
+from megatron_epp.mcore.job.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
 from megatron_epp.mcore.model.early_head import rows_at_once

@@ -421,7 +421,9 @@ def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(co
     said = "".join(lines) + output
     assert job.returncode != 0
     assert seconds < 30
-    assert re.search(r"stage 0, iteration \d+: waited for ", output), said[-3000:]
+    assert re.search(r"pipeline rank 0, (stage 0, )?iteration \d+: waited for ", output), said[
+        -3000:
+    ]
 
 
 def _child_of(parent: int, rank: int) -> int:

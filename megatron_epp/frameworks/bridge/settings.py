@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_epp.frameworks.stock_settings import StockSettings, degrees, recompute
-from megatron_epp.planner.partition import layout_text
+from megatron_epp.planner.choose.partition import layout_text
 
 
 def settings(job: StockSettings) -> Iterator[str]:

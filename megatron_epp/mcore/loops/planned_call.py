@@ -294,7 +294,10 @@ class PlannedCall:
                 seconds = records[-1].stop
         refusal = str(raised) if isinstance(raised, ValueError) else None
         if failure is not None:
-            raised = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
+            raised = MemoryError(
+                f"{failure.op} of stage {failure.stage} on pipeline rank {failure.rank}: out of "
+                f"memory ({failure.reason})"
+            )
         self._exchange(work.plan, bool(stages), seconds, raised, refusal)
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))

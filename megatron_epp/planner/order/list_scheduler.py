@@ -84,7 +84,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         work.ops.moved_bytes,
         work.backward_order,
         work.last_of_group,
-        np.full(len(work.room_bytes), np.inf) if fixed else work.room_bytes,
+        np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
         np.array(work.place or range(work.stages), np.int64),
     )
     limits = Limits(
@@ -98,5 +98,5 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         policy.deep,
     )
     seconds, peaks, *ops = schedule_with(problem, limits)
-    over = max(0.0, float((peaks - work.room_bytes).max()))
+    over = max(0.0, float((peaks - work.headroom_bytes).max()))
     return Schedule(seconds, peaks, over, *ops)

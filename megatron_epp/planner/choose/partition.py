@@ -7,8 +7,7 @@ and late slices of long documents want another partition than sums do.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -18,16 +17,13 @@ from megatron_epp.ir import Kind
 
 # Chunks per stage that constants are counted for before there is a plan. By hand.
 LIKELY_CHUNKS = 8
-MOST_TRIED = 10  # partitions that are planned for, over all rounds
-# A partition must gain so much over the one that flags give: no model of costs is that exact.
-GAIN = 0.005
 
 
 def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
     layers = sum(cost.layers)
-    budget = max(cost.budget_bytes)
-    return cost.on_devices(layers=(1,) * layers, budget_bytes=(budget,) * layers, place=())
+    budget = max(cost.device_budget_bytes)
+    return cost.on_devices(layers=(1,) * layers, device_budget_bytes=(budget,) * layers, place=())
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
@@ -53,9 +49,11 @@ def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
-    """The layers of every stage, one at least, whose slowest stage takes least; among those the
-    ones whose squares add up to least, so that the others are even, too. None: states fit nowhere.
-    Where ranks have several stages, the slowest rank counts (:func:`_fastest_on_ranks`).
+    """Return the layers of every stage, at least one, whose slowest stage takes least.
+
+    Among those, the ones whose squares add up to least, so that the other stages are even, too.
+    None: states fit nowhere. Where ranks have several stages, the slowest rank counts
+    (:func:`_fastest_on_ranks`).
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.place:
@@ -70,14 +68,14 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
     for j in range(1, layers - cost.pinned_layers + 1):
-        if states_before[j] < cost.budget_bytes[0]:
+        if states_before[j] < cost.device_budget_bytes[0]:
             best[0, j] = before[0, j], before[0, j] ** 2
     for s in range(1, stages):
         for j in range(s + 1, layers + 1):
             if s < stages - 1 and j > layers - cost.pinned_layers:
                 break
             i = np.arange(s, j)
-            fits = states_before[j] - states_before[i] < cost.budget_bytes[s]
+            fits = states_before[j] - states_before[i] < cost.device_budget_bytes[s]
             mine = before[s, j] - before[s, i]
             slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
             squares = best[s - 1, i, 1] + mine**2
@@ -103,8 +101,11 @@ def _before(seconds: np.ndarray) -> np.ndarray:
 
 
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
-    """From the layers of ``cost`` on one layer after another is moved, from any stage to any other,
-    to where the slowest rank takes least, then the slowest stage. ``seconds`` [stages, layers]."""
+    """Return the layers whose slowest rank takes least, then whose slowest stage does.
+
+    From those of ``cost`` on, one layer after another is moved from any stage to any other.
+    ``seconds`` [stages, layers].
+    """
     before, each = _before(seconds), np.arange(cost.stages)
     on = np.array(cost.rank_of)
     least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
@@ -136,87 +137,14 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     """``cost`` with these layers of its stages; None where their states do not fit."""
     moved = dataclasses.replace(cost, layers=layers)
     states = moved.of_ranks(moved.states_bytes)
-    fits = all(s < b for s, b in zip(states, moved.rank_budget_bytes, strict=True))
+    fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
     return moved if fits else None
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """layers, and the seconds of every partition that was planned for: summed over the batches,
-    None where some batch does not fit. The first one is what flags give."""
-
-    layers: tuple[int, ...]
-    tried: dict[tuple[int, ...], float | None]
-
-    @property
-    def gain(self) -> float:
-        """Share of the time that it saves against the one that flags give."""
-        (first, *_), mine = self.tried.values(), self.tried[self.layers]
-        return 1 - mine / first if first and mine else 0.0
-
-
-def partition_by_time(
-    cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
-) -> Partition:
-    """The partition whose plans take least over ``batches``, as far as ``MOST_TRIED`` plans show.
-
-    ``seconds_of`` plans all batches with a cost; None: some do not fit. A pure function of what it
-    is given, if that is one.
-    """
-    tried: dict[tuple[int, ...], float | None] = {}
-
-    def seconds(layers: tuple[int, ...]) -> float:
-        if layers not in tried and len(tried) < MOST_TRIED:
-            moved = with_layers(cost, layers)
-            tried[layers] = None if moved is None else seconds_of(moved)
-        found = tried.get(layers)
-        return np.inf if found is None else found
-
-    first = cost.layers
-    seconds(first)
-    features = expected_features(cost, batches)
-    by_sums = fastest_layers(cost, features)
-    at = first
-    if by_sums is not None and seconds(by_sums) < seconds(first):
-        at = by_sums
-    moved = True
-    while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
-        moved = False
-        for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
-            if seconds(other) < seconds(at):
-                at, moved = other, True
-                break
-    if tried[first] is not None and seconds(at) > seconds(first) * (1 - GAIN):
-        at = first
-    return Partition(at, tried)
-
-
-def _neighbours(
-    layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
-) -> Iterator[tuple[int, ...]]:
-    """A layer moved from a stage of the slowest rank, or the next slowest, to one of a faster."""
-    ends = np.cumsum(layers)
-    least = [1] * (len(layers) - 1) + [cost.pinned_layers]
-    parts = [
-        own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
-    ]
-    taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
-    for slow in np.argsort(-taken, kind="stable")[:2]:
-        # Along the borders to each of the others, the fastest first.
-        for fast in np.argsort(taken, kind="stable")[:2]:
-            for give in np.flatnonzero(on == slow):
-                for take in np.flatnonzero(on == fast):
-                    if slow == fast or layers[give] <= least[give]:
-                        continue
-                    moved = list(layers)
-                    moved[give] -= 1
-                    moved[take] += 1
-                    yield tuple(moved)
-
-
 def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
-    """Megatron's flags for these layers of the stages, the last predicting ``further`` tokens;
-    none where the others are even.
+    """Return Megatron's flags for these layers of the stages; none where they are even.
+
+    The last ``further`` layers are MTP layers, which do not count.
     """
     layers = (*layers[:-1], layers[-1] - further)
     if len(set(layers)) == 1:
@@ -231,8 +159,10 @@ def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
 
 
 def layout_text(layers: Sequence[int], further: int = 0) -> str:
-    """As Megatron's --pipeline-model-parallel-layout: embedding first, loss last, and
-    in front of it the layers that predict ``further`` tokens."""
+    """Return the text of Megatron's --pipeline-model-parallel-layout.
+
+    The embedding is first, the loss last, and before it ``further`` MTP layers.
+    """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     stages[0] = "E" + stages[0]
     stages[-1] += "m" * further + "L"

@@ -19,7 +19,7 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device
+from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
@@ -84,34 +84,33 @@ def make_planning(
     # that go by other names.
     unlike: tuple[float, ...] = ()
     if config.epp_memory_budget_gib is None:
-        own = (groups.pipeline_rank, device_name(), cost.budget_bytes[0])
+        own = (groups.pipeline_rank, device_name(), cost.device_budget_bytes[0])
         every: list = [None] * groups.control.size()
         dist.all_gather_object(every, own, group=groups.control)
         unlike = unlike_budgets(every)
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
-    budgets, error, fallbacks = json.dumps([cost.budget_bytes, host]), None, None
+    budgets, error, fallbacks = json.dumps([cost.device_budget_bytes, host]), None, None
     if groups.control.rank() == 0:
         try:
-            stages = cost.budget_bytes
+            devices = unlike or cost.device_budget_bytes
             if config.epp_memory_budget_gib is None:
-                if unlike:
-                    stages = cost.with_rank_budgets(unlike).budget_bytes
-                stages = kept_budgets(args, cost.stages) or stages
+                devices = kept_budgets(args, cost.rank_of) or devices
                 if args.save:
+                    stages = [devices[rank] for rank in cost.rank_of]
                     write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
                 (host,) = _kept_bytes(args, DEFAULT_HOST_BUDGET) or (host,)
                 if args.save:
                     write_whole(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
-            budgets = json.dumps([stages, host])
+            budgets = json.dumps([devices, host])
             fallbacks = Fallbacks(folders, None if args.finetune else args.load)
         except ValueError as refusal:
             error = str(refusal)
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
-    stages, host = json.loads(broadcast_text(budgets, error, groups.control))
-    cost = replace(cost, budget_bytes=tuple(stages))
+    devices, host = json.loads(broadcast_text(budgets, error, groups.control))
+    cost = replace(cost, device_budget_bytes=tuple(devices))
     if "offload" in options.levers:
         cost = replace(cost, host_budget_bytes=host)
     ahead = config.epp_plan_ahead
@@ -174,20 +173,14 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
     else:
         profile = without_states(profile)
     place = place_of(args)
-    rank_of = place or tuple(range(len(layers)))
     budgets = config.epp_memory_budget_gib
     if budgets is None:
         budgets = (default_budget_bytes(args) / GIB,)
-    ranks = 1 + max(rank_of)
-    if len(budgets) not in (1, ranks):
-        raise ValueError(
-            f"--epp-memory-budget-gib: {len(budgets)} numbers for {ranks} pipeline ranks; expected "
-            "one, or one for each of them"
-        )
+    rank_of = place or tuple(range(len(layers)))
     return Cost(
         profile,
         layers,
-        tuple(budgets[rank % len(budgets)] * GIB for rank in rank_of),
+        device_budgets("--epp-memory-budget-gib", budgets, rank_of),
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
@@ -290,13 +283,17 @@ def _require_rate(profile: Profile, config: Config) -> None:
         )
 
 
-def kept_budgets(args: Any, stages: int) -> tuple[float, ...] | None:
-    """The default budgets of the run that is resumed: its plans were made within them.
+def kept_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
+    """Return the default budget of every pipeline rank's device in the run that is resumed: its
+    plans were made within them. None where it had another number of stages.
 
-    ValueError: the file is damaged.
+    ``rank_of``: the pipeline rank of every stage; the file names each rank's budget for every
+    stage. ValueError: the file is damaged.
     """
     budgets = _kept_bytes(args, DEFAULT_BUDGETS)
-    return budgets if budgets is not None and len(budgets) == stages else None
+    if budgets is None or len(budgets) != len(rank_of):
+        return None
+    return tuple(budgets[rank_of.index(rank)] for rank in range(1 + max(rank_of)))
 
 
 def _kept_bytes(args: Any, name: str) -> tuple[float, ...] | None:
