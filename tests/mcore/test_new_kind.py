@@ -315,7 +315,7 @@ def test_dsa_is_six_files_and_lines_in_four(tmp_path: Path) -> None:
     left = [path for path in copy.rglob("*.py") if re.search("dsa|DSA", path.read_text())]
     assert left == []
     program = WITHOUT_DSA.replace("FOLDER", repr(str(copy))).replace(
-        "FLAGS", repr([*V3.split(), *"--num-layers 2".split()])
+        "FLAGS", repr([*V3.split(), *["--num-layers", "2"]])
     )
     done = run_with_torch(program, tmp_path, {"NUMBA_DISABLE_JIT": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
