@@ -53,9 +53,11 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 def most_tokens(cost: Cost) -> int:
     """The largest chunk of whole documents that every stage can hold with all recomputed."""
-    room = cost.room_bytes - _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
+    budgets = np.array(cost.device_budget_bytes)[list(cost.rank_of)]
+    fixed = _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
+    headroom = budgets - np.array(cost.states_bytes) - fixed
     per_token = _alone(cost, _MANY, 1) / _MANY
-    return max(1, int((room / np.maximum(per_token, 1e-9)).min()))
+    return max(1, int((headroom / np.maximum(per_token, 1e-9)).min()))
 
 
 def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
@@ -68,7 +70,8 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     tokens = documents[longest]
     needed = np.min([_alone(cost, tokens, slices) for slices in _SLICES], axis=0)
     needed += np.array(cost.states_bytes)
-    for stage, budget in enumerate(cost.budget_bytes):
+    for stage, rank in enumerate(cost.rank_of):
+        budget = cost.device_budget_bytes[rank]
         if needed[stage] > budget:
             raise PlanError(
                 f"document {longest} of {tokens} tokens on stage {stage} needs at least "
@@ -79,12 +82,12 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
     """For a batch whose documents fit one by one, but for which no plan was found that fits."""
-    over = [peak - budget for peak, budget in zip(peaks, cost.budget_bytes, strict=True)]
-    stage = max(range(len(over)), key=lambda s: over[s])
+    over = [peak - budget for peak, budget in zip(peaks, cost.device_budget_bytes, strict=True)]
+    rank = max(range(len(over)), key=lambda r: over[r])
     longest = max(range(len(documents)), key=lambda d: documents[d])
     return PlanError(
-        f"no plan fits: stage {stage} needs {peaks[stage] / GIB:.4g} GiB at best, mostly for "
+        f"no plan fits: pipeline rank {rank} needs {peaks[rank] / GIB:.4g} GiB at best, mostly for "
         f"document {longest} of {documents[longest]} tokens; the budget is "
-        f"{cost.budget_bytes[stage] / GIB:.4g} GiB: raise it, or use more devices or a shorter "
-        "context"
+        f"{cost.device_budget_bytes[rank] / GIB:.4g} GiB: raise it, or use more devices or a "
+        "shorter context"
     )

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.layers.test_carried_states import Keep, Take, mixed
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
@@ -20,16 +21,16 @@ from megatron_epp.mcore.kinds.base import KindModule, LayerKind
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.patching import cpu_host
+from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes
+from tests.ir.edited_copy import run_with
 
 cpu_host.install_cpu_host()
 
 from megatron_epp.mcore.kinds.attention.module import AttentionModule  # noqa: E402
 from megatron_epp.mcore.kinds.modules import KIND_MODULES  # noqa: E402
 from scripts.kind_files import put_back, take_out  # noqa: E402
-from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes  # noqa: E402
 from tests.forks import run_with_torch  # noqa: E402
-from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
-from tests.layers.test_carried_states import Keep, Take, mixed  # noqa: E402
+from tests.ir.edited_copy import PACKAGE  # noqa: E402
 from tests.mcore.test_latents import V3  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"

@@ -16,7 +16,7 @@ import torch
 
 from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance
-from megatron_epp.mcore.config import ANALYTIC
+from megatron_epp.mcore.flags.config import ANALYTIC
 
 logger = logging.getLogger(__name__)
 
@@ -127,14 +127,14 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     plans of the iterations before were made with it; else measured now and kept with --save.
     """
     if config.epp_cost_model == ANALYTIC:
-        from megatron_epp.mcore.job_cost import analytic
+        from megatron_epp.mcore.job.job_cost import analytic
 
         return analytic(args)
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job_cost import training_levers
+    from megatron_epp.mcore.job.job_cost import training_levers
     from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
     from megatron_epp.mcore.lm_head.shard import whole_output_layer
     from megatron_epp.mcore.model.shape import model_shape

@@ -19,9 +19,9 @@ from megatron.core.utils import get_model_config
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
-from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.shards import main_copy
+from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of

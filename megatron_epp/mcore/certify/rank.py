@@ -35,18 +35,19 @@ from megatron_epp.ir import (
 )
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_models, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.config import AUTO, Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.flags.config import AUTO, Config
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.kinds.registry import heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
@@ -114,7 +115,7 @@ class Rank:
         join(role.folder / "meeting", role.rank, ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
-        self.hooks = interference.get("HOOKS", setup.TrainerParts())
+        self.hooks = interference.get("HOOKS", TrainerHooks())
         if role.on_gpu and role.trial.dtype == FLOAT64:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
@@ -138,7 +139,7 @@ class Rank:
             make_steps=lambda place, model: self.steps,
             choose=lambda choice, args, layers: choice.values[-1],
         )
-        job = setup.Job(self.args, Config.of(self.args), hooks)
+        job = Job(self.args, Config.of(self.args), hooks)
         known = [choice for kind in KIND_MODULES for choice in kind.CHOICES]
         left = [choice for choice in known if getattr(self.args, choice.flag) == AUTO]
         models = elastic_models(self.args, job.install, self.trial.lora_rank)

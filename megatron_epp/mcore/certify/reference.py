@@ -25,7 +25,7 @@ from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_share import quantised_rows
-from megatron_epp.mcore.flags import refusals_as_value_errors
+from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
     letters_of_kinds,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_epp.cost.kinds.base import Part
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.kinds.limit import Limit
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.hybrid.pattern import (
     BORDER,
     FLAG,
@@ -30,7 +31,6 @@ from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.mtp.kind import MTPKind
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, KDAKind, MambaKind
 from megatron_epp.mcore.kinds.window.kind import WindowKind
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from megatron_epp.layers.attention.layer_attention import Heads

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.cost.build import even_layers
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
-from megatron_epp.mcore.config import PLACEMENT_AUTO, PLACING_FLAGS
+from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_borders
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
@@ -87,8 +87,8 @@ def placed_values(
 ) -> dict[str, Any]:
     """Values on Megatron's args for stages of ``layers``, the last of which predicts ``further``
     tokens; ``pattern``: of a HybridModel. To Megatron's checks a rank has the layers of all its
-    stages."""
-    from megatron_epp.planner.partition import layout_text
+    stages; where stage i lies on rank i, no others are needed."""
+    from megatron_epp.planner.choose.partition import layout_text
 
     of_ranks = [0] * placement.ranks
     for stage, rank in enumerate(placement.place):
@@ -96,4 +96,6 @@ def placed_values(
     borders = {"pipeline_model_parallel_layout": layout_text(of_ranks, further)}
     if pattern is not None:
         borders = {"hybrid_layer_pattern": with_borders(pattern, of_ranks)}
+    if placement.is_even:
+        return borders
     return {PLACE: list(placement.place), STAGE_LAYERS: list(layers), **borders}

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.choose.partition import fastest_layers
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
-from megatron_epp.planner.partition import fastest_layers
 from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.virtual.pipeline import (
     PlacementName,
@@ -68,7 +68,7 @@ def _moved(
     def played(layers: tuple[int, ...]) -> TimedSetup | None:
         shape = dataclasses.replace(even.cost, layers=layers)
         setup = dataclasses.replace(even, cost=shape)
-        if (setup.room_bytes <= 0).any():
+        if (setup.headroom_bytes <= 0).any():
             return None
         return best_of(setup, warm_ups((True, False)), offload=False)
 

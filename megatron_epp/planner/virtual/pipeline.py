@@ -69,14 +69,13 @@ class Setup:
 
     @classmethod
     def even(cls, cost: Cost, place: tuple[int, ...], *chunks: Any) -> "Setup":
-        """Even layers. The budget of a device is for all its stages: each is checked with the
-        whole, then together."""
+        """Even layers; the cost as if every stage had a device like that of its rank."""
         layers = even_layers(sum(cost.layers), len(place))
-        budget = (max(cost.budget_bytes),) * len(place)
+        budget = (max(cost.device_budget_bytes),) * len(place)
         on = tuple(cost.unlike_devices[rank] for rank in place) if cost.unlike_devices else ()
         if on:
-            budget = tuple(cost.rank_budget_bytes[rank] for rank in place)
-        staged = cost.on_devices(on, layers=layers, budget_bytes=budget)
+            budget = tuple(cost.device_budget_bytes[rank] for rank in place)
+        staged = cost.on_devices(on, layers=layers, device_budget_bytes=budget)
         return cls(staged, place, *chunks)
 
     @property
@@ -89,10 +88,11 @@ class Setup:
         return np.bincount(self.place, weights=np.array(self.cost.states_bytes))
 
     @property
-    def room_bytes(self) -> np.ndarray:
+    def headroom_bytes(self) -> np.ndarray:
         """[ranks]"""
         first = [self.place.index(rank) for rank in range(self.ranks)]
-        return np.array(self.cost.budget_bytes)[first] - self.resident_bytes
+        on = [self.cost.rank_of[stage] for stage in first]
+        return np.array(self.cost.device_budget_bytes)[on] - self.resident_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +139,7 @@ def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
         work = setup.change(op_arrays(table, setup.loads, rules))
         starts = starts_of(setup.sizes)
         ends = backward_order(starts), last_of_groups(starts)
-        problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
+        problem = ScheduleProblem(work, *ends, setup.headroom_bytes, setup.place)
         for policy, how in policies(setup):
             found = list_schedule(problem, policy)
             played = TimedSetup(setup, counts, found, f"{how} {said}".rstrip())

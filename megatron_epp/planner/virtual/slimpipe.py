@@ -99,6 +99,6 @@ def _played(
 
     sizes = np.full(len(tokens), slices)
     setup = Setup.even(cost.with_vocabulary(True), place, loads, sizes, head_in_layers, True)
-    if (setup.room_bytes <= 0).any():
+    if (setup.headroom_bytes <= 0).any():
         return None
     return best_of(setup, warm_ups((False,)), offload=True)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.ulysses import refuse_heads
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.kinds.base import LayerKind, layers_with
 from megatron_epp.mcore.kinds.limit import Limit, given, not_computed
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 
 def derived_letters(kind: type[LayerKind]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.dsa import DSAPart
 from megatron_epp.layers.attention.layer_attention import Heads
-from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.flags.config import AUTO
 from megatron_epp.mcore.kinds.base import layers_with
 from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.kinds.mla.kind import MLAKind

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
-from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
+from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_letters
 from megatron_epp.mcore.kinds.limit import Limit, given
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind

@@ -50,7 +50,7 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
-from megatron_epp.mcore.config import EXPANDED, LATENTS
+from megatron_epp.mcore.flags.config import EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.module import SingleRank, attention_of
 from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace, OpenChoice
 from megatron_epp.mcore.kinds.local_layers import local_attention
