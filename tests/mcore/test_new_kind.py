@@ -29,7 +29,7 @@ from scripts.kind_files import put_back, take_out  # noqa: E402
 from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes  # noqa: E402
 from tests.forks import run_with_torch  # noqa: E402
 from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
-from tests.mcore.test_latents import V3  # noqa: E402
+from tests.mcore.models import V3  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
