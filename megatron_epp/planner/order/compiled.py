@@ -4,7 +4,7 @@ They stand in one file because compiled code is kept on disk, and what is kept n
 its own file only. For the same reason the codes of ir.KIND_CODE and ir.Payload are written here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -18,7 +18,7 @@ FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together
 # LLVM inlines these functions. They allocate nothing, so that numba need not count references to
 # the arrays in their arguments, which would take as long as all else that they do.
-INLINED = {"cache": True, "forceinline": True, "_nrt": False}
+INLINED: dict[str, Any] = {"cache": True, "forceinline": True, "_nrt": False}
 
 
 @njit(cache=True, inline="always")
