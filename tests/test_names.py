@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 
 # Every module of a kind has one: commands, programs, planners; every command and planner a module.
 ENTRIES = {"main", "run", "draft", "plan", "install", "add_arguments"}
+FRAMEWORK_MODULES = {"shapes", "slices", "settings"}
 ENTRY_MODULES = {"command", "planner"}
 
 FIELD_TERMS = {"Timed": "a line of a .timed file"}
@@ -65,10 +66,12 @@ def functions_twice(root: Path) -> dict[str, list[str]]:
 
 
 def modules_twice(root: Path) -> dict[str, list[str]]:
-    """Names of modules that a folder at the top has several of, anywhere in it."""
+    """Names of modules that a folder at the top has several of, anywhere in it; the files of a
+    framework, which each of their folders may have, not counted."""
     where = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
-        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES:
+        of_framework = root.name == "frameworks" and path.stem in FRAMEWORK_MODULES
+        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES and not of_framework:
             where[path.stem].append(str(path.relative_to(root)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
 
