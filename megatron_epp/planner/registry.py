@@ -40,7 +40,7 @@ def _block(name: str, draft: DraftFunction | None = None) -> BlockFunction:
         began = time.perf_counter()
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
-        alone = draft is not None and not cost.place
+        alone = draft is not None and not cost.layout.place
         made = (
             draft(batch, cost, options)  # type: ignore[misc]
             if alone
@@ -137,5 +137,5 @@ def planner_of(name: str, whole: bool = False) -> PlanFunction:
 def makes_plans(name: str, cost: Cost, options: Options) -> bool:
     """Whether the planner makes a plan that runs: a method that chooses what lies where does where
     a placement, or layers of the stages, are given."""
-    chooses = name in SIMULATED and options.open_layers and not cost.place
+    chooses = name in SIMULATED and options.open_layers and not cost.layout.place
     return name in EXECUTED and not chooses

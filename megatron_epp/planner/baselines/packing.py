@@ -29,6 +29,5 @@ def draft(
     loads = loads_of(chunking, batch.lengths, options.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
-    return uniform_draft(
-        batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
-    )
+    law = constant(chunking.sizes, cost.layout.stages)
+    return uniform_draft(batch, chunking, law, cost, options, f"context {context}")

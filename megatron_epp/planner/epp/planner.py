@@ -111,14 +111,14 @@ def _by_set(
 def can_be_local(cost: Cost, options: Options) -> bool:
     """Whether a document that one context-parallel rank computes alone saves anything; replicas in
     lockstep have all of theirs spread."""
-    return options.lockstep == 1 and bool(cost.exchange_per_token[Kind.FORWARD].any())
+    return options.lockstep == 1 and bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
     """Sets of ``levers`` that are searched with, one after the other."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
-    if cost.profile.host_bytes_per_second > 0:
+    if cost.layout.profile.host_bytes_per_second > 0:
         sets += [levers - {"wsplit"}, levers]
     return list(dict.fromkeys(sets))
 
@@ -131,9 +131,9 @@ def _even_and_moved(
     yield best
     if options.open_layers and "uneven" in options.levers:
         # As many chunks as the plan with even layers turned out to have.
-        chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
-        layers = fastest_layers(cost, cost.whole_features(batch.lengths, chunks))
-        moved = None if layers in (None, cost.layers) else with_layers(cost, layers)
+        chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.layout.stages
+        layers = fastest_layers(cost, cost.layout.whole_features(batch.lengths, chunks))
+        moved = None if layers in (None, cost.layout.layers) else with_layers(cost, layers)
         if moved is not None:
             other = _persistent(batch, moved, options, tables)
             if other is not None:
@@ -187,7 +187,9 @@ def _on_devices(
 ) -> ScoredDraft | None:
     headroom = cost.headroom_bytes
     for _ in range(EXACT_TRIES):
-        shared = tables["offload" in options.levers, cost.layers, tuple(headroom.tolist()), host]
+        shared = tables[
+            "offload" in options.levers, cost.layout.layers, tuple(headroom.tolist()), host
+        ]
         search = Search(batch, cost, options, headroom, shared, host)
         found = search.run()
         if "lean" in options.levers:

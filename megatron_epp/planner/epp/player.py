@@ -88,7 +88,7 @@ class Player(Preparation):
     ) -> Candidate:
         tight, strict = bool(prepared.counts), "window" not in self.levers
         chosen = list(policies(self.split, many=many, strict=strict, tight=tight))
-        if self.cost.vocabulary_parallel:  # 1F1B as it stands has no slack for the way of an H
+        if self.cost.layout.vocabulary_parallel:  # 1F1B as it stands has no slack for an H's way
             chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
         for policy in chosen:

@@ -100,7 +100,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunking.count)
         work = problem_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
@@ -116,7 +116,7 @@ class Preparation:
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
-            laws.append(group_by_group(chunking.sizes, self.cost.stages))
+            laws.append(group_by_group(chunking.sizes, self.cost.layout.stages))
         counts: Counts | None = None
         for least in laws:
             counts = self._least_counts(chunking, loads, work, least)
@@ -183,13 +183,13 @@ class Preparation:
     ) -> tuple[np.ndarray, int]:
         """Forwards before each backward, and the number of pipelines."""
         if "window" in self.levers:
-            return shrinking_window(chunking.sizes, self.cost.stages), 1
+            return shrinking_window(chunking.sizes, self.cost.layout.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
-        delta = (self.cost.stages - 1) * float(seconds.mean())
+        delta = (self.cost.layout.stages - 1) * float(seconds.mean())
         ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
         grouped = group(ilps, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
-        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
+        return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
         """``prepared`` with other recompute choices; None where the effort is spent."""

@@ -20,10 +20,10 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     (ir.IN_FLIGHT), and gone while other chunks' do.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
-    seconds = np.min([cost.seconds(kind, loads) for kind in kinds], axis=0)
+    seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
     aside: dict[Choice, np.ndarray] = {}
-    for kind, layers in enumerate(cost.kinds.counts):
-        copy = cost.copy_seconds(loads, kind)
+    for kind, layers in enumerate(cost.layout.kinds.counts):
+        copy = cost.memory.copy_seconds(loads, kind)
         grid = np.minimum(np.floor(seconds / copy), layers[:, None])
         aside[kind, OFFLOAD] = grid
         seconds = seconds - grid * copy
@@ -75,7 +75,9 @@ def layers_offloaded(
     hidden = hidden_layers(cost, loads)
     part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
     return {
-        (kind, letter): part.fitting(grid, cost.saved_bytes((kind, KEEP), loads), least, backward)
+        (kind, letter): part.fitting(
+            grid, cost.memory.saved_bytes((kind, KEEP), loads), least, backward
+        )
         for (kind, letter), grid in hidden.items()
     }
 

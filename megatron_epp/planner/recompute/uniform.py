@@ -59,11 +59,11 @@ def uniform_draft(
     loads = loads_of(chunking, batch.lengths, options.multiple)
 
     def play(layers: int) -> tuple[Counts, Schedule]:
-        grid = np.minimum(np.array(cost.layers), layers)[:, None]
-        counts = cost.kinds.first(FULL, np.tile(grid, (1, chunking.count)))
+        grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]
+        counts = cost.layout.kinds.first(FULL, np.tile(grid, (1, chunking.count)))
         return counts, list_schedule(problem_of(cost, chunking, loads, counts), strict(least))
 
-    low, high = 0, max(cost.layers)  # the fewest that fit lie in low..high
+    low, high = 0, max(cost.layout.layers)  # the fewest that fit lie in low..high
     counts, schedule = play(0)
     if schedule.over_bytes > 0:
         low = 1

@@ -42,8 +42,8 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     chunking = packed_chunks(batch.lengths, options.context, rates_of(cost))
     best: tuple[TimedSetup, PlacementName] | None = None
     for name in PLACEMENTS:
-        place = placement(name, cost.stages)
-        if len(place) > sum(cost.layers):
+        place = placement(name, cost.layout.stages)
+        if len(place) > sum(cost.layout.layers):
             continue
         played = _moved(cost, chunking, batch, options, place)
         if played is not None and (best is None or played.rank < best[0].rank):
@@ -51,7 +51,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     if best is None:
         raise ValueError("adaptis: the model's states fit no partition; raise the memory budget")
     played, name = best
-    layers = " ".join(map(str, played.setup.cost.layers))
+    layers = " ".join(map(str, played.setup.cost.layout.layers))
     bound = lower_bound_seconds(batch.lengths, cost)
     return result("adaptis", played, bound, chunking.count, f"{name} placement, layers {layers}")
 
@@ -63,16 +63,16 @@ def _moved(
     that is busy longest."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
     even = Setup.even(cost, place, loads, chunking.sizes)
-    features = even.cost.features(loads).sum(axis=1)
+    features = even.cost.layout.features(loads).sum(axis=1)
 
     def played(layers: tuple[int, ...]) -> TimedSetup | None:
-        shape = dataclasses.replace(even.cost, layers=layers)
+        shape = even.cost.replace(layers=layers)
         setup = dataclasses.replace(even, cost=shape)
         if (setup.headroom_bytes <= 0).any():
             return None
         return best_of(setup, warm_ups((True, False)), offload=False)
 
-    starts = {even.cost.layers, fastest_layers(even.cost, features)} - {None}
+    starts = {even.cost.layout.layers, fastest_layers(even.cost, features)} - {None}
     made = [found for layers in sorted(starts) if (found := played(layers)) is not None]  # type: ignore[type-var,arg-type]
     best = min(made, key=lambda each: each.rank, default=None)
     for _ in range(ROUNDS if best is not None else 0):
@@ -91,7 +91,7 @@ def _moved(
 
 def _neighbours(best: TimedSetup, place: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """A layer from a stage of the busiest rank to one of the two least busy."""
-    layers = best.setup.cost.layers
+    layers = best.setup.cost.layout.layers
     on, order = np.array(place), np.argsort(best.busy_seconds, kind="stable")
     for give in np.flatnonzero(on == order[-1]):
         for idle in order[:2]:

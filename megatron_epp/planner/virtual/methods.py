@@ -61,7 +61,7 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
 def _sliced(batch: SortedBatch, cost: Cost, options: Options) -> Chunkings:
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     for times in RANK_SLICES:
-        each = -(-context // (times * cost.ranks))
+        each = -(-context // (times * cost.layout.placement.ranks))
         size = -(-each // options.multiple) * options.multiple
         made = fixed_chunks(batch.lengths, size, rates)
         if times > 1 and made.count > MOST_SLICES:

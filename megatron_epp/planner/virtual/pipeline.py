@@ -70,12 +70,14 @@ class Setup:
     @classmethod
     def even(cls, cost: Cost, place: tuple[int, ...], *chunks: Any) -> "Setup":
         """Even layers; the cost as if every stage had a device like that of its rank."""
-        layers = even_layers(sum(cost.layers), len(place))
+        layers = even_layers(sum(cost.layout.layers), len(place))
         budget = (max(cost.device_budget_bytes),) * len(place)
-        on = tuple(cost.unlike_devices[rank] for rank in place) if cost.unlike_devices else ()
+        devices = cost.layout.unlike_devices
+        on = tuple(devices[rank] for rank in place) if devices else ()
         if on:
             budget = tuple(cost.device_budget_bytes[rank] for rank in place)
-        staged = cost.on_devices(on, layers=layers, device_budget_bytes=budget)
+        layout = cost.layout.on_devices(on, layers=layers)
+        staged = cost.replace(layout=layout, device_budget_bytes=budget)
         return cls(staged, place, *chunks)
 
     @property
@@ -85,13 +87,13 @@ class Setup:
     @property
     def resident_bytes(self) -> np.ndarray:
         """[ranks] the states of all its stages."""
-        return np.bincount(self.place, weights=np.array(self.cost.states_bytes))
+        return np.bincount(self.place, weights=np.array(self.cost.memory.states_bytes))
 
     @property
     def headroom_bytes(self) -> np.ndarray:
         """[ranks]"""
         first = [self.place.index(rank) for rank in range(self.ranks)]
-        on = [self.cost.rank_of[stage] for stage in first]
+        on = [self.cost.layout.placement.place[stage] for stage in first]
         return np.array(self.cost.device_budget_bytes)[on] - self.resident_bytes
 
 
@@ -125,7 +127,7 @@ def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
     chunks = setup.loads.chunks
     left = left_layers(setup.cost, {}, chunks)
     letters = [FULL]
-    if offload and setup.cost.profile.host_bytes_per_second > 0:
+    if offload and setup.cost.layout.profile.host_bytes_per_second > 0:
         letters = [OFFLOAD, FULL]
     for letter in letters:
         for step in range(1, SHARE_STEPS + 1):
@@ -135,7 +137,7 @@ def best_of(setup: Setup, policies: Policies, *, offload: bool) -> TimedSetup:
     best: TimedSetup | None = None
     for counts, said in plans:
         table = table_of(setup.cost, setup.loads, with_kept(setup.cost, counts, chunks))
-        rules = rules_for(setup.cost.vocabulary_parallel and not setup.head_in_layers)
+        rules = rules_for(setup.cost.layout.vocabulary_parallel and not setup.head_in_layers)
         work = setup.change(op_arrays(table, setup.loads, rules))
         starts = starts_of(setup.sizes)
         ends = backward_order(starts), last_of_groups(starts)
@@ -181,9 +183,11 @@ def result(
     planner: str, played: TimedSetup, bound_seconds: float, chunks: int, note: str
 ) -> SimulatedPipeline:
     setup, found = played.setup, played.found
-    features = setup.cost.features(setup.loads)
+    features = setup.cost.layout.features(setup.loads)
     kinds = (Kind.FORWARD, Kind.BACKWARD)
-    comm = sum(float((setup.cost.comm_seconds_per(kind) @ features).sum()) for kind in kinds)
+    comm = sum(
+        float((setup.cost.seconds.communication_per(kind) @ features).sum()) for kind in kinds
+    )
     again = 0.0
     if played.counts:
         table = setup.cost.table_of(

@@ -37,7 +37,7 @@ def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> Scored
         split = "wsplit" in options.levers and name != "packing"
         policies = warm_ups((True, False) if split else (False,))
         method = PublishedMethod(packed if name == "packing" else _elastic, policies)
-    place = cost.rank_of
+    place = cost.layout.placement.place
     if not method.stands(place):
         raise ValueError(
             f"planner {name!r} does not plan stages on ranks {' '.join(map(str, place))}; expected "
@@ -55,7 +55,7 @@ def draft(name: str, batch: SortedBatch, cost: Cost, options: Options) -> Scored
             schedule.kinds,
             schedule.chunks,
             note=f"{said}; {found.note}",
-            stages=schedule.stages if cost.place else None,
+            stages=schedule.stages if cost.layout.place else None,
         )
         scored = ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost)
         best = scored if best is None else min(best, scored, key=lambda each: each.rank)
@@ -67,7 +67,7 @@ def _elastic(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[tuple
     rates, width = rates_of(cost), options.lockstep
     yield from packed(batch, cost, options)
     total = float(rates.document_seconds(batch.lengths).sum())
-    ideal = ideal_chunks(total / width, rates, cost.ranks)
+    ideal = ideal_chunks(total / width, rates, cost.layout.placement.ranks)
     most = max(most_tokens(cost), int(batch.lengths[0]) if options.whole else 1)
     for share in CUT_FACTORS if options.effort > 1 else CUT_FACTORS[:FEW]:
         params = ChunkingParams(max(1.0, ideal * share), cut=UNCUT if options.whole else 1.0)
@@ -80,8 +80,8 @@ def evaluation_stages(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.nda
     each op of a rank, [ranks, ops]; a stage behind another runs each a step later."""
     stages, ops = kinds.shape
     rows = []
-    for rank in range(cost.ranks):
-        own = [stage for stage in range(stages) if cost.rank_of[stage] == rank]
+    for rank in range(cost.layout.placement.ranks):
+        own = [stage for stage in range(stages) if cost.layout.placement.place[stage] == rank]
         rows.append(sorted((at + stage, stage, at) for stage in own for at in range(ops)))
     most = max(map(len, rows))
     found = np.full((2, len(rows), most), -1, np.int64)

@@ -42,9 +42,9 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     order = np.argsort(-packed.pairs, kind="stable")
     tokens, pairs = (each[order].astype(np.float64) for each in (packed.tokens, packed.pairs))
     best: tuple[TimedSetup, int] | None = None
-    virtual = 2 if 2 * cost.stages <= sum(cost.layers) else 1
+    virtual = 2 if 2 * cost.layout.stages <= sum(cost.layout.layers) else 1
     for times in SLICES:
-        slices = times * cost.stages
+        slices = times * cost.layout.stages
         if best is not None and slices * len(tokens) > MOST_CHUNKS:
             break
         played = _played(cost, tokens, pairs, slices, virtual)
@@ -80,7 +80,7 @@ def uniform_loads(tokens: np.ndarray, pairs: np.ndarray, slices: int) -> Loads:
 def _played(
     cost: Cost, tokens: np.ndarray, pairs: np.ndarray, slices: int, virtual: int
 ) -> TimedSetup | None:
-    place = placement("interleaved" if virtual == 2 else "one", cost.stages)
+    place = placement("interleaved" if virtual == 2 else "one", cost.layout.stages)
     loads = uniform_loads(tokens, pairs, slices)
 
     def head_in_layers(work: OpArrays) -> OpArrays:
@@ -88,8 +88,8 @@ def _played(
         of H and G: vocabulary parallelism with messages that cost nothing."""
         kinds = len(OF_LAYERS)
         seconds = work.seconds[:kinds].copy()
-        for kind, each in cost.profile.last_seconds.items():
-            whole = each.per_token * loads.tokens / cost.shards + each.per_chunk
+        for kind, each in cost.layout.profile.last_seconds.items():
+            whole = each.per_token * loads.tokens / cost.layout.shards + each.per_chunk
             seconds[KIND_CODE[kind]] += whole / len(place)
         return work._replace(
             seconds=seconds,
