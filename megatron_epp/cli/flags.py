@@ -241,9 +241,11 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 
 def _planners_help() -> str:
-    from megatron_epp.planner import PLANNERS  # loads a compiler and a solver
+    # These load a compiler and a solver.
+    from megatron_epp.cli.comparison_methods import comparison_methods
+    from megatron_epp.planner import COMPARED
 
-    return f"which to compare (default: all of {', '.join(PLANNERS)})"
+    return f"which to compare (default: all of {', '.join((*COMPARED, *comparison_methods()))})"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from megatron_epp.cli.flags import AUTO
 from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, makes_plans, plan_step
+from megatron_epp.planner import PLANNERS, Options, plan_step
 from megatron_epp.planner.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
 from megatron_epp.planner.tuning.partitions import partition_of
@@ -61,7 +61,7 @@ def partitioned(
             "--partition auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
-    if not makes_plans(planner, cost, options):
+    if planner not in PLANNERS:
         raise UsageError(
             f"--partition auto has no effect on {planner}, which makes no pipeline plan"
         )
@@ -88,7 +88,7 @@ def _placed(
             "--placement auto chooses the layers of the stages, too; leave --layers and the lever "
             "uneven out"
         )
-    if not makes_plans(planner, cost, dataclasses.replace(options, open_layers=False)):
+    if planner not in PLANNERS:
         raise UsageError(
             f"--placement auto has no effect on {planner}, which makes no pipeline plan"
         )
@@ -116,14 +116,14 @@ def with_vocabulary(
     they lie.
     """
     asked = arguments.vocab_parallel
-    if asked == "on" and not makes_plans(planner, cost, options):
+    if asked == "on" and planner not in PLANNERS:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
     cost = chosen = partitioned(arguments, batches, cost, options, planner)
     if arguments.placement == AUTO_PLACEMENT:
         chosen = _placed(arguments, batches, cost, options, planner)
-    if asked != "auto" or cost.stages == 1 or not makes_plans(planner, cost, options):
+    if asked != "auto" or cost.stages == 1 or planner not in PLANNERS:
         return cost, chosen
     why = ruled_out(cost)
     if why is None:

@@ -10,17 +10,18 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
-from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
-from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
+from megatron_epp.planner.order.problem import rank_room_bytes
 from megatron_epp.planner.partition import LIKELY_CHUNKS, fastest_layers, with_layers
+from megatron_epp.planner.published import chunkflow, packing, seq1f1b
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -51,7 +52,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     A PlanError where the batch as a whole fits no plan.
     """
     candidates = _searched(batch, cost, options)
-    if not options.whole:
+    if not options.whole and not cost.place:
         candidates.append(infinipipe.draft(batch, cost, options))
     for module in (packing,) if options.whole else HINDSIGHT:
         fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
@@ -61,7 +62,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     best = min(candidates, key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
         peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
-        if (peaks > np.array(best.cost.budget_bytes)).any():
+        if (peaks > np.array(best.cost.rank_budget_bytes)).any():
             raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
     return best
 
@@ -174,7 +175,7 @@ def _own(
         taken = max(
             bytes_
             for share in shares_of(batch, best.draft, cost, options)
-            for bytes_ in host_peak_bytes(cost, share.plan, share.loads)
+            for bytes_ in cost.of_ranks(host_peak_bytes(cost, share.plan, share.loads))
         )
         if taken <= cost.host_budget_bytes:
             return best
@@ -185,7 +186,7 @@ def _own(
 def _on_devices(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
 ) -> ScoredDraft | None:
-    room = cost.room_bytes
+    room = rank_room_bytes(cost)
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
         search = Search(batch, cost, options, room, shared, host)
@@ -196,7 +197,7 @@ def _on_devices(
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)
         exact = block_peaks(batch, made, cost, options)
-        over = exact - np.array(cost.budget_bytes)
+        over = exact - np.array(cost.rank_budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(found.seconds, 0.0, made, cost)
         room = room - np.maximum(over, 0.0) * TIGHTENED_MORE

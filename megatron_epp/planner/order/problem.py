@@ -152,5 +152,12 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
         ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
         backward_order=chunking.backward,
         last_of_group=chunking.last_of_group,
-        room_bytes=cost.room_bytes,
+        room_bytes=rank_room_bytes(cost),
+        place=cost.place,
     )
+
+
+def rank_room_bytes(cost: Cost) -> np.ndarray:
+    """Return what the budget of every rank's device leaves beside the states of its stages,
+    [ranks]."""
+    return np.array(cost.rank_budget_bytes) - np.array(cost.of_ranks(cost.states_bytes))

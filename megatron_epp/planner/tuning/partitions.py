@@ -9,7 +9,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.partition import Partition, partition_by_time
-from megatron_epp.planner.registry import EXECUTED
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_replicas
 
 SKETCH_EFFORT = 1  # of the plans that partitions are compared by
@@ -37,7 +37,7 @@ def sketched_seconds(
     total = 0.0
     for lengths in batches:
         try:
-            found = EXECUTED[planner](lengths, cost, sketch)
+            found = PLANNERS[planner](lengths, cost, sketch)
         except ValueError:
             return None
         if not found.fits:

@@ -31,7 +31,7 @@ from megatron_epp.planner.partition import (
     layer_costs,
     with_layers,
 )
-from megatron_epp.planner.registry import BLOCKS
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
@@ -415,7 +415,9 @@ def heaviest_plan(
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
     lockstep = max(1, cost.ep // (cost.tp * cost.cp))
     held = heaviest(lengths, cost, lockstep)
-    block = BLOCKS[planner](held, cost, dataclasses.replace(options, lockstep=lockstep))
+    block = PLANNERS[planner].plan_block(
+        held, cost, dataclasses.replace(options, lockstep=lockstep)
+    )
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
