@@ -9,7 +9,7 @@ __version__ = "0.1.0"  # pyproject.toml and CITATION.cff's test read it here
 def add_arguments(parser: Any) -> Any:
     """Add the ``--epp`` flags to Megatron's parser: an ``extra_args_provider`` for scripts of your
     own."""
-    from megatron_epp.mcore.flags import with_our_flags
+    from megatron_epp.mcore.job.read_flags import with_our_flags
 
     return with_our_flags(parser)
 
@@ -32,12 +32,13 @@ def install(
     length, ``original_seq_lens`` (the length of every item, known ahead), and items that are
     mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
     """
-    from megatron_epp.mcore import setup
     from megatron_epp.mcore.patching import seams
+    from megatron_epp.mcore.trainer import setup
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return setup.setup(args, model_config, setup.TrainerParts(items=items))
+    return setup.setup(args, model_config, TrainerHooks(items=items))
 
 
 def prepare_host() -> bool:

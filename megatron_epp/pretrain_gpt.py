@@ -9,7 +9,7 @@ def run() -> None:
     """Train; the import stays in here so that Megatron's checkpoint writers, which import this file
     again, stay cheap.
     """
-    from megatron_epp.mcore.entry import main
+    from megatron_epp.mcore.trainer.entry import main
 
     main(_STARTED)
 

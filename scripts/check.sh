@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs no run to be judged: lint, format, types, floors. All four speak before it fails.
+# What needs no run to be judged: lint, format, docstrings, spelling, types, imports. All of them speak before it fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 bin=${EPP_VENV:-.venv}/bin
@@ -13,6 +13,8 @@ step() {
 
 step lint "$bin/ruff" check .
 step format "$bin/ruff" format --check .
+step docstrings "$bin/python" scripts/docstring_baseline.py
+step spelling "$bin/codespell" --quiet-level 3 $(git ls-files '*.py' '*.md' '*.sh' '*.toml' '*.txt' 2>/dev/null || echo megatron_epp)
 step types "$bin/mypy" megatron_epp
 step floors "$bin/python" -m pytest -q tests/test_floors.py tests/test_imports.py
 if ((${#failed[@]})); then

@@ -2,7 +2,7 @@
 # Installs what is missing, checks, tests. Extra arguments go to pytest:  bash scripts/test.sh -k documents
 #
 # Tests run in as many processes as there are cores, 2 to 4 (EPP_TEST_WORKERS sets another number, 0 none).
-# What needs a GPU runs, where there is none, over a reference of Transformer Engine's kernels (tests/te_on_cpu), in a second
+# What needs a GPU runs, where there is none, over a reference of Transformer Engine's kernels (megatron_epp/te_reference), in a second
 # run of pytest; the last lines say what is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,7 +33,7 @@ if nvidia-smi >/dev/null 2>&1; then
     run "$@"
 else
     run -m "not gpu" "$@"
-    (($#)) || set -- tests/gpu tests/te_on_cpu
+    (($#)) || set -- tests/gpu tests/te_reference
     EPP_TE_ON_CPU=h100 run -m gpu "$@"
 fi
 exit "$failed"

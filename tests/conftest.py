@@ -13,9 +13,9 @@ NO_GPU = "needs a GPU"
 # Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which):
 # those of the run over the reference, then of the other, whose first mostly stands and waits.
 LONGEST = (
-    "te_on_cpu/test_dry_run.py",
-    "te_on_cpu/test_certificate.py",
-    "te_on_cpu/test_fp8_certificate.py",
+    "te_reference/test_dry_run.py",
+    "te_reference/test_certificate.py",
+    "te_reference/test_fp8_certificate.py",
     "rehearsal/test_two_hosts.py",
     "mcore/test_experts.py",
     "planner/test_planners.py",

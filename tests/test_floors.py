@@ -4,9 +4,9 @@
     floor 5  certify  integrations        the judge of a trainer, frameworks' micro-batches; torch,
                                           no megatron
     floor 4  control                      the loop around an iteration; torch, no megatron
-    floor 3  planner  show     | layers   layers: the only folder that imports transformer_engine
+    floor 3  planner  show     | layers   layers imports transformer_engine,
     floor 2  sim
-    floor 1  corpus  cost      | runtime
+    floor 1  corpus  cost      | runtime  te_reference: its kernels for CPU-only hosts
     floor 0  ir  flag_fields  autoload    the standard library only
              thinking            doing    two towers: they share ir and meet in control and mcore
 
@@ -15,6 +15,7 @@ import the rest of the package inside functions only; nothing imports cli but ``
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ FLOORS = {
     "corpus": 1,
     "cost": 1,
     "runtime": 1,
+    "te_reference": 1,
     "sim": 2,
     "planner": 3,
     "show": 3,
@@ -41,7 +43,7 @@ FLOORS = {
     "mcore": 6,
 }
 THINKING = {"corpus", "cost", "sim", "planner", "show"}
-DOING = {"runtime", "layers"}
+DOING = {"runtime", "layers", "te_reference"}
 # Light to import; the doing tower only inside functions. cli holds __main__'s commands.
 FRONT_DOORS = {"__init__", "__main__", "cli", "autoload", "adaptor", "plugin", "run"}
 ENTRY = {"pretrain_gpt", "pretrain_hybrid"}  # above mcore
@@ -79,8 +81,8 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
     thinks = own in {"ir", "flag_fields"} or own in THINKING or own in FRONT_DOORS
     if outer == "megatron" and own != "mcore":
         return "only mcore imports megatron"
-    if outer == "transformer_engine" and own != "layers":
-        return "only layers imports transformer_engine"
+    if outer == "transformer_engine" and own not in {"layers", "te_reference"}:
+        return "only layers and te_reference import transformer_engine"
     if outer in {"torch", "triton"} and thinks:
         return "the thinking tower never imports torch"
     if outer != PACKAGE:
@@ -131,6 +133,48 @@ def test_imports_keep_the_floors() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def paths_into_tests(source: str) -> list[str]:
+    """String constants of ``source``, docstrings apart, that name the folder of the tests."""
+    tree = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node not in docstrings
+        and re.search(r"(^|[/.])tests($|[/.])", node.value)
+    ]
+
+
+def test_the_package_opens_no_path_into_the_tests() -> None:
+    """A wheel has no tests: nothing of the package may load code or data from them."""
+    found = {
+        str(file.relative_to(ROOT)): paths
+        for file in sorted(ROOT.rglob("*.py"))
+        if (paths := paths_into_tests(file.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'ROOT = Path(__file__).parents[3] / "tests" / "te_reference"',
+        'open("tests/golden/00-wlb.plan")',
+        'import_module("tests.mcore.runs")',
+        'open(f"{root}/tests/material.py")',
+    ],
+)
+def test_a_path_into_the_tests_is_found(source: str) -> None:
+    assert paths_into_tests(f'"""tests/test_floors.py says more."""\n{source}') != []
+
+
 def test_every_folder_is_a_package() -> None:
     """A folder without __init__.py works from a checkout and is missing from the wheel."""
     folders = {file.parent for file in ROOT.rglob("*.py")}
@@ -154,15 +198,15 @@ def test_every_folder_is_a_package() -> None:
         ),  # down, but the other tower
         ("layers/attention/cpu.py", "from megatron_epp.cost import model"),
         ("runtime/link.py", "import megatron.core"),
-        ("runtime/link.py", "from megatron_epp.mcore import elastic_schedule"),
+        ("runtime/link.py", "from megatron_epp.mcore.trainer import setup"),
         ("control/report.py", "from megatron.core import parallel_state"),
-        ("control/report.py", "from megatron_epp.mcore import setup"),
+        ("control/report.py", "from megatron_epp.mcore.trainer import setup"),
         ("control/report.py", "from megatron_epp.certify import compare"),
         ("certify/command.py", "from megatron.core import parallel_state"),
         ("certify/child.py", "def server():\n    from megatron_epp.mcore.certify import rank"),
         ("layers/attention/cpu.py", "from megatron_epp.control import report"),
-        ("mcore/flags.py", "import transformer_engine.pytorch"),
-        ("mcore/flags.py", "from megatron_epp import pretrain_gpt"),
+        ("mcore/job/read_flags.py", "import transformer_engine.pytorch"),
+        ("mcore/job/read_flags.py", "from megatron_epp import pretrain_gpt"),
         ("pretrain_gpt.py", "from megatron.training import pretrain"),
         ("show/svg.py", "from importlib import import_module\nimport_module('torch')"),
         ("__main__.py", "from megatron_epp.mcore import certify"),
@@ -190,9 +234,12 @@ def test_a_bad_import_is_found(path: str, source: str) -> None:
         ),
         ("layers/attention/cpu.py", "import torch\nimport transformer_engine.pytorch as te"),
         ("runtime/link.py", "import torch.distributed\nfrom megatron_epp.ir.plan import Plan"),
-        ("mcore/elastic_schedule.py", "import megatron.core\nfrom megatron_epp.planner import epp"),
+        (
+            "mcore/trainer/elastic_schedule.py",
+            "import megatron.core\nfrom megatron_epp.planner import epp",
+        ),
         ("control/report.py", "import torch\nfrom megatron_epp.cost import cost"),
-        ("pretrain_gpt.py", "from megatron_epp.mcore import entry"),
+        ("pretrain_gpt.py", "from megatron_epp.mcore.trainer import entry"),
         (
             "__main__.py",
             "import megatron_epp.show\ndef f():\n    import megatron_epp.mcore",

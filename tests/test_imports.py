@@ -76,7 +76,7 @@ def test_no_circles() -> None:
 def test_no_folder_of_mcore_imports_one_above_it() -> None:
     """Its folders and files can be laid out so that every arrow points down."""
     within = rooms(import_graph(every_source()), f"{PACKAGE}.mcore")
-    assert len(within) > 20
+    assert len(within) > 8
     assert circles(within) == []
 
 
@@ -174,12 +174,12 @@ def test_nobody_takes_over_a_module() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from megatron_epp.mcore import setup\nsetup.make_planning = print",
-        "def main():\n    from megatron_epp.mcore import setup as s\n    s.GlobalBatches = dict",
+        "from megatron_epp.mcore.trainer import setup\nsetup.make_planning = print",
+        "def main():\n    from megatron_epp.mcore.trainer import setup\n    setup.obtain = dict",
         "from megatron_epp.mcore.model.stage import ModelStage\nModelStage.forward = print",
-        "import megatron_epp.mcore.setup\nmegatron_epp.mcore.setup.limit_bytes = print",
+        "import megatron_epp.mcore.job_cost\nmegatron_epp.mcore.job_cost.make_planning = print",
         "from tests.mcore import runs\nruns.VOCABULARY += 1",
-        "from megatron_epp.mcore import setup\nsetattr(setup, 'obtain', print)",
+        "from megatron_epp.mcore.trainer import setup\nsetattr(setup, 'obtain', print)",
         "from megatron_epp.corpus import idx_file\nidx_file.BLOCK, before = 1, idx_file.BLOCK",
         "import in_turns\nin_turns.told = print",
     ],
@@ -191,10 +191,10 @@ def test_a_takeover_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from megatron_epp.mcore.setup import Job\njob = Job()\njob.schedule = 3",
+        "from megatron_epp.mcore.trainer.job import Job\njob = Job()\njob.schedule = 3",
         "import numpy\nnumpy.told = 1",
-        "from megatron_epp.mcore import setup\nmine = setup.obtain",
-        "from unittest.mock import patch\nfrom megatron_epp.mcore import setup\n"
+        "from megatron_epp.mcore.trainer import setup\nmine = setup.obtain",
+        "from unittest.mock import patch\nfrom megatron_epp.mcore.trainer import setup\n"
         "with patch.object(setup, 'obtain', print):\n    pass",
     ],
 )

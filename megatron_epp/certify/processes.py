@@ -80,7 +80,7 @@ class Children:
         return answers
 
     def _last_words(self, ranks: Iterable[int]) -> list[str]:
-        """Last lines of ranks that are told to end: the op that they are in (mcore/sigterm.py)."""
+        """Return the last lines of terminated ranks: their op (mcore/trainer/sigterm.py)."""
         for rank in ranks:
             self._processes[rank].terminate()
         words = []

@@ -29,7 +29,7 @@ MIB = 2**20
 
 # One line on an iteration, for the log: its number, step, report, seconds waited for the plan.
 Summary = Callable[[int, Step, IterationReport, float], str]
-# Draws the same where the user looks (mcore/telemetry.py).
+# Draws the same where the user looks (mcore/trainer/telemetry.py).
 Telemetry = Callable[[int, Step, IterationReport, float], None]
 
 

@@ -25,7 +25,7 @@ from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
 from megatron_epp.mcore.model.quantisation import weight_bytes

@@ -26,7 +26,8 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import (
+from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
     OFF,
@@ -37,7 +38,6 @@ from megatron_epp.mcore.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.data.global_batches import scheduled_sizes
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,
@@ -184,7 +184,7 @@ def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
     """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
     auto; what rank 0 says of it. None where there is nothing to choose.
 
-    ``parts``: what stands in for parts of the trainer (setup.py: TrainerParts), if anything does.
+    ``parts``: what stands in for parts of the trainer (setup.py: TrainerHooks), if anything does.
     A run that resumes keeps its checkpoint's: weights load either way, but not the optimizer's
     states in every format. What cannot be had, or not be known, is off; ValueError: what was kept
     beside the checkpoint, or --epp-plan, cannot be read.

@@ -54,9 +54,9 @@ def work(tasks: list[dict]) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore import entry
     from megatron_epp.mcore.data.global_batches import GlobalBatches
-    from megatron_epp.mcore.setup import TrainerParts
+    from megatron_epp.mcore.trainer import entry
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
     class Batches(GlobalBatches):
         given = 0
@@ -67,7 +67,7 @@ def work(tasks: list[dict]) -> None:
             return self.peek()
 
     entry.main(
-        hooks=TrainerParts(
+        hooks=TrainerHooks(
             make_steps=lambda place, model: Tasks(tasks, place, model),
             make_batches=Batches,
             summary=told,

@@ -54,8 +54,8 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
             the job, and the model
     tell    what is logged of an iteration; given first which variant it was, by number
     """
-    from megatron_epp.mcore import entry
-    from megatron_epp.mcore.setup import TrainerParts
+    from megatron_epp.mcore.trainer import entry
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
     def variant_of(iteration: int) -> int:
         """Iterations that warm up take turns, too, from the first variant on."""
@@ -64,7 +64,7 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
 
     entry.main(
         hybrid=any(word.startswith("--hybrid-layer-pattern") for word in sys.argv),
-        hooks=TrainerParts(
+        hooks=TrainerHooks(
             make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
             make_batches=repeated(len(variants), warm_up, first),
             summary=functools.partial(tell, variant_of),

@@ -21,16 +21,16 @@ from torch import Tensor
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
-from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.capabilities import refusals
-from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.flags import be_the_only_process, read_flags
+from megatron_epp.mcore.flags.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
+from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.read_flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
-from megatron_epp.mcore.stage_runner import StageRun, StageRunner
+from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -125,7 +125,7 @@ def probe_alone(alone: SingleProcess, model: Any) -> Any:
 def profile_of(alone: SingleProcess, model: Any) -> Profile:
     """The cost model that the trainer would measure with ``model``, a stage with both ends."""
     from megatron_epp.mcore.calibrate.profile_file import obtain
-    from megatron_epp.mcore.process_groups import make_groups
+    from megatron_epp.mcore.job.process_groups import make_groups
 
     return obtain(alone.args, alone.config, model, make_groups(alone.device), alone.share)
 

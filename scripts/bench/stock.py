@@ -22,8 +22,8 @@ cpu_host.install_cpu_host()
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 from megatron_epp.runtime.memory_meter import SavedBytesMeter  # noqa: E402
 

@@ -27,7 +27,7 @@ def main() -> None:
     from single_stage import build_stage, probe_alone
 
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
-    from megatron_epp.mcore.config import FUSED_LINEARS
+    from megatron_epp.mcore.flags.config import FUSED_LINEARS
     from megatron_epp.mcore.model import early_head
 
     shape = Shape(arguments.tokens)

@@ -82,7 +82,7 @@ def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
         from transformer_engine.pytorch import Linear
     except (ImportError, OSError) as error:
         print(f"products by torch: no Transformer Engine ({error})")
-        Linear = torch.nn.Linear
+        Linear = torch.nn.Linear  # noqa: N806
     tokens, hidden, ffn = wanted.tokens, wanted.hidden, wanted.ffn
     options = {"device": "cuda", "dtype": torch.bfloat16}
     made: dict[str, Callable[[], object]] = {}

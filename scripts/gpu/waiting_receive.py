@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.te_reference import reference_switch
 
 PRODUCTS, ROUNDS = 20, 3
 MOST_BLOCKS = (None, 1, 2, 4, 8, 16, 32)
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=32 << 20, help="of a message")
     wanted = parser.parse_args()
     cpu_host.install_where_wanted()
-    backend = "gloo" if engine_on_cpu.is_wanted() else "nccl"
+    backend = "gloo" if reference_switch.is_wanted() else "nccl"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
     rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")

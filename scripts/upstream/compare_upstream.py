@@ -126,7 +126,7 @@ def train(side: str, upstream: Path, place: Path, flags: list[str], processes: i
 
 def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
     """One process of one side: run the script as from the shell, and watch its log."""
-    from megatron_epp.mcore import job_exit
+    from megatron_epp.mcore.job import job_exit
     from megatron_epp.mcore.patching import cpu_host, seams
 
     if cpu_host.install_cpu_host():

@@ -103,9 +103,9 @@ def verdict(one: Configuration) -> str:
     """Why --epp does not run it; empty: it does. In a process of its own."""
     from megatron.training import arguments
 
-    from megatron_epp.mcore import flags, job_exit
     from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.config import Config
+    from megatron_epp.mcore.flags.config import Config
+    from megatron_epp.mcore.job import job_exit, read_flags
     from megatron_epp.mcore.model.layer_spec import described
     from megatron_epp.mcore.patching import cpu_host
 
@@ -126,8 +126,8 @@ def verdict(one: Configuration) -> str:
         patch("megatron.training.checkpointing.load_args_from_checkpoint", lambda *a, **k: None),
     ):
         try:
-            args = flags.read_flags()
-            with flags.refusals_as_value_errors():
+            args = read_flags.read_flags()
+            with read_flags.refusals_as_value_errors():
                 described(args)
             Config.of(args)
             refusals.refuse(args)

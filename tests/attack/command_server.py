@@ -140,7 +140,11 @@ def serve(torch: bool) -> None:
         from megatron_epp.mcore.patching import cpu_host
 
         cpu_host.install_cpu_host()
-        for name in ("megatron.training", "megatron_epp.mcore.entry", "megatron_epp.mcore.setup"):
+        for name in (
+            "megatron.training",
+            "megatron_epp.mcore.trainer.entry",
+            "megatron_epp.mcore.trainer.setup",
+        ):
             importlib.import_module(name)
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

@@ -68,7 +68,7 @@ def launched(script: Path) -> list[str]:
 
 def megatrons_parser() -> argparse.ArgumentParser:
     arguments = pytest.importorskip("megatron.training.arguments")
-    from megatron_epp.mcore.config import add_arguments
+    from megatron_epp.mcore.flags.config import add_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     return add_arguments(arguments.add_megatron_arguments(parser))

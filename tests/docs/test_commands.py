@@ -35,7 +35,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def epp_flags() -> set[str]:
-    from megatron_epp.mcore.config import add_arguments
+    from megatron_epp.mcore.flags.config import add_arguments
 
     return _flags(add_arguments(argparse.ArgumentParser()))
 

@@ -24,7 +24,7 @@ def word(default: Any) -> str:
 def in_code() -> dict[str, set[str]]:
     """Defaults by flag, lever or keyword: those of all commands that have it."""
     from megatron_epp.mcore.calibrate.command import ProfileFlags
-    from megatron_epp.mcore.config import Config
+    from megatron_epp.mcore.flags.config import Config
 
     found: dict[str, set[str]] = defaultdict(set)
     of_commands = {schema for schemas in FLAGS.values() for schema in schemas}

@@ -22,12 +22,15 @@ def test_the_picture_is_what_the_script_draws() -> None:
 
 
 def test_the_house_is_drawn_from_its_imports() -> None:
-    script = load("draw_house")
+    script = load("draw_architecture")
     kept = script.FILE.read_text()
-    assert script.picture() == kept, "run python docs/draw_house.py and look at the picture"
+    assert script.picture() == kept, "run python docs/draw_architecture.py and look at the picture"
     page = (ROOT / "docs" / "architecture.md").read_text()
     rooms = [path.parent.name for path in script.PACKAGE.glob("*/__init__.py")]
-    assert "house.svg" in page and [room for room in rooms if f"\n| `{room}/` |" not in page] == []
+    assert (
+        "architecture.svg" in page
+        and [room for room in rooms if f"\n| `{room}/` |" not in page] == []
+    )
 
 
 def test_what_does_not_run_is_written_from_what_is_refused() -> None:

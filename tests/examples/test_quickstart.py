@@ -48,7 +48,7 @@ def test_help_says_what_it_runs_on() -> None:
 def test_its_flags_exist() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_epp.mcore.config import add_arguments
+    from megatron_epp.mcore.flags.config import add_arguments
 
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     known = {flag for action in parser._actions for flag in action.option_strings}

@@ -4,7 +4,7 @@ import os
 
 os.environ["LOCAL_RANK"] = "0"
 
-from megatron_epp.mcore import entry
+from megatron_epp.mcore.trainer import entry
 
 if __name__ == "__main__":
     entry.main()

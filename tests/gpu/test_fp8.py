@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 from tests.gpu.test_first_iteration import SLICES, off, plan, run
 from tests.gpu.test_split import halves
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 LINEARS = 2 * 4  # of two layers
 certified = pytest.mark.skipif(
-    engine_on_cpu.is_wanted(), reason="certified over the reference (te_on_cpu, in fp8)"
+    reference_switch.is_wanted(), reason="certified over the reference (te_on_cpu, in fp8)"
 )
 
 
@@ -69,7 +69,7 @@ def test_changed_weights_are_seen_by_the_next_iteration(quantised) -> None:
     """The guard can fail: where what was quantised is kept, the old ones train on."""
     import torch
 
-    from megatron_epp.mcore import stage_runner
+    from megatron_epp.mcore.trainer import stage_runner
 
     kept, right, wrong = stages(quantised, 3)
     run(quantised, right)

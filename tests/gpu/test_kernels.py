@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,7 @@ SEEN = {"windows": (128, False), "sinks": (None, True), "windows and sinks": (12
 
 
 # Of a slice and its context; the reference holds a head's scores.
-LONG = (96, 4096) if engine_on_cpu.is_wanted() else (2048, 24576)
+LONG = (96, 4096) if reference_switch.is_wanted() else (2048, 24576)
 
 
 def kernel_of(name: str, heads: int, groups: int, size: int):

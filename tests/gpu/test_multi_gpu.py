@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_training import ITERATIONS, corpus, weights  # noqa: F401
@@ -29,7 +29,7 @@ EXAMPLE = {
 
 def require_gpus(count: int) -> None:
     """Over the reference, ranks of this host: two, over gloo."""
-    there = 2 if engine_on_cpu.is_wanted() else torch.cuda.device_count()
+    there = 2 if reference_switch.is_wanted() else torch.cuda.device_count()
     if there < count:
         pytest.skip(f"needs {count} GPUs, there are {there}")
 

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 from tests.gpu.test_first_iteration import SLICES, off, plan, run
 
 pytestmark = pytest.mark.gpu
@@ -83,14 +83,14 @@ def test_what_is_offloaded_is_gone(alone) -> None:
     assert kept - peak_bytes(away.records) > 0.9 * 6 / 8 * away.host_peak_bytes
 
 
-@pytest.mark.skipif(engine_on_cpu.is_wanted(), reason="needs a GPU: how fast its link is")
+@pytest.mark.skipif(reference_switch.is_wanted(), reason="needs a GPU: how fast its link is")
 def test_copies_are_as_fast_as_the_link(alone) -> None:
     """And F takes no longer than its work and its copies one behind the other."""
     import torch
     import torch.distributed as dist
 
     from megatron_epp.mcore.calibrate.host_rate import host_rate
-    from megatron_epp.mcore.process_groups import make_groups
+    from megatron_epp.mcore.job.process_groups import make_groups
     from scripts.bench.single_stage import probe_alone, run_stage
 
     assert dist.is_initialized()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_training import ITERATIONS, corpus, weights, words  # noqa: F401
@@ -16,7 +16,7 @@ from tests.mcore.runs import Run, train
 pytestmark = pytest.mark.gpu
 
 MANY = pytest.mark.skipif(
-    engine_on_cpu.is_wanted(), reason="needs a GPU: more than two ranks over the reference"
+    reference_switch.is_wanted(), reason="needs a GPU: more than two ranks over the reference"
 )
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
 

@@ -7,11 +7,11 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore.trainer import entry, hooks  # noqa: E402
 
 
 def make_steps(place, model):
-    steps = setup.make_steps(place, model)
+    steps = hooks.make_steps(place, model)
     plain = steps.look_ahead
 
     def look_ahead(iteration, lengths):
@@ -27,4 +27,4 @@ def make_steps(place, model):
 
 
 if __name__ == "__main__":
-    entry.main(hooks=setup.TrainerParts(make_steps=make_steps))
+    entry.main(hooks=hooks.TrainerHooks(make_steps=make_steps))

@@ -6,7 +6,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 if __name__ == "__main__":
     os.chdir(os.path.join(os.environ["EPP_TEST_FOLDER"], os.environ["RANK"]))

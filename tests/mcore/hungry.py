@@ -19,10 +19,10 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model.attention import attention_for  # noqa: E402
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts, limit_bytes  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.hooks import TrainerHooks, limit_bytes  # noqa: E402
 from megatron_epp.runtime import stage_peers  # noqa: E402
 
 RANK = int(os.environ["RANK"])
@@ -74,17 +74,17 @@ class StarvedInLayer:
         return self.plain(q, k, v, state, layer, drop)
 
 
-def hooks(way: str) -> TrainerParts:
+def hooks(way: str) -> TrainerHooks:
     if way == "evaluation" and RANK == 1:
-        return TrainerParts(make_stage=StarvedAbove40)
+        return TrainerHooks(make_stage=StarvedAbove40)
     if way == "starving" and RANK == 1:
-        return TrainerParts(make_stage=StarvedInEvaluation)
+        return TrainerHooks(make_stage=StarvedInEvaluation)
     if way == "limit" and RANK == 0:
-        return TrainerParts(limit_bytes=lambda config: 1e6 * limit_bytes(config))
+        return TrainerHooks(limit_bytes=lambda config: 1e6 * limit_bytes(config))
     if way == "together" or (way == "alone" and RANK == 1):
         starved = StarvedInLayer()
-        return TrainerParts(attention_for=starved.attention_for, make_stage=starved.make_stage)
-    return TrainerParts()
+        return TrainerHooks(attention_for=starved.attention_for, make_stage=starved.make_stage)
+    return TrainerHooks()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.mcore import flags, job_exit
+from megatron_epp.mcore.job import job_exit, read_flags
 from megatron_epp.mcore.patching import cpu_host, releases, seams
 
 assert cpu_host.install_cpu_host()
@@ -175,7 +175,7 @@ def test_the_defaults_are_what_the_flags_would_set(monkeypatch):
     typed = vars(parsed(monkeypatch, *cpu_host.cpu_flags())())
     changed = {name: typed[name] for name in typed if typed[name] != plain[name]}
     assert changed == cpu_host.cpu_defaults()
-    ours = vars(parsed(monkeypatch)(flags.prepare_parser))
+    ours = vars(parsed(monkeypatch)(read_flags.prepare_parser))
     assert changed.items() <= ours.items()
     assert ours["eval_interval"] > 0
 
@@ -204,7 +204,7 @@ def test_the_defaults_are_what_the_flags_would_set(monkeypatch):
 def test_what_cannot_be_parsed_or_done_is_said_in_one_line(monkeypatch, words, line):
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
     with pytest.raises(ValueError) as refusal:
-        flags.read_flags()
+        read_flags.read_flags()
     assert str(refusal.value) == line
     assert job_exit.is_users_mistake(refusal.value)
 
@@ -217,7 +217,7 @@ def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
     )
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
     with pytest.raises(ValueError, match=r"arguments\.py:\d+: .*args\.save_interval"):
-        flags.read_flags()
+        read_flags.read_flags()
 
 
 # ------------------------------------------------------------------ mistakes and bugs

@@ -20,8 +20,8 @@ from megatron.training.argument_utils import (  # noqa: E402
     pretrain_cfg_container_from_args,
 )
 
-from megatron_epp.mcore import job_exit, megatron_gpt  # noqa: E402
-from megatron_epp.mcore.flags import read_flags  # noqa: E402
+from megatron_epp.mcore.job import job_exit, megatron_gpt  # noqa: E402
+from megatron_epp.mcore.job.read_flags import read_flags  # noqa: E402
 
 PADDING = 5
 

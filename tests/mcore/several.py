@@ -24,8 +24,10 @@ from megatron.core.num_microbatches_calculator import (  # noqa: E402
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine  # noqa: E402
 from megatron.training.global_vars import destroy_global_vars  # noqa: E402
 
-from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
+from megatron_epp.mcore.job import job_exit  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.hooks import TrainerHooks  # noqa: E402
 
 
 def forget() -> None:
@@ -47,11 +49,11 @@ def forget() -> None:
     os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def hooks_of(words: list[str]) -> setup.TrainerParts:
+def hooks_of(words: list[str]) -> TrainerHooks:
     if not words:
-        return setup.TrainerParts()
+        return TrainerHooks()
     rank = int(words[1])
-    return setup.TrainerParts(pre_wrap=lambda models: [adapt(one, rank) for one in models])
+    return TrainerHooks(pre_wrap=lambda models: [adapt(one, rank) for one in models])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 )
 from megatron.training.datasets import sft_dataset  # noqa: E402
 
-from megatron_epp.mcore import entry, megatron_gpt  # noqa: E402
+from megatron_epp.mcore.job import megatron_gpt  # noqa: E402
 from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 
 class Lines:

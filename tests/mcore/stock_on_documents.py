@@ -12,10 +12,10 @@ import sys  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
 from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
 from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 
 class Samples(torch.utils.data.Dataset):

@@ -11,10 +11,10 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.mcore import config as config_module
 from megatron_epp.mcore.calibrate.probe import undisturbed
-from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.flags import config as config_module
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
@@ -314,7 +314,7 @@ OTHER_ATTENTION = """
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model.kinds.registry import heads_of
-from megatron_epp.mcore.setup import TrainerParts
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 asked = []
 
@@ -324,7 +324,7 @@ def attention_for(wanted, config, device):
     return VarlenAttention(PlainKernel(heads_of(config).scale))
 
 
-HOOKS = TrainerParts(attention_for=attention_for)
+HOOKS = TrainerHooks(attention_for=attention_for)
 
 
 class Around:

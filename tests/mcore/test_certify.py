@@ -167,8 +167,8 @@ def test_degrees_come_from_the_model_flags_too() -> None:
 
 EXACT = """
 from megatron_epp.mcore.certify.rank import exact_attention
-from megatron_epp.mcore.setup import TrainerParts
-HOOKS = TrainerParts(attention_for=exact_attention)
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+HOOKS = TrainerHooks(attention_for=exact_attention)
 """
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_epp.mcore import job_exit
+from megatron_epp.mcore.job import job_exit
 from tests.mcore.runs import PROGRAM, ROOT, Run, command, environment, flags, train, write_corpus
 
 REFUSE = """
 import os, subprocess, sys, time
 import torch
-from megatron_epp.mcore import job_exit
+from megatron_epp.mcore.job import job_exit
 from megatron_epp.runtime.executor import LinkLost
 rank = int(os.environ["RANK"])
 if {group}:

@@ -15,8 +15,8 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.data.global_batches import Documents, build_documents
-from megatron_epp.mcore.flags import prepare_parser
-from megatron_epp.mcore.setup import Job
+from megatron_epp.mcore.job.read_flags import prepare_parser
+from megatron_epp.mcore.trainer.job_data import JobData
 from tests.mcore.runs import flags, train
 from tests.mcore.test_documents import write_corpus
 
@@ -176,12 +176,10 @@ def test_what_cannot_be_filled_in_is_one_line(folder, changes, said, monkeypatch
 
 
 def test_documents_from_python_are_read_as_they_are() -> None:
-    job = SimpleNamespace(
-        hooks=SimpleNamespace(items=list), config=SimpleNamespace(epp_overlong="truncate")
-    )
+    data = JobData("truncate", SimpleNamespace(items=list))
     args = argparse.Namespace(seq_length=8, fim_data=True)
     with pytest.raises(ValueError, match="--fim-data: documents from Python"):
-        Job._documents(job, args, [1])
+        data._documents(args, [1], None)
 
 
 def test_masks_of_a_document_written_anew(folder, tmp_path, monkeypatch) -> None:

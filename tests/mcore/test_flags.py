@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.cli.options import UsageError
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -15,7 +15,7 @@ cpu_host.install_cpu_host()
 def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training.arguments import parse_args
 
-    from megatron_epp.mcore.flags import prepare_parser
+    from megatron_epp.mcore.job.read_flags import prepare_parser
 
     def caught(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         flags.extend(

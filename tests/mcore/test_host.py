@@ -32,8 +32,8 @@ def test_nothing_happens_on_import():
         "-c",
         "import os, torch; before = dict(os.environ), torch.zeros, torch.compile\n"
         "import megatron_epp.mcore.patching.cpu_host, megatron_epp.mcore.patching.seams\n"
-        "import megatron_epp.mcore.job_exit\n"
-        "import megatron_epp.mcore.entry, megatron_epp.pretrain_gpt, sys\n"
+        "import megatron_epp.mcore.job.job_exit\n"
+        "import megatron_epp.mcore.trainer.entry, megatron_epp.pretrain_gpt, sys\n"
         "assert before == (dict(os.environ), torch.zeros, torch.compile)\n"
         "assert not any(name.split('.')[0] == 'megatron' for name in sys.modules)",
     )

@@ -76,8 +76,8 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
 # Attention of GPUs as certify has it there, on a host without any.
 EXACT = """
 from megatron_epp.mcore.certify.rank import exact_attention
-from megatron_epp.mcore.setup import TrainerParts
-HOOKS = TrainerParts(attention_for=exact_attention)
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+HOOKS = TrainerHooks(attention_for=exact_attention)
 """
 
 

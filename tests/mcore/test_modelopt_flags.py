@@ -17,7 +17,7 @@ def parsed(monkeypatch):
     """What Megatron's parser and ours make of words."""
     from megatron.training.arguments import parse_args
 
-    from megatron_epp.mcore.flags import prepare_parser
+    from megatron_epp.mcore.job.read_flags import prepare_parser
 
     def parse(*words: str) -> argparse.Namespace:
         monkeypatch.setattr(sys, "argv", ["pretrain", *words])

@@ -16,7 +16,7 @@ from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.config import PLACING_FLAGS
+from megatron_epp.mcore.flags.config import PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.partition import (

@@ -13,10 +13,10 @@ from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Kind, Message, Op, Plan, Step, Transfer, parse_records
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.planned import PlansOf
+from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.partition import KEPT, placeholder
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
-from megatron_epp.mcore.replaced import TAKEN
 from megatron_epp.sim.play import play
 from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job

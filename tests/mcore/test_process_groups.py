@@ -19,7 +19,7 @@ def make(rank: int) -> list[dict[str, Any]]:
     from megatron.core import parallel_state as mpu
     from megatron.training.global_vars import set_args
 
-    from megatron_epp.mcore import process_groups
+    from megatron_epp.mcore.job import process_groups
     from megatron_epp.runtime.comm_recorder import Traffic
 
     set_args(
@@ -83,7 +83,7 @@ def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
 def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
-    from megatron_epp.mcore.process_groups import message_options
+    from megatron_epp.mcore.job.process_groups import message_options
 
     def world(of_gpus: str) -> None:
         """A mixed one, as "cpu:gloo,cuda:nccl" makes it."""
@@ -104,7 +104,7 @@ def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
 
 def mixed(rank: int) -> tuple[str, Any]:
     """The name of a world with a back end for each device, and how its messages go."""
-    from megatron_epp.mcore.process_groups import message_options
+    from megatron_epp.mcore.job.process_groups import message_options
 
     dist.destroy_process_group()
     store = dist.HashStore()

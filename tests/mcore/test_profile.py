@@ -21,7 +21,7 @@ from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noq
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
 from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
-from megatron_epp.mcore.config import Config  # noqa: E402
+from megatron_epp.mcore.flags.config import Config  # noqa: E402
 from megatron_epp.mcore.model import early_head  # noqa: E402
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402

@@ -22,7 +22,7 @@ from megatron_epp.mcore.capabilities.refusals import (
     require_equal_stages,
 )
 from megatron_epp.mcore.capabilities.table import TABLE
-from megatron_epp.mcore.config import Config, add_arguments
+from megatron_epp.mcore.flags.config import Config, add_arguments
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
 

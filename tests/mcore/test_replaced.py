@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore import replaced
+from megatron_epp.mcore.flags import replaced
+from megatron_epp.mcore.flags.replaced import REPLACED, TAKEN
 from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
-from megatron_epp.mcore.replaced import REPLACED, TAKEN
 from tests.mcore.runs import Run, flags, train, write_corpus
 
 # But SEGMENTS, of texts that are read.
@@ -91,8 +91,8 @@ def parsed(monkeypatch):
     """What Megatron's parser and ours make of words, as the entry has them read."""
     from megatron.training.arguments import parse_args
 
-    from megatron_epp.mcore.config import elastic_defaults
-    from megatron_epp.mcore.flags import prepare_parser
+    from megatron_epp.mcore.flags.config import elastic_defaults
+    from megatron_epp.mcore.job.read_flags import prepare_parser
 
     def parse(*words: str) -> argparse.Namespace:
         def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -201,7 +201,7 @@ def test_dropout_in_attention_is_megatrons_default_alone(parsed, monkeypatch) ->
     monkeypatch.setattr(sys, "argv", ["pretrain", "--epp"])
     from megatron.training.arguments import parse_args
 
-    from megatron_epp.mcore.flags import prepare_parser
+    from megatron_epp.mcore.job.read_flags import prepare_parser
 
     args = parse_args(prepare_parser)
     said = replaced.warning(args)

@@ -18,13 +18,13 @@ cpu_host.install_cpu_host()
 from megatron.training import training  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore.trainer import entry, job  # noqa: E402
 from megatron_epp.runtime.comm_recorder import Traffic  # noqa: E402
 
 
 def main() -> None:
     folder = Path(sys.argv.pop(1))
-    train, make_groups, at_start = training.train, setup.make_groups, []
+    train, make_groups, at_start = training.train, job.make_groups, []
 
     def watched_groups(*arguments):
         with Traffic() as traffic:
@@ -45,7 +45,7 @@ def main() -> None:
         return done
 
     training.train = watched
-    with patch.object(setup, "make_groups", watched_groups):
+    with patch.object(job, "make_groups", watched_groups):
         entry.main()
 
 

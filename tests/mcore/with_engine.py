@@ -11,9 +11,9 @@ cpu_host.install_cpu_host()
 
 from megatron.core.tensor_parallel import RowParallelLinear  # noqa: E402
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model import elastic_layers  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.hooks import TrainerHooks  # noqa: E402
 from tests.layers import engine  # noqa: E402
 
 
@@ -54,4 +54,4 @@ def install_in_model(model: Any, *others: Any) -> None:
 
 
 if __name__ == "__main__":
-    entry.main(hooks=TrainerParts(install_in_model=install_in_model))
+    entry.main(hooks=TrainerHooks(install_in_model=install_in_model))

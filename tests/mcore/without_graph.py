@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megatron_epp.mcore.model import elastic_layers
-from megatron_epp.mcore.setup import TrainerParts
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
 def install_in_model(*arguments: Any) -> None:
@@ -13,4 +13,4 @@ def install_in_model(*arguments: Any) -> None:
         elastic_layers.install_in_model(*arguments)
 
 
-HOOKS = TrainerParts(install_in_model=install_in_model)
+HOOKS = TrainerHooks(install_in_model=install_in_model)

@@ -17,9 +17,9 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
-from megatron_epp.mcore.setup import TrainerParts  # noqa: E402
+from megatron_epp.mcore.trainer import entry  # noqa: E402
+from megatron_epp.mcore.trainer.hooks import TrainerHooks  # noqa: E402
 
 ITERATION = 4
 
@@ -48,7 +48,7 @@ def main() -> None:
         return (Waiting if os.environ["RANK"] == "0" else ModelStage)(*arguments)
 
     with patch.object(entry, "read_flags", read_flags):
-        entry.main(hooks=TrainerParts(make_stage=make_stage))
+        entry.main(hooks=TrainerHooks(make_stage=make_stage))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from megatron_epp.control.files import scratch_folder
 from megatron_epp.cost.profile import LayerFigures, Profile
 from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
-from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
-from megatron_epp.mcore.config import FUSED_LINEARS, Config
-from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.job import job_exit
+from megatron_epp.mcore.job.read_flags import read_flags, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.model.shape import further_shapes, layer_shapes, with_further
@@ -159,14 +159,15 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training import get_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_epp.mcore import megatron_gpt, replaced
     from megatron_epp.mcore.calibrate.open_choices import settle_choices
     from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.data.row_share import RowShare
+    from megatron_epp.mcore.flags import replaced
+    from megatron_epp.mcore.job import megatron_gpt
+    from megatron_epp.mcore.job.process_groups import make_groups
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
-    from megatron_epp.mcore.process_groups import make_groups
 
     layers, size = _layers(flags, pp)
     flags = _with_defaults(_without_layout(flags))

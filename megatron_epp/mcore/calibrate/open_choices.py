@@ -10,7 +10,7 @@ from typing import Any
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
-from megatron_epp.mcore.config import ANALYTIC, AUTO, Config
+from megatron_epp.mcore.flags.config import ANALYTIC, AUTO, Config
 from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.kinds.base import MegatronPart

@@ -16,7 +16,7 @@ import torch
 
 from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance
-from megatron_epp.mcore.config import ANALYTIC
+from megatron_epp.mcore.flags.config import ANALYTIC
 
 logger = logging.getLogger(__name__)
 

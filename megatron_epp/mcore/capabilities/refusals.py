@@ -5,7 +5,7 @@ import os
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS, layers_by_time
+from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 from megatron_epp.mcore.placing.asked import asked_placement, stages_of
 

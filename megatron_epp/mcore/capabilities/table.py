@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatron_epp.mcore.model.kinds.registry import limits_of_parts
 from megatron_epp.mcore.model.limit import Limit, Said, given, not_computed, settings
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 
 _LOOPS = "run whole micro-batches (install_schedule)"
 _SHARD = "use --use-distributed-optimizer"
@@ -45,7 +45,7 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
 
 def _needs_engine(args: Any) -> str | None:
     """Transformer Engine's layers run over a reference, too."""
-    if engine_on_cpu.is_wanted():
+    if reference_switch.is_wanted():
         return None
     return _needs_gpu("--transformer-impl", _LOCAL, "local")(args)
 
@@ -55,7 +55,7 @@ def _fp8(args: Any) -> bool:
 
 
 def _fp8_needs_engine(args: Any) -> str | None:
-    if engine_on_cpu.is_wanted():
+    if reference_switch.is_wanted():
         return None
     return _needs_gpu("--fp8-format", _FLOATS, setting="fp8")(args)
 

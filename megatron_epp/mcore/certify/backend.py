@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_epp.certify.protocol import PLAIN, Backend, Role
 from megatron_epp.certify.trial import FLOAT64, Trial
-from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.te_reference import reference_switch
 
 
 def choose_engine(trial: Trial) -> str:
@@ -18,8 +18,8 @@ def choose_engine(trial: Trial) -> str:
     if trial.device != "cpu" or not any(word.endswith("transformer_engine") for word in words):
         return ""
     # An H100 has no such products.
-    device = "b200" if any(word.endswith("mxfp8") for word in words) else engine_on_cpu.DEVICE
-    return engine_on_cpu.require_reference(device)
+    device = "b200" if any(word.endswith("mxfp8") for word in words) else reference_switch.DEVICE
+    return reference_switch.require_reference(device)
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
@@ -58,7 +58,7 @@ def _require_gpu(rank: int) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    from megatron_epp.mcore.job_exit import is_users_mistake
+    from megatron_epp.mcore.job.job_exit import is_users_mistake
 
     return is_users_mistake(error)
 

@@ -16,15 +16,16 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
-from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
+from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
 from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
 from megatron_epp.mcore.model.shape import with_further
-from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import PLACE, place_of
+from megatron_epp.te_reference import reference_switch
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
 _OFF = """
@@ -150,17 +151,20 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
             "--lora-rank: adapters are put around Megatron's local linears here; leave "
             "--transformer-impl transformer_engine out"
         )
-    if asked and cpu_host.is_cpu_host() and not engine_on_cpu.is_started():
+    if asked and cpu_host.is_cpu_host() and not reference_switch.is_started():
         raise ValueError(
             "--transformer-impl transformer_engine: this process was started without a reference "
-            f"of its kernels; set {engine_on_cpu.VARIABLE}={engine_on_cpu.DEVICE} before it starts"
+            f"of its kernels; set {reference_switch.VARIABLE}={reference_switch.DEVICE} before it "
+            "starts"
         )
     known = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
-    if asked and raw.fp8 and engine_on_cpu.is_started() and raw.fp8_recipe in known:
+    if asked and raw.fp8 and reference_switch.is_started() and raw.fp8_recipe in known:
         state: Any = fp8_utils.FP8GlobalStateManager
         available, why = getattr(state, known[raw.fp8_recipe])()
         if not available:
-            raise ValueError(f"--fp8-recipe {raw.fp8_recipe}: {why} ({engine_on_cpu.in_words()})")
+            raise ValueError(
+                f"--fp8-recipe {raw.fp8_recipe}: {why} ({reference_switch.in_words()})"
+            )
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
@@ -197,7 +201,7 @@ def _validated(
     raw: Namespace, changed: dict[str, Any], ranks: int, dtype: str = FLOAT64
 ) -> Namespace:
     args = deepcopy(raw)
-    by_engine = engine_on_cpu.is_started() and args.transformer_impl == "transformer_engine"
+    by_engine = reference_switch.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
     known |= part_defaults(args)  # as training has them

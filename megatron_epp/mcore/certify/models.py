@@ -19,10 +19,10 @@ from megatron.core.utils import get_model_config
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
-from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.routing import forget_losses
 from megatron_epp.mcore.certify.shards import main_copy
+from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 from megatron_epp.mcore.model.prediction.depths import layers_of

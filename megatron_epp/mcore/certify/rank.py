@@ -36,16 +36,17 @@ from megatron_epp.ir import (
 from megatron_epp.layers.attention import latents, sparse
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_models, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.config import AUTO, Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.flags.config import AUTO, Config
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, heads_of
 from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
@@ -115,7 +116,7 @@ class Rank:
         join(role.folder / "meeting", role.rank, ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
-        self.hooks = interference.get("HOOKS", setup.TrainerParts())
+        self.hooks = interference.get("HOOKS", TrainerHooks())
         if role.on_gpu and role.trial.dtype == FLOAT64:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
@@ -138,7 +139,7 @@ class Rank:
             make_steps=lambda place, model: self.steps,
             choose=lambda part, args, layers: part.VALUES[-1],
         )
-        job = setup.Job(self.args, Config.of(self.args), hooks)
+        job = Job(self.args, Config.of(self.args), hooks)
         known = [part for part in MEGATRON_PARTS if part.CHOICE]
         left = [part for part in known if getattr(self.args, part.CHOICE) == AUTO]
         models = elastic_models(self.args, job.install, self.trial.lora_rank)

@@ -25,7 +25,7 @@ from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_share import quantised_rows
-from megatron_epp.mcore.flags import refusals_as_value_errors
+from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.model.kinds.registry import (
     MEGATRON_PARTS,
     letters_of_parts,

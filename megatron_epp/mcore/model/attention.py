@@ -17,7 +17,8 @@ from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
 from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see
-from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.te_reference import reference_switch
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
                 "kernels for the CPU are taken)"
             )
         return PartsAttention(heads.scale)
-    if engine_on_cpu.is_started() and heads.dtype == torch.float64:
+    if reference_switch.is_started() and heads.dtype == torch.float64:
         # Of a certificate: what is tried below are the kernels, not their number format.
         heads, whole = (replace(one, dtype=torch.bfloat16) for one in (heads, whole))
     if heads.dtype not in (torch.bfloat16, torch.float16):

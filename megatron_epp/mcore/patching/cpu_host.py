@@ -40,11 +40,11 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore.patching import engine_on_cpu
 from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
 from megatron_epp.mcore.patching.gloo_device import share_gloo_device
 from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 from megatron_epp.runtime.malloc_trim import keep_large_blocks
+from megatron_epp.te_reference import reference_switch
 
 # What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
 # cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
@@ -68,7 +68,7 @@ def has_gpu() -> bool:
 
 def has_gpu_kernels() -> bool:
     """Whether attention is computed by kernels of GPUs, on one or over a reference of them."""
-    return has_gpu() or engine_on_cpu.is_started()
+    return has_gpu() or reference_switch.is_started()
 
 
 def is_cpu_host() -> bool:
@@ -105,8 +105,8 @@ def install_cpu_host() -> bool:
     _keep_random_state_in_data_loaders()
     keep_large_blocks()
     setattr(torch.cuda, _MARK, True)
-    if engine_on_cpu.is_wanted():
-        engine_on_cpu.start_reference()
+    if reference_switch.is_wanted():
+        reference_switch.start_reference()
     install_cpu_kernels()
     _quieten()
 
@@ -119,7 +119,7 @@ def install_cpu_host() -> bool:
 def install_where_wanted() -> None:
     """Put the stand-ins in place for a script that asks for a device itself, where a reference of
     its kernels is wanted; else nothing."""
-    if engine_on_cpu.is_wanted():
+    if reference_switch.is_wanted():
         install_cpu_host()
 
 
@@ -167,7 +167,7 @@ def cpu_flags() -> list[str]:
 
 
 def _defaults() -> dict[str, tuple[Any, str]]:
-    if not engine_on_cpu.is_wanted():
+    if not reference_switch.is_wanted():
         return _CPU_DEFAULTS
     return {name: value for name, value in _CPU_DEFAULTS.items() if name not in _OF_ENGINE}
 
@@ -242,7 +242,7 @@ def _prepare_environment() -> None:
     # arguments.py asserts it for tensor parallelism on all devices older than Blackwell; launch
     # scripts for GPUs export 32.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    kept = engine_on_cpu.PACKAGES if engine_on_cpu.is_wanted() else ()
+    kept = reference_switch.PACKAGES if reference_switch.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
         if name in kept:
             continue

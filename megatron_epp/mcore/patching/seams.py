@@ -342,7 +342,7 @@ def EXPERT_EXCHANGE(
     "cpu host",
     "it describes layers that predict further tokens anew, and not as the model's others",
 )
-def DEPTHS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(config, *args, **kwargs)
     # Set where the model's other layers are mended (mcore/model/layer_spec.py).
     mend = getattr(config, "epp_mend_depths", None)
@@ -429,7 +429,7 @@ def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., An
 
 ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
 CPU_HOST_SEAMS = (
-    NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE, DEPTHS,
+    NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE, MTP_LAYERS,
 )  # fmt: skip
 EPP_SEAMS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
 ALL_SEAMS = (*ALWAYS_SEAMS, *CPU_HOST_SEAMS, *EPP_SEAMS, schedule_seam(lambda original: original))

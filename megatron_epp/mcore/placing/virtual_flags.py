@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_epp.ir.placement import EVENLY, INTERLEAVED
-from megatron_epp.mcore.config import PLACEMENT_FLAGS
+from megatron_epp.mcore.flags.config import PLACEMENT_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import BORDER, FURTHER, pattern_of
 from megatron_epp.mcore.model.hybrid.segments import layout_letters
 

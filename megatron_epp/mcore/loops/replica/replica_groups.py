@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_epp.mcore.job.process_groups import layer_groups, message_groups, speak_once
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.process_groups import layer_groups, message_groups, speak_once
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_epp.mcore.config import layers_by_time
+from megatron_epp.mcore.flags.config import layers_by_time
 
 BORDER, FURTHER = "|", "/"  # between stages; in front of layers that predict further tokens
 FLAG = "--hybrid-layer-pattern"

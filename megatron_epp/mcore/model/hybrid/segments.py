@@ -9,8 +9,8 @@ stages. Here stages get as many of them, next to each other, and compute them as
 from argparse import Namespace
 from collections.abc import Sequence
 
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.model.hybrid.pattern import BORDER, FURTHER, further_of, joined, pattern_of
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 

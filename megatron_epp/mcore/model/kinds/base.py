@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_epp.cost.kinds.base import Part
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.model.limit import Limit
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from torch import Tensor

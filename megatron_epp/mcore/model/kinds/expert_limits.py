@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.model.limit import Limit, given, of_config, settings
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 SINKHORN = "sinkhorn"
 _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})

@@ -5,7 +5,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_epp.cost.kinds.latents import LatentPart
-from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
+from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.self_attention import SPARSE, MegatronAttention
 from megatron_epp.mcore.model.limit import Limit, given

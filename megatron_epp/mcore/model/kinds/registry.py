@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.model.hybrid.pattern import (
     BORDER,
     FLAG,
@@ -30,7 +31,6 @@ from megatron_epp.mcore.model.kinds.sparse import MegatronSparse
 from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronKda, MegatronMamba
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,10 +3,10 @@
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.attention import AttentionPart
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
 from megatron_epp.mcore.model.kinds.states import DELTA, MegatronDelta
 from megatron_epp.mcore.model.limit import Limit, given, not_computed, of_config
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 SPARSE = "dsa"
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.sparse import SparsePart
-from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.flags.config import AUTO
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from megatron_epp.mcore.model.kinds.self_attention import SPARSE

@@ -36,7 +36,7 @@ def tie(models: Sequence[Any], device: torch.device) -> None:
         raise ValueError(
             "--epp-vocab-parallel on: embeddings are tied, and Megatron would exchange their "
             "gradients between the first and the last stage; give pretrain() "
-            "get_embedding_ranks=megatron_epp.mcore.megatron_gpt.embedding_ranks, or leave the "
+            "get_embedding_ranks=megatron_epp.mcore.job.megatron_gpt.embedding_ranks, or leave the "
             "flag out"
         )
     for model in models:

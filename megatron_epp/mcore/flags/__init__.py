@@ -1,0 +1,1 @@
+"""What the ``--epp`` flags mean, and which of Megatron's flags a plan replaces."""

@@ -1,0 +1,226 @@
+"""Every ``--epp`` flag: one field, with its type, default, unit and help; the parser follows."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import lcm
+from typing import Any, ClassVar
+
+from megatron_epp.corpus.overlong import OVERLONG
+from megatron_epp.cost.catalogue.devices import MOST_GIB
+from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
+from megatron_epp.mcore.flags import replaced
+from megatron_epp.mcore.patching import modelopt_flags
+from megatron_epp.planner.options import MOST_EFFORT
+
+# On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
+# although gradient_accumulation_fusion is off.
+FUSED_LINEARS = "epp_fused_linears"
+PARTITION_AUTO = "auto"
+PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual pipelines say
+PLACEMENT_AUTO = "auto"  # by the corpus's lengths, together with the partition
+ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
+# Megatron's flags that place layers on stages, by destination, and what each is where it does not.
+PLACING_FLAGS: dict[str, Any] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
+
+
+ON, OFF = "on", "off"
+AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The user's settings of elastic pipelines. On Megatron's args the values are plain, so that
+    checkpoints can hold them."""
+
+    TITLE: ClassVar = "elastic pipeline parallelism"
+
+    epp: bool = flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
+    epp_planner: str = flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
+    epp_levers: str = flag(
+        "default",
+        "What the epp planner may use: default (all that this job's layers can run, but offload), "
+        "all, none, or names joined by commas; default,-name takes one away.",
+    )
+    epp_plan: str | None = flag(
+        None,
+        "Run these plans instead of planning: a file (one plan for every iteration, refused when "
+        "the documents' lengths differ) or a folder as --epp-record wrote it.",
+        metavar="PATH",
+    )
+    epp_memory_budget_gib: tuple[float, ...] | None = flag(
+        None,
+        "GiB per device that plans must stay within, one number or one for every pipeline rank: on "
+        "a GPU all that training holds (default: the device less a margin), on a CPU what chunks "
+        "hold between forward and backward (default: 0.8 of the available memory, shared by the "
+        "local ranks).",
+        ("GIB", float),
+        nargs="+",
+    )
+    epp_memory_limit_gib: float | None = flag(
+        None,
+        "On a host without a GPU: GiB at which a rank's chunks run out of memory, as on a device "
+        "of that size; training then goes on with plans that need less (default: none).",
+        metavar="GIB",
+    )
+    epp_host_memory_gib: float | None = flag(
+        None,
+        "GiB of its host's memory that a rank may take for what its layers offload (the lever "
+        "offload, or letter o of a plan), pinned where there is a GPU (default: half of what is "
+        "available, without a GPU 0.15 of it, shared by the local ranks).",
+        metavar="GIB",
+    )
+    epp_attention: str = flag(
+        "auto",
+        "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
+        "that computes rightly on this device, tried at start. A CPU has torch's.",
+        choices=("auto", "te", "torch"),
+    )
+    epp_mla_keeps: str = flag(
+        "auto",
+        "What multi-latent attention keeps of a cut document for its later slices: expanded (K and "
+        "V of all heads), latents (which have no heads, and K and V are made of them again for "
+        "every later slice), or auto: the cheaper one for a document of --seq-length by the cost "
+        "model.",
+        choices=MLA_KEEPS,
+    )
+    epp_cost_model: str | None = flag(
+        None,
+        "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "
+        "the model's shape and the device's name. Default: the file kept beside the checkpoint "
+        "that is loaded, else measured at start, which takes seconds, and kept with --save.",
+        metavar="FILE",
+    )
+    epp_effort: int = flag(4, "How much work the planner's search may do; 0: first good plan.")
+    epp_overlong: str = flag(
+        "truncate",
+        "Documents with more inputs than --seq-length: truncate them, drop them, or split them "
+        "into documents of their own.",
+        choices=OVERLONG,
+    )
+    epp_record: str | None = flag(
+        None,
+        "Folder for the plans, timed records and traces of every iteration.",
+        metavar="DIR",
+    )
+    epp_partition: str = flag(
+        "flags",
+        "Layers of the stages: flags: as Megatron's own say (default); auto: by time on the "
+        "corpus's lengths (of --hybrid-layer-pattern, where its | go), with the cost model of "
+        "--epp-cost-model, else the device's figures. A run that resumes keeps its checkpoint's.",
+        choices=("flags", PARTITION_AUTO),
+    )
+    epp_placement: str = flag(
+        "even",
+        "Stages of each pipeline rank: even (default): one, stage i on rank i; interleaved N: N, "
+        "dealt in turn; v: two, there and back, the model's ends on the last rank; auto: what "
+        "takes least on the corpus's lengths, with layers by time; flags: interleaved as "
+        "Megatron's flags of virtual stages say; or a file with a line 'place 1 0 0 1', the rank "
+        "of every stage, or 'rank 0: 1 2' for each rank, and 'layers ...' if wanted. Checkpoints "
+        "load whatever the placement.",
+        metavar="PLACEMENT",
+        nargs="+",
+        action=JoinedWords,
+    )
+    epp_vocab_parallel: str = flag(
+        AUTO,
+        "on: the output layer's words lie over all stages, each of which computes its part of the "
+        "loss and of the gradients (ops H and G of a plan); off: the last stage has them all; auto "
+        "(default): on where that runs and is faster on the corpus's lengths, by the cost model of "
+        "--epp-cost-model, else the device's figures (on a CPU off); a run that resumes keeps its "
+        "checkpoint's. Checkpoints' weights load either way.",
+        choices=(AUTO, ON, OFF),
+    )
+    epp_plan_ahead: bool = flag(
+        True,
+        "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
+        "the trainer, which then waits for every plan).",
+        action=argparse.BooleanOptionalAction,
+    )
+
+    def __post_init__(self):
+        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
+            given = getattr(self, name)
+            for value in given if isinstance(given, Sequence) else (given,):
+                if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
+                    raise ValueError(
+                        f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to "
+                        f"{MOST_GIB:g} GiB"
+                    )
+        if not 0 <= self.epp_effort <= MOST_EFFORT:
+            # Not the number: it may have thousands of digits.
+            raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Config":
+        """The values on Megatron's ``args``."""
+        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return cls(**given | several)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of :class:`Config`, as a group of Megatron's parser, which with --epp takes out
+    those of its own whose job a plan does (replaced.py)."""
+    add_flags(parser, Config)
+    modelopt_flags.add_arguments(parser)
+    _mend_help(parser)
+    replaced.watch(parser)
+    return parser
+
+
+def placement_by_time(args: Any) -> bool:
+    """Whether the placement is chosen, and with it the layers of the stages."""
+    return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
+
+
+def layers_by_time(args: Any) -> bool:
+    """Whether the layers of the stages are chosen, alone or with a placement."""
+    return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Some of Megatron's help texts (0.19) hold a bare %, at which --help breaks off."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
+
+
+def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's flags that ``--epp`` implies, as parser defaults; ``wanted`` is what was typed.
+
+    A global batch is --global-batch-size documents, so a "micro-batch" of Megatron's counters is
+    one document; the loss is a sum over tokens with one divisor for the whole batch.
+    """
+    defaults = {
+        "calculate_per_token_loss": True,
+        "micro_batch_size": 1,
+        "dataloader_type": "external",
+    }
+    if wanted.transformer_impl != "transformer_engine":  # whose kernel it is
+        defaults["apply_rope_fusion"] = False
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # The output layer's kernel is apex's, and Megatron builds none that asks for it in vain.
+        # Transformer Engine's linears have their own (elastic_layers.py: fuse_weight_gradients).
+        defaults["gradient_accumulation_fusion"] = False
+        defaults[FUSED_LINEARS] = (
+            wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
+        )
+    if getattr(wanted, "epp_vocab_parallel", OFF) == ON:
+        # Every stage has as many words as any other; auto pads none.
+        stages = max(1, wanted.pipeline_model_parallel_size)
+        defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
+    if wanted.max_position_embeddings is None:
+        defaults["max_position_embeddings"] = wanted.seq_length
+    return defaults

@@ -1,0 +1,146 @@
+"""Megatron's flags and ours: read once, refused in one line.
+
+Whatever Megatron raises while it reads flags counts as the user's mistake.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import FunctionType
+from typing import Any, NoReturn
+
+from megatron_epp.mcore.flags import config, replaced
+from megatron_epp.mcore.model.hybrid.segments import SEGMENTS
+from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing import virtual_flags
+
+
+def read_flags() -> Namespace:
+    """Megatron's flags and ours, validated and made Megatron's global arguments.
+
+    ValueError: a flag that is unknown, or that Megatron or this host refuses.
+    """
+    from megatron.training.arguments import parse_and_validate_args, parse_args
+
+    from megatron_epp.mcore import partition
+    from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.job import megatron_gpt
+    from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
+
+    with refusals_as_value_errors():
+        # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
+        wanted = parse_args(prepare_parser)
+        if cpu_host.is_cpu_host():
+            refusals.refuse_gpu_flags(wanted)
+        megatron_gpt.refuse_unsupported(wanted)
+        require_pattern(wanted)
+        refusals.require_parts(wanted)
+        if wanted.epp:
+            refusals.require_equal_stages(wanted)
+
+        def prepare(parser: ArgumentParser) -> ArgumentParser:
+            parser = prepare_parser(parser)
+            if wanted.epp:
+                parser.set_defaults(**config.elastic_defaults(wanted) | part_defaults(wanted))
+                parser.set_defaults(**partition.placeholder(wanted))
+            return parser
+
+        # Megatron warns of a default that is overridden, so only where it will be used.
+        defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
+        return parse_and_validate_args(prepare, args_defaults=defaults)
+
+
+def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
+    """Add --epp's flags and this host's defaults to Megatron's parser; it raises, never exits."""
+    with_our_flags(parser)
+    # Megatron divides by --eval-interval even where nothing is evaluated (training.py:4481).
+    parser.set_defaults(eval_interval=1000)
+    if cpu_host.is_cpu_host():
+        parser.set_defaults(**cpu_host.cpu_defaults())
+    if rank() != 0:
+        parser.print_help = lambda file=None: None  # type: ignore[method-assign]
+    parser.error = _refuse  # type: ignore[method-assign]
+    for action in parser._actions:
+        if isinstance(action.type, FunctionType):
+            action.type = _naming_its_flag(action.type)
+    return parser
+
+
+def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
+    segments of interleaved pipelines are taken out, too."""
+    ours = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
+    return replaced.watch(ours, (*replaced_by_parts(), *SEGMENTS))
+
+
+def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read``, such as of a pattern of layers ("[0]*1+[1]*3"), which Megatron has Python evaluate:
+    what Python says of the text becomes an error that argparse names the flag of."""
+
+    @wraps(read)
+    def reading(text: str) -> Any:
+        try:
+            return read(text)
+        except (ArithmeticError, AssertionError, LookupError, NameError, SyntaxError) as error:
+            raise ValueError(text) from error
+
+    return reading
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+@contextmanager
+def refusals_as_value_errors() -> Iterator[None]:
+    """Turn what Megatron raises while it reads flags into a ValueError that says why.
+
+    Many of its checks are bare asserts: then the asserted condition is the message.
+    """
+    try:
+        yield
+    except (
+        AssertionError,
+        ImportError,
+        KeyError,
+        NotImplementedError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        raise ValueError(_reason(error)) from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line for an exception of Megatron's; the place and condition if it says nothing."""
+    message = " ".join(str(error).split())
+    if message and not isinstance(error, KeyError):
+        return message
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
+    source = " ".join(" ".join(lines).split())
+    return (
+        f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
+    )
+
+
+def be_the_only_process() -> None:
+    """Set what torchrun would set for a single process, for a start without it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": str(port)}).items():
+        os.environ.setdefault(name, value)
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,1 @@
+"""Megatron's trainer with ``--epp``: entry, setup, and the schedule that replaces Megatron's."""

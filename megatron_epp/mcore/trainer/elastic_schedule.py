@@ -1,0 +1,158 @@
+"""The schedule that takes the place of Megatron's: its contract, and nothing else.
+
+What step to run is control.accept's answer, what to do without memory control.retry's, what to make
+of the outcome control.observe's; stage_runner.py runs it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
+from megatron.core.utils import get_model_config
+from megatron.training import get_args
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+from megatron_epp.control.accept import AcceptedSteps
+from megatron_epp.control.observe import Observer
+from megatron_epp.control.retry import Attempt, Retry
+from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.mcore.model.kinds.registry import changed_tensors
+from megatron_epp.mcore.model.rng import random_states, restore_random_states
+from megatron_epp.mcore.model.stage import ForwardStep
+from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
+from megatron_epp.mcore.placing.ends import add_up_ends
+from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
+from megatron_epp.runtime.executor import OutsidePhase
+
+
+class ElasticSchedule:
+    """Stands in for Megatron's ``forward_backward_func``: one call, one global batch.
+
+    validate   shows Megatron's re-run machine the iteration's summed loss
+    ran        the latest attempt, on this rank
+    """
+
+    def __init__(
+        self,
+        steps: AcceptedSteps,
+        runner: StageRunner,
+        retry: Retry,
+        observer: Observer,
+        validate: Callable[[torch.Tensor], None],
+    ):
+        self.steps, self.runner, self.retry, self.observer = steps, runner, retry, observer
+        self.validate, self.current_op = validate, runner.programs.current_op
+        self.ran: StageRun
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """One iteration over the next global batch of documents.
+
+        ``data_iterator`` gives :class:`Batch` after Batch, one per call; ``num_microbatches`` and
+        the shapes are Megatron's counters and play no part. Returns, on the last stage, one
+        report: each entry summed over the tokens of this replica.
+        """
+        if collect_non_loss_data:
+            raise NotImplementedError("--epp collects no data other than the loss in evaluation")
+        models = model if isinstance(model, list) else [model]
+        data_iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        config = get_model_config(models[0])
+        if pg_collection is None:
+            pg_collection = _build_default_pg_collection()
+        batch: Batch = next(data_iterator)
+        source = _batches(data_iterator)
+        iteration = _iteration()
+        self.current_op.iteration = iteration
+        self.observer.resume(iteration)
+        if config.timers is not None:
+            timer = config.timers("forward-backward", log_level=1)
+            timer.start(barrier=config.barrier_with_L1_time)
+        random = random_states()
+        changed = [pair for model in models for pair in changed_tensors(model)]
+
+        def attempt() -> Attempt:
+            ahead = None if forward_only else source.peek()
+            following = None if ahead is None else ahead.lengths.tolist()
+            step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
+            self.ran = ran = self.runner.run(
+                step, batch, source.documents, models, config, forward_step_func
+            )
+            self.current_op.enter("the gradients and the report of all ranks")
+            if not forward_only and config.finalize_model_grads_func is not None:
+                tokens = torch.zeros([], dtype=torch.int, device=this_device()) + ran.tokens
+                config.finalize_model_grads_func(
+                    models,
+                    tokens,
+                    pg_collection=pg_collection,
+                    force_all_reduce=force_all_reduce,
+                )
+                add_up_tied_gradients(models)
+                add_up_ends(models)
+            report = self.observer.gather(step, ran.records, ran.failure, ran.host_peak_bytes)
+            between = "optimizer and what else Megatron does between iterations"
+            self.current_op.enter(OutsidePhase(between))
+            return Attempt(step, ran.records, report)
+
+        def undo() -> None:
+            """Nothing of the attempt counts, as of biases that Megatron moves before its failure is
+            known; the next one draws what it drew."""
+            restore_random_states(random)
+            for tensor, before in changed:
+                tensor.copy_(before)
+            for model in [] if forward_only else models:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                if hasattr(model, "zero_grad_buffer"):
+                    model.zero_grad_buffer()
+
+        done = self.retry.run(iteration, forward_only, attempt, undo)
+        if not forward_only:
+            self.observer.after(iteration, done, self.steps.waited_seconds)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        if not forward_only:
+            # Whole documents of this replica, once per iteration on every rank: Megatron's log
+            # line then shows true tokens and TFLOP/s.
+            update_seqlen_stats_from_cu_seqlens(self.runner.flop_borders(self.ran.plan))
+            if self.ran.reports:
+                self.validate(next(iter(self.ran.reports[0].values()))[0])
+        return self.ran.reports
+
+
+def _batches(data_iterator: Any) -> GlobalBatches:
+    """The global batches behind Megatron's iterator.
+
+    In training Megatron wraps a data set's iterator so that its re-run machine can replay what an
+    iteration has read (megatron/core/rerun_state_machine.py, RerunDataIterator). What it wraps, its
+    ``iterable``, is what can look ahead and read tokens. The certificate hands its own, unwrapped.
+    """
+    return getattr(data_iterator, "iterable", data_iterator)
+
+
+def _iteration() -> int:
+    """Number of the iteration that runs, from 1; of an evaluation: after which it comes.
+
+    ``train`` keeps the number of finished ones in ``args.curr_iteration``, anew before each. Until
+    the first it is 0, or missing where nothing is trained; then ``args.iteration``, the
+    checkpoint's, says how many there were.
+    """
+    args = get_args()
+    return (getattr(args, "curr_iteration", None) or args.iteration or 0) + 1

@@ -1,0 +1,150 @@
+"""Megatron's ``pretrain`` from the command line, with its own schedule and data or with ours.
+
+The wheel of megatron-core holds the trainer but not the script that calls it. This is that script's
+work: read the flags, build the configuration, hand over data, forward step and loss (with --epp
+setup.py, else megatron_gpt.py), train. Without ``--epp`` it computes the same numbers as
+Megatron-LM's own script, bit for bit (scripts/upstream/compare_upstream.py).
+
+A user's mistake ends every rank with status 2 and one line (job_exit.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_epp.mcore.job import job_exit
+from megatron_epp.mcore.job.read_flags import (
+    be_the_only_process,
+    rank,
+    read_flags,
+    refusals_as_value_errors,
+)
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+from megatron_epp.te_reference import reference_switch
+
+if TYPE_CHECKING:  # Megatron is imported when its host is prepared
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
+
+
+def main(
+    program_start: float | None = None,
+    hooks: TrainerHooks | None = None,
+    datasets: Callable[..., Any] | None = None,
+    hybrid: bool = False,
+) -> None:
+    """Train as the command line says; a user's mistake ends the process with status 2.
+
+    program_start   seconds since the epoch when the program started
+    hooks           what stands in for parts of --epp (setup.py)
+    datasets        Megatron's data provider without --epp, in the place of its own
+    hybrid          a HybridModel; else a GPTModel
+    """
+    try:
+        train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
+    except Exception as error:
+        if not job_exit.is_users_mistake(error):
+            raise
+        job_exit.refuse_and_exit(error)
+    job_exit.finish()
+
+
+def train(
+    program_start: float,
+    hooks: TrainerHooks | None = None,
+    datasets: Callable[..., Any] | None = None,
+    hybrid: bool = False,
+) -> None:
+    """Read the command line and train; see :func:`main`.
+
+    ValueError: the command line, or a file that it names, cannot be used.
+    """
+    if "RANK" not in os.environ:
+        be_the_only_process()
+    if rank() != 0:
+        # One rank's word is enough, as Megatron-LM's script has it.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+    cuda_host.prepare(sys.argv[1:])
+    cpu_host.install_cpu_host()
+    if reference_switch.is_started() and rank() == 0:
+        print(reference_switch.in_words(), flush=True)
+    seams.install(seams.ALWAYS_SEAMS)
+    seams.check_seams()
+
+    from megatron.core.enums import ModelType
+    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_epp.mcore import partition
+    from megatron_epp.mcore.job import megatron_gpt
+    from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
+
+    set_startup_timestamps(program_start=program_start, main_entry=time.time())
+    store = None
+    args = read_flags()
+    _require_kind(args.hybrid_layer_pattern, hybrid)
+    _require_iterations(args)
+    if args.inprocess_restart:
+        pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    choices = partition.choose_vocabulary(args, hooks), partition.choose_partition(args)
+    for said in filter(None, choices):
+        if rank() == 0:
+            print(said, flush=True)
+    with refusals_as_value_errors():
+        model = described(args)
+    forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
+    if args.epp:
+        from megatron_epp.mcore.trainer import setup
+
+        seams.install(seams.EPP_SEAMS)
+        forward_step, datasets = setup.setup(args, model, hooks)
+        if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
+            # Behind the hooks that claim the folder.
+            model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT_VOCABULARY))
+            if partition.chosen(args):
+                model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT))
+    elif cpu_host.is_cpu_host():
+        mend_layer_spec(model)
+    with refusals_as_value_errors():
+        configuration = pretrain_cfg_container_from_args(args, model)
+    pretrain(
+        configuration,
+        datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        get_embedding_ranks=megatron_gpt.embedding_ranks,
+    )
+
+
+def _require_iterations(args: Any) -> None:
+    """A ValueError where nothing says how long to train: Megatron's schedule of learning rates has
+    no length then, with --skip-train too."""
+    for name in ("train_iters", "train_samples"):
+        wanted = getattr(args, name) or 0
+        if wanted < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {wanted}: expected at least 1")
+    if not (args.train_iters or args.train_samples):
+        raise ValueError(
+            "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "
+            "(to evaluate without training, give the length of the training and --skip-train)"
+        )
+
+
+def _require_kind(pattern: str | None, hybrid: bool) -> None:
+    """A ValueError where the program and the flags do not speak of the same kind of model."""
+    if pattern is not None and not hybrid:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern}: pretrain_gpt trains Megatron's GPTModel; run "
+            "megatron_epp.pretrain_hybrid with these flags, or leave the pattern out"
+        )
+    if pattern is None and hybrid:
+        raise ValueError(
+            "--hybrid-layer-pattern is missing: pretrain_hybrid trains Megatron's HybridModel; "
+            "expected a letter for each layer, as in '*-*E*-', or run megatron_epp.pretrain_gpt"
+        )

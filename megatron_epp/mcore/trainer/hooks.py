@@ -1,0 +1,92 @@
+"""What a job of ``--epp`` is made of, and the hooks that replace parts of it."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_epp.control.given_steps import GivenSteps
+from megatron_epp.control.observe import Summary, summary_line
+from megatron_epp.control.step_source import StepSource
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
+from megatron_epp.mcore.calibrate.profile_file import obtain
+from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
+from megatron_epp.mcore.data.item_documents import VarlenItems
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.job_cost import make_planning
+from megatron_epp.mcore.model.attention import Attention, attention_for
+from megatron_epp.mcore.model.elastic_layers import install_in_model
+from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.runtime.groups import Groups
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """This rank's place in the job, known when Megatron has built the model.
+
+    layers   of every stage
+    share    of a chunk's rows, which this rank computes
+    placement  the rank of every stage; none where stage i lies on rank i
+    """
+
+    args: Any
+    config: Config
+    groups: Groups
+    layers: tuple[int, ...]
+    share: RowShare
+    device: torch.device
+    attention: Attention
+    placement: tuple[int, ...] = ()
+
+
+def make_steps(place: JobContext, model: Any) -> StepSource:
+    """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
+    ``model``, this rank's first stage, is wrapped, in its final number format. Collective."""
+    if place.config.epp_plan is not None:
+        return GivenSteps(place.config.epp_plan)
+    args, config, groups = place.args, place.config, place.groups
+    profile = obtain(args, config, model, groups, place.share)
+    return make_planning(args, config, place.layers, place.share.multiple, groups, profile)
+
+
+def limit_bytes(config: Config) -> float:
+    """Bytes that chunks may hold on a host at most, whatever was planned."""
+    limit = config.epp_memory_limit_gib
+    return math.inf if limit is None else limit * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHooks:
+    """Replacements of the trainer's own parts by a benchmark, an example or a test.
+
+    pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
+                       wraps them; or None
+    make_steps         where steps come from
+    items              (samples wanted of training, validation, test): three datasets of items in
+                       the place of the corpora of --data-path (data/item_documents.py), or None
+    make_batches       (documents, size of a batch, or of that behind so many samples, samples
+                       consumed): the global batches
+    summary            the line that is logged of an iteration
+    choose             (part of layers, flags, layers of every stage): what flags leave open of it
+    attention_for      (--epp-attention, model's configuration, device): the attention
+    install_in_model   (model, context, attention): makes the model compute chunks
+    make_stage         the model's side of the executor
+    limit_bytes        (configuration): what chunks may hold on a host
+    """
+
+    pre_wrap: Callable[[list[Any]], list[Any]] | None = None
+    make_steps: Callable[[JobContext, Any], StepSource] = make_steps
+    items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
+    make_batches: Callable[[DocumentSource, int | Callable[[int], int], int], GlobalBatches] = (
+        GlobalBatches
+    )
+    summary: Summary = summary_line
+    choose: Chooser = cheaper
+    attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
+    install_in_model: Callable[[Any, int, Attention], None] = install_in_model
+    make_stage: Callable[..., ModelStage] = ModelStage
+    limit_bytes: Callable[[Config], float] = limit_bytes

@@ -1,0 +1,271 @@
+"""One rank's part of a job with ``--epp``, built step by step when Megatron builds its model."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.control.accept import AcceptedSteps
+from megatron_epp.control.cost_monitor import CostMonitor
+from megatron_epp.control.files import claim
+from megatron_epp.control.observe import Observer
+from megatron_epp.control.report import IterationReport, Recorder
+from megatron_epp.control.retry import Retry
+from megatron_epp.control.step_source import StepSource
+from megatron_epp.ir import Step
+from megatron_epp.mcore.calibrate.open_choices import settle_choices
+from megatron_epp.mcore.capabilities import refusals
+from megatron_epp.mcore.data.chat_cache import converted_chats
+from megatron_epp.mcore.data.global_batches import GlobalBatches
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.process_groups import make_groups
+from megatron_epp.mcore.job_cost import host_budget_bytes
+from megatron_epp.mcore.model.attention import Attention, this_device
+from megatron_epp.mcore.model.early_head import early_head
+from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
+from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
+from megatron_epp.mcore.model.prediction.depths import layers_of
+from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
+from megatron_epp.mcore.model.vocabulary.tied import tie
+from megatron_epp.mcore.model.warm_up import warm_up
+from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of
+from megatron_epp.mcore.placing.ends import tie_ends
+from megatron_epp.mcore.trainer import telemetry
+from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
+from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
+from megatron_epp.mcore.trainer.job_data import JobData
+from megatron_epp.mcore.trainer.sigterm import speak_when_terminated
+from megatron_epp.mcore.trainer.stage_runner import StageRunner
+from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.executor import CurrentOp
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
+from megatron_epp.runtime.program_runner import ProgramRunner
+from megatron_epp.runtime.watcher import Watcher
+
+
+class Job:
+    """This rank's part of the job.
+
+    Megatron's hooks build it: ``attach`` before the model is wrapped, ``prepare`` after it, which
+    makes the ``schedule``.
+    """
+
+    def __init__(self, args: Any, config: Config, hooks: TrainerHooks):
+        self.args, self.config, self.hooks = args, config, hooks
+        self.recorder = Recorder(config.epp_record) if config.epp_record else None
+        # Megatron's evaluation takes another mean of the losses where it sees the flag.
+        self._reads_chats, args.sft = getattr(args, "sft", False), False
+        self._data = JobData(config.epp_overlong, hooks)
+        self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
+        self._locks: list[TextIO] = []  # open as long as the job
+        self._current_op = CurrentOp(0)  # its stage is known when the model is built
+        self._place: JobContext | None = None
+        self._schedule: ElasticSchedule | None = None
+
+    def install(self, model_config: Any) -> None:
+        """Have Megatron's builder call this job when it builds the model of ``model_config``."""
+        model_config.pre_wrap_hooks.append(self.attach)
+        model_config.post_wrap_hooks.append(self.prepare)
+
+    @property
+    def schedule(self) -> ElasticSchedule:
+        assert self._schedule is not None, "the model is not built yet"
+        return self._schedule
+
+    @property
+    def place(self) -> JobContext:
+        assert self._place is not None, "the model is not built yet"
+        return self._place
+
+    # -------------------------------------------------------------- before the model is wrapped
+
+    def attach(self, models: list[Any]) -> list[Any]:
+        """Make the model compute chunks (Megatron's pre-wrap hook). Collective.
+
+        Args:
+            models: the stages of this rank, first to last.
+        """
+        place, device = place_of(self.args), this_device()
+        attention = self._warm_up(models[0].config, device)
+        groups = make_groups(device, place)
+        stages = dict(zip(own_stages(place, groups.pipeline_rank), models, strict=True))
+        layers = self._layers_of_stages(stages, groups)
+        settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
+        self._install_in_models(stages, attention, place, device)
+        self._current_op.stage = groups.pipeline_rank
+        self._claim_folders(groups)
+        if self._reads_chats:
+            self._data.chats = converted_chats(self.args, groups.control)
+        rows = RowShare.of(self.args)
+        self._place = JobContext(
+            self.args, self.config, groups, layers, rows, device, attention, place
+        )
+        self._watch(groups)
+        return models
+
+    def _warm_up(self, config: Any, device: torch.device) -> Attention:
+        """Return the attention of the model, after its kernels have run once for every view."""
+        attention = self.hooks.attention_for(self.config.epp_attention, config, device)
+        heads, whole = heads_of(config), heads_of(config, context=1)
+        for before, sinks in layers_see(config):
+            seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
+            warm_up(seeing, heads, whole, self.args.seq_length, device)
+        return attention
+
+    def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:
+        """Return the layers of every stage of the pipeline. Collective.
+
+        Args:
+            stages: the model of each stage of this rank.
+
+        Raises:
+            ValueError: ranks differ in vocabulary parallelism, which each has chosen for itself.
+        """
+        count = stages_of(self.args)
+        local = torch.zeros(count + 1, dtype=torch.int64)
+        local[-1] = refusals.vocabulary_parallel(self.args)
+        for stage, model in stages.items():
+            local[stage] = len(layers_of(model))
+        flat = torch.empty(len(local) * groups.control.size(), dtype=local.dtype)
+        dist.all_gather_into_tensor(flat, local, group=groups.control)
+        of_ranks = flat.view(-1, count + 1)
+        if len(of_ranks[:, -1].unique()) > 1:
+            raise ValueError(
+                "--epp-vocab-parallel auto: ranks have chosen differently, from other files or "
+                "other devices; give on or off"
+            )
+        return tuple(of_ranks[list(groups.pipeline_ranks), :-1].sum(0).tolist())
+
+    def _install_in_models(
+        self,
+        stages: Mapping[int, Any],
+        attention: Attention,
+        place: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        """Replace what computes whole micro-batches in the models of this rank's stages."""
+        models = list(stages.values())
+        for model in models:
+            self.hooks.install_in_model(model, self.args.seq_length, attention)
+        if refusals.vocabulary_parallel(self.args):
+            refusals.require_whole_words(self.args)  # padded now
+            spread_output_layer(stages, place, device)
+            tie(models, device)
+        tie_ends(stages, stages_of(self.args))
+        if getattr(self.args, FUSED_LINEARS, False):
+            for model in models:
+                fuse_weight_gradients(model)
+
+    def _claim_folders(self, groups: Groups) -> None:
+        """Lock the folders that this job writes against other jobs. Collective."""
+        error = None
+        if groups.control.rank() == 0:
+            try:
+                self._locks = claim(self._folders)
+            except ValueError as refusal:
+                error = str(refusal)
+        broadcast_text("", error, groups.control)
+
+    def _watch(self, groups: Groups) -> None:
+        """Have this rank say its op when it is terminated, and when it hangs."""
+        if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
+            speak_when_terminated(self._current_op, dist.get_rank())
+        Watcher(
+            self._current_op,
+            groups.pipeline_ranks,
+            dist.get_rank(),
+            groups.timeout,
+            together=groups.in_lockstep,
+        ).start()
+
+    # -------------------------------------------------------------- after the model is wrapped
+
+    def prepare(self, models: list[Any]) -> list[Any]:
+        """Make the schedule (Megatron's post-wrap hook).
+
+        The model has its final number format here, so it can be measured and steps can be planned.
+        """
+        place, args = self.place, self.args
+        steps = self.hooks.make_steps(place, models[0])
+        accepted = AcceptedSteps(
+            steps,
+            place.groups,
+            place.layers,
+            self._current_op,
+            args.context_parallel_size,
+            whole_documents(args),
+            place.placement,
+        )
+        self._schedule = ElasticSchedule(
+            accepted,
+            self._stage_runner(models),
+            Retry(steps, place.groups),
+            self._observer(steps),
+            validate=lambda total: megatron_gpt.validate(total, args),
+        )
+        return models
+
+    def _stage_runner(self, models: list[Any]) -> StageRunner:
+        """Return what runs this rank's program of a plan."""
+        place, config = self.place, self.config
+        meter: AllocatorMeter | SavedBytesMeter
+        if place.device.type == "cuda":
+            meter = AllocatorMeter(every_op=config.epp_record is not None)
+        else:
+            parameters = chain.from_iterable(model.parameters() for model in models)
+            meter = SavedBytesMeter(parameters, self.hooks.limit_bytes(config))
+        return StageRunner(
+            ProgramRunner(place.device, self._current_op, place.groups),
+            own_stages(place.placement, place.groups.pipeline_rank),
+            place.groups.replica,
+            share=place.share,
+            meter=meter,
+            early_head=early_head(self.args),
+            stores_last_slice=place.attention.stores_last_slice,
+            make_stage=self.hooks.make_stage,
+            host_bytes=host_budget_bytes(config),
+        )
+
+    def _observer(self, steps: StepSource) -> Observer:
+        """Return what reports, records and compares an iteration with its prediction."""
+        args, config, groups = self.args, self.config, self.place.groups
+        folders = [folder for _, folder in self._folders if folder]
+        may_refit = config.epp_cost_model is None and config.epp_plan is None
+        return Observer(
+            groups,
+            steps,
+            CostMonitor(groups, folders, may_refit),
+            self.recorder,
+            self.hooks.summary,
+            self._write_scalars,
+            loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
+        )
+
+    def _write_scalars(
+        self, iteration: int, step: Step, report: IterationReport, waited_seconds: float
+    ) -> None:
+        if telemetry.wanted():
+            truncated = self._data.truncated_documents
+            telemetry.write(telemetry.scalars(step, report, waited_seconds, truncated), iteration)
+
+    # -------------------------------------------------------------- what Megatron calls
+
+    def choose_schedule(self, original: Any) -> Any:
+        """Return the replacement of Megatron's ``get_forward_backward_func``."""
+
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> ElasticSchedule:
+            return self.schedule
+
+        return get_forward_backward_func
+
+    def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
+        """Return the global batches of training, validation and test, in Megatron's order.
+
+        They begin where the checkpoint stopped.
+        """
+        return self._data.global_batches(samples, self.place.groups.control)

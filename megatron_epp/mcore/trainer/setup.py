@@ -1,0 +1,76 @@
+"""``--epp`` put into a process of Megatron's trainer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_epp.mcore.capabilities import refusals
+from megatron_epp.mcore.data.chat_cache import check_chat_flags
+from megatron_epp.mcore.flags import replaced
+from megatron_epp.mcore.flags.config import AUTO, OFF, Config
+from megatron_epp.mcore.job.read_flags import rank
+from megatron_epp.mcore.job_cost import host_budget_bytes
+from megatron_epp.mcore.model.forward import chunk_forward_step
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+from megatron_epp.mcore.model.quantisation import warn_of_scales
+from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.placing.parts import place_parts
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+from megatron_epp.mcore.trainer.job import Job
+from megatron_epp.mcore.trainer.launcher import end_with_launcher
+
+
+def setup(args: Any, model_config: Any, hooks: TrainerHooks | None = None) -> tuple[Any, Any]:
+    """Put elastic pipelines into this process.
+
+    Args:
+        args: Megatron's, with ours (:mod:`megatron_epp.mcore.flags.config`).
+        model_config: the model configuration that ``pretrain`` will build from.
+        hooks: replacements of parts of the trainer.
+
+    Returns:
+        The forward step and the data provider for Megatron's ``pretrain``.
+
+    Raises:
+        ValueError: one line on what cannot run.
+    """
+    if args.epp_vocab_parallel == AUTO:
+        args.epp_vocab_parallel = OFF  # in whose script whatever comes may change the model
+        if args.pipeline_model_parallel_size > 1 and rank() == 0:
+            print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
+    config = Config.of(args)
+    hooks = hooks or TrainerHooks()
+    _refuse(args, config)
+    end_with_launcher()
+    place_parts(model_config, args)
+    if hooks.pre_wrap is not None:
+        if refusals.vocabulary_parallel(args):
+            raise ValueError(
+                "--epp-vocab-parallel on does not run a model that a script changes before it is "
+                "wrapped, as adapters do; give --epp-vocab-parallel off"
+            )
+        model_config.pre_wrap_hooks.append(hooks.pre_wrap)
+    job = Job(args, config, hooks)
+    mend_layer_spec(model_config)
+    job.install(model_config)
+    seams.apply_schedule_seam(job.choose_schedule)
+
+    def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
+        return job.datasets(samples)
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
+    return chunk_forward_step, datasets
+
+
+def _refuse(args: Any, config: Config) -> None:
+    """Refuse what cannot run, before anything is slow; warn of flags without effect."""
+    refusals.refuse(args)
+    replaced.warn(args)
+    warn_of_scales(args)
+    host_budget_bytes(config)
+    if args.sft:
+        check_chat_flags(args)
+    if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
+            f"than the {args.num_layers} layers; expected at most one stage per layer"
+        )

@@ -1,0 +1,85 @@
+"""FP8 with one scale for a whole tensor: what the format holds at most over its largest number.
+
+    x [T, K]    data [T, K]    transpose [K, T], where products read rows only    1 / scale [1]
+
+``current`` scaling looks for the largest number itself, over a group where it is told to; where
+parts of weights are cast, the scale is handed over (``Float8Quantizer``). A transpose that is said
+to be stale is not read.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.te_reference.operands import expect, torch_dtype
+
+
+def is_whole(of: Any) -> bool:
+    """Whether a quantizer, or a tensor, has one scale."""
+    return hasattr(of, "_transpose_invalid") or _named(of, "Float8CurrentScalingQuantizer")
+
+
+def has_scale(quantizer: Any) -> bool:
+    """Whether a quantizer of whole tensors is handed its scale."""
+    return _named(quantizer, "Float8Quantizer")
+
+
+def _named(of: Any, name: str) -> bool:
+    return type(of).__name__ == name
+
+
+def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
+    """float32; one of zeros, and of what is not finite, has none."""
+    found = amax.float().clamp(min=epsilon)
+    none = (found == 0) | ~found.isfinite()
+    scale = (largest / found.masked_fill(none, largest)).clamp(max=torch.finfo(torch.float32).max)
+    if power_of_two:
+        scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
+    return scale
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of ``x`` times ``scale``."""
+    largest = torch.finfo(dtype).max
+    return (x.double() * scale).clamp(-largest, largest).float().to(dtype).view(torch.uint8)
+
+
+def quantize_whole(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
+    dtype = torch_dtype(quantizer.dtype)
+    if has_scale(quantizer):
+        scale = quantizer.scale
+    else:
+        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+        if quantizer.with_amax_reduction:
+            amax = _largest_of(amax, quantizer.amax_reduction_group)
+        largest, power = torch.finfo(dtype).max, quantizer.force_pow_2_scales
+        scale = scale_of(amax, largest, power, quantizer.amax_epsilon)
+    values = cast(x, scale, dtype)
+    expect(output._data is not None or output._transpose is not None, kernel, "nowhere to write")
+    if output._data is not None:
+        output._data.copy_(values.view(output._data.shape))
+    if output._transpose is not None:
+        values_TK = values.view(-1, values.shape[-1])
+        output._transpose.copy_(values_TK.T.reshape(output._transpose.shape))
+        output._transpose_invalid = False
+    output._scale_inv.copy_(1 / scale.view(output._scale_inv.shape))
+    return output
+
+
+def _largest_of(amax: Tensor, group: Any) -> Tensor:
+    """Over the ranks of ``group``; the kernel asks its communicator, not torch's functions."""
+    made = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(made)[0]
+
+
+def whole_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
+    """[T, K], by the data that a product in this direction reads."""
+    dtype = torch_dtype(tensor._fp8_dtype)
+    across = columnwise and torch.cuda.get_device_properties(0).major < 10
+    data = tensor._transpose if across else tensor._data
+    way = "columns" if columnwise else "rows"
+    stale = across and tensor._transpose_invalid
+    expect(data is not None and not stale, kernel, f"{name} is read by {way}, and has none")
+    values = data.reshape(data.shape[0], -1).T if across else data.reshape(-1, data.shape[-1])
+    return values.contiguous().view(dtype).double() * tensor._scale_inv.double()

@@ -1,0 +1,107 @@
+"""The stand-in for ``transformer_engine_torch``."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from megatron_epp.te_reference import (
+    attention,
+    enums,
+    norms,
+    optimizers,
+    permutation,
+    products,
+    rotary,
+    softmax,
+)
+from megatron_epp.te_reference.activations import functions
+from megatron_epp.te_reference.device import CUBLASLT, CUDNN
+from megatron_epp.te_reference.fp8 import primary, quantizers
+
+NAME = "transformer_engine_torch"
+
+
+class KernelReference(types.ModuleType):
+    """Functions that are written; any other is one that says so when it is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def unwritten(*args: Any, **others: Any) -> Any:
+            raise NotImplementedError(
+                f"te_reference: {NAME}.{name} is not written; add it to megatron_epp/te_reference"
+            )
+
+        return unwritten
+
+
+class CommOverlapHelper:
+    """Overlap of communication with products: nothing of it is written, its names are classes."""
+
+    def __init__(self, *args: Any, **others: Any):
+        raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")
+
+
+class CommOverlap(CommOverlapHelper):
+    """Products beside collectives."""
+
+
+class CommOverlapP2P(CommOverlapHelper):
+    """Products beside a ring of messages."""
+
+
+class CommOverlapCore(CommOverlapHelper):
+    """Base class of both."""
+
+
+def reference() -> types.ModuleType:
+    made = KernelReference(NAME)
+    for name, value in {**_functions(), **_names()}.items():
+        setattr(made, name, value)
+    return made
+
+
+def _names() -> dict[str, Any]:
+    classes = (CommOverlapHelper, CommOverlap, CommOverlapP2P, CommOverlapCore)
+    enumerations = {
+        name: value
+        for name, value in vars(enums).items()
+        if isinstance(value, type) and value.__module__ == enums.__name__
+    }
+    return {one.__name__: one for one in classes} | enumerations
+
+
+def _functions() -> dict[str, Callable[..., Any]]:
+    made = functions()
+    modules: tuple[types.ModuleType, ...] = (
+        attention,
+        norms,
+        optimizers,
+        permutation,
+        primary,
+        products,
+        quantizers,
+        rotary,
+        softmax,
+    )
+    for module in modules:
+        made |= {
+            name: value
+            for name, value in vars(module).items()
+            if isinstance(value, types.FunctionType)
+            and value.__module__ == module.__name__
+            and not name.startswith("_")
+        }
+    kinds = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
+    for kind in (*kinds, "scaled_aligned_causal_masked"):
+        made[f"{kind}_softmax_backward"] = made["softmax_backward"]
+    del made["softmax_backward"]
+    return made | {
+        "get_cudnn_version": lambda: CUDNN,
+        "get_cublasLt_version": lambda: CUBLASLT,
+        "device_supports_multicast": lambda device_id=-1: False,
+        "get_stream_priority_range": lambda device_id=-1: (0, -5),
+        "ubuf_built_with_mpi": lambda: False,
+        "nvte_built_with_cublasmp": lambda: False,
+    }

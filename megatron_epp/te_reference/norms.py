@@ -1,0 +1,114 @@
+"""LayerNorm and RMSNorm, forward and backward; what backward needs of a row is kept wide.
+
+T rows, H channels; the weight w, or 1 + w where it is centred at zero.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_epp.te_reference.fp8.quantizers import quantize
+from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide, written
+
+
+def _operands(kernel: str, x_TH: Any, weight_H: Any, centred: bool) -> tuple[Tensor, Tensor]:
+    x, weight = dense(kernel, "the input", x_TH), dense(kernel, "the weight", weight_H)
+    expect(x.dim() == 2, kernel, f"an input of {tuple(x.shape)}, expected rows of channels")
+    expect(
+        weight.shape == x.shape[1:],
+        kernel,
+        f"a weight of {tuple(weight.shape)} for {tuple(x.shape)}",
+    )
+    expect(weight.dtype == x.dtype, kernel, f"a weight of {weight.dtype} for {x.dtype}")
+    return wide(x), wide(weight) + (1 if centred else 0)
+
+
+def _output(kernel: str, out: Any, values: Tensor, otype: Any, quantizer: Any) -> Any:
+    if quantizer is None:
+        return written(kernel, out, values, torch_dtype(otype))
+    return quantize(written(kernel, None, values, torch_dtype(otype)), quantizer, out)
+
+
+def rmsnorm_fwd(
+    input: Any, weight: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any,
+    sm_margin: int, zero_centered_gamma: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """[output, nothing, 1 / root mean square of each row]."""
+    kernel = "rmsnorm_fwd"
+    x, weight = _operands(kernel, input, weight, zero_centered_gamma)
+    scale_T = (x.square().mean(-1) + eps).rsqrt()
+    values = x * scale_T[:, None] * weight
+    return [_output(kernel, ln_out, values, otype, quantizer), None, scale_T]
+
+
+def layernorm_fwd(
+    input: Any, weight: Any, bias: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any,
+    sm_margin: int, zero_centered_gamma: bool,
+) -> list[Tensor]:  # fmt: skip
+    """[output, mean, 1 / standard deviation of each row]."""
+    kernel = "layernorm_fwd"
+    x, weight = _operands(kernel, input, weight, zero_centered_gamma)
+    mean_T = x.mean(-1)
+    scale_T = (x.var(-1, correction=0) + eps).rsqrt()
+    values = (x - mean_T[:, None]) * scale_T[:, None] * weight
+    if bias is not None:
+        values = values + wide(dense(kernel, "the bias", bias))
+    return [_output(kernel, ln_out, values, otype, quantizer), mean_T, scale_T]
+
+
+def _gradients(
+    kernel: str, dz: Any, x: Tensor, normed: Tensor, scale_T: Tensor, weight: Tensor, mean: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of input, weight and bias, wide; ``normed`` is the output without weights."""
+    grad = wide(dense(kernel, "the gradient", dz))
+    expect(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
+    expect(
+        scale_T.shape == x.shape[:1] and scale_T.dtype == x.dtype,
+        kernel,
+        f"what forward kept is {tuple(scale_T.shape)} of {scale_T.dtype}",
+    )
+    inner = grad * weight
+    made = inner - normed * (inner * normed).mean(-1, keepdim=True)
+    if mean:
+        made = made - inner.mean(-1, keepdim=True)
+    return made * scale_T[:, None], (grad * normed).sum(0), grad.sum(0)
+
+
+def _rmsnorm_gradients(
+    kernel: str, dz: Any, x: Any, rsigma: Tensor, gamma: Any, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of input and weight, wide."""
+    values, weight = _operands(kernel, x, gamma, centred)
+    normed = values * rsigma[:, None]
+    return _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)[:2]
+
+
+def rmsnorm_bwd(
+    dz: Any, x: Any, rsigma: Tensor, gamma: Any, sm_margin: int, zero_centered_gamma: bool
+) -> list[Tensor]:
+    """Gradients of [input, weight]."""
+    dx, dweight = _rmsnorm_gradients("rmsnorm_bwd", dz, x, rsigma, gamma, zero_centered_gamma)
+    return [dx.to(x.dtype), dweight.to(gamma.dtype)]
+
+
+def rmsnorm_bwd_add(
+    dz: Any, x: Any, add: Any, rsigma: Tensor, gamma: Any, sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The same, with ``add`` on top of the input's."""
+    kernel = "rmsnorm_bwd_add"
+    dx, dweight = _rmsnorm_gradients(kernel, dz, x, rsigma, gamma, zero_centered_gamma)
+    dx = dx + wide(dense(kernel, "the addend", add)).view(dx.shape)
+    return [dx.to(x.dtype), dweight.to(gamma.dtype)]
+
+
+def layernorm_bwd(
+    dz: Any, x: Any, mu: Tensor, rsigma: Tensor, gamma: Any, sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of [input, weight, bias]."""
+    kernel = "layernorm_bwd"
+    values, weight = _operands(kernel, x, gamma, zero_centered_gamma)
+    normed = (values - mu[:, None]) * rsigma[:, None]
+    dx, dweight, dbias = _gradients(kernel, dz, values, normed, rsigma, weight, mean=True)
+    return [dx.to(x.dtype), dweight.to(gamma.dtype), dbias.to(gamma.dtype)]

@@ -1,0 +1,68 @@
+"""Checks of operands: a kernel takes an address, sizes and a format on trust."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.te_reference.enums import TORCH, DType
+
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32, torch.float64)
+
+
+class Misread(RuntimeError):
+    """An operand that the compiled kernel would refuse, or read as something else."""
+
+
+def expect(true: bool, kernel: str, what: str) -> None:
+    if not true:
+        raise Misread(f"{kernel}: {what}")
+
+
+def dense(kernel: str, name: str, tensor: Any) -> Tensor:
+    """``tensor``, which lies in one piece and is of a number format that is written here."""
+    expect(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
+    plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    expect(plain, kernel, f"{name} is a {type(tensor).__name__}: quantised operands are lacking")
+    strides = tuple(tensor.stride())
+    expect(
+        tensor.is_contiguous(),
+        kernel,
+        f"{name} {tuple(tensor.shape)} has strides {strides}, and is read as if in one piece",
+    )
+    expect(tensor.dtype in FLOATS, kernel, f"{name} is of {tensor.dtype}")
+    return tensor.detach()
+
+
+def no_quantizer(kernel: str, quantizer: Any) -> None:
+    if quantizer is not None:
+        raise NotImplementedError(
+            f"te_on_cpu: {kernel} with a {type(quantizer).__name__} is not written"
+        )
+
+
+def torch_dtype(wanted: Any) -> torch.dtype:
+    """Return torch's dtype for a value of the module's enumeration; torch's own stays."""
+    return wanted if isinstance(wanted, torch.dtype) else TORCH[DType(int(wanted))]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the format that kernels add up in: float32, float64 for float64."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def written(kernel: str, out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` rounded once, into ``out`` where it is given."""
+    if out is None:
+        return values.to(dtype).contiguous()
+    dense(kernel, "the output", out)
+    expect(
+        out.numel() == values.numel() and out.dtype == dtype,
+        kernel,
+        f"the output is {tuple(out.shape)} of {out.dtype}, expected {tuple(values.shape)} "
+        f"of {dtype}",
+    )
+    with torch.no_grad():
+        out.copy_(values.view(out.shape))
+    return out

@@ -1,0 +1,107 @@
+"""Steps of optimizers and norms over lists of tensors at once."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_epp.te_reference.operands import expect, wide
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+def _aligned(kernel: str, lists: Lists, count: int) -> None:
+    expect(len(lists) == count, kernel, f"{len(lists)} lists, expected {count}")
+    for tensors in zip(*lists, strict=True):
+        sizes = {x.numel() for x in tensors}
+        expect(len(sizes) == 1, kernel, f"tensors of {sorted(sizes)} elements side by side")
+        dense = all(x.is_contiguous() for x in tensors)
+        expect(dense, kernel, "a tensor is read as if in one piece")
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: float) -> None:
+    _aligned("multi_tensor_scale", lists, 2)
+    for source, target in zip(*lists, strict=True):
+        values = wide(source) * float(scale)
+        if not values.isfinite().all():
+            noop_flag.fill_(1)
+        target.copy_(values.view(target.shape))
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, is_infinite: Tensor, lists: Lists, scale: Tensor
+) -> None:
+    multi_tensor_scale(chunk_size, is_infinite, lists, float(scale))
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: Tensor, lists: Lists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """The norm of all, [1], and of each where it is asked for."""
+    _aligned("multi_tensor_l2norm", lists, 1)
+    each = torch.stack([wide(x).norm() for x in lists[0]])
+    return each.norm()[None], each if per_tensor else each.new_empty(0)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    whole, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
+    return whole * inv_scale, each * inv_scale
+
+
+def multi_tensor_adam(
+    chunk_size: int, noop_flag: Tensor, lists: Lists, lr: float, beta1: float, beta2: float,
+    epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
+) -> None:  # fmt: skip
+    """Lists: gradients, parameters, first and second moments, and where parameters are halves their
+    main copies. ``mode`` 1: the weights decay by themselves (AdamW), 0: through the gradient."""
+    kernel = "multi_tensor_adam"
+    _aligned(kernel, lists, 5 if len(lists) == 5 else 4)
+    if int(noop_flag):
+        return
+    first_correction = 1 - beta1**step if bias_correction else 1.0
+    second_correction = 1 - beta2**step if bias_correction else 1.0
+    for tensors in zip(*lists, strict=True):
+        gradient, parameter, first, second = tensors[:4]
+        main = tensors[4] if len(tensors) == 5 else parameter
+        values, slope = wide(main), wide(gradient).view(main.shape)
+        if mode == 0:
+            slope = slope + weight_decay * values
+        m = wide(first) * beta1 + (1 - beta1) * slope.view(first.shape)
+        v = wide(second) * beta2 + (1 - beta2) * slope.view(second.shape).square()
+        update = (m / first_correction) / ((v / second_correction).sqrt() + epsilon)
+        update = update.view(main.shape)
+        if mode == 1:
+            update = update + weight_decay * values
+        values = values - lr * update
+        first.copy_(m)
+        second.copy_(v)
+        main.copy_(values)
+        if main is not parameter:
+            parameter.copy_(values.view(parameter.shape))
+
+
+def multi_tensor_sgd(
+    chunk_size: int, noop_flag: Tensor, lists: Lists, wd: float, momentum: float,
+    dampening: float, lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool,
+    scale: float,
+) -> None:  # fmt: skip
+    """Lists: gradients, parameters, momenta, and where parameters have other copies those."""
+    _aligned("multi_tensor_sgd", lists, 4 if len(lists) == 4 else 3)
+    if int(noop_flag):
+        return
+    for gradient, parameter, moving, *copies in zip(*lists, strict=True):
+        slope = wide(gradient).view(parameter.shape) * scale
+        if wd and not wd_after_momentum:
+            slope = slope + wd * wide(parameter)
+        if momentum:
+            moved = slope if first_run else wide(moving) * momentum + (1 - dampening) * slope
+            moving.copy_(moved)
+            slope = slope + momentum * moved if nesterov else moved
+        if wd and wd_after_momentum:
+            slope = slope + wd * wide(parameter)
+        parameter.copy_(wide(parameter) - lr * slope)
+        for copy in copies:
+            copy.copy_(parameter.view(copy.shape))

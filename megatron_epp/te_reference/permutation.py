@@ -1,0 +1,85 @@
+"""Rows of tokens to their experts and back, by indices; padding between groups of rows.
+
+T tokens, K experts of each. ``row_id_map`` [K T]: where the k-th row of token t went, at k T + t,
+or -1 where it was dropped.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.te_reference.operands import dense, expect, wide
+
+
+def moe_permute_fwd(
+    input: Tensor, dtype: Any, indices: Tensor, num_out_tokens: int, workspace: list[Tensor],
+    max_expanded_token_num: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Rows by expert, each expert's in the order of tokens; ``num_out_tokens`` of them."""
+    kernel = "moe_permute_fwd"
+    dense(kernel, "the input", input)
+    expect(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
+    tokens, choices = indices.shape
+    order = indices.reshape(-1).sort(stable=True).indices  # positions t K + k
+    kept = order[: num_out_tokens or len(order)]
+    places = torch.full((choices * tokens,), -1, dtype=torch.int32)
+    places[kept % choices * tokens + kept // choices] = torch.arange(len(kept), dtype=torch.int32)
+    return input[kept // choices], places, workspace
+
+
+def moe_unpermute_fwd(
+    input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
+) -> Tensor:
+    """Sum of each token's rows, times their probabilities [T, K] where there are any."""
+    rows = wide(dense("moe_unpermute_fwd", "the input", input))
+    places = row_id_map.view(topK, num_tokens).long()
+    made = rows.new_zeros(num_tokens, rows.shape[1])
+    for choice in range(topK):
+        found = places[choice] >= 0
+        share = prob[found, choice, None].to(rows.dtype) if prob.numel() else 1
+        made[found] += rows[places[choice][found]] * share
+    return made.to(input.dtype)
+
+
+def moe_permute_bwd(
+    input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
+) -> Tensor:
+    return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
+
+
+def moe_unpermute_bwd(
+    input_bwd: Tensor, input_fwd: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows and of the probabilities."""
+    grad = wide(dense("moe_unpermute_bwd", "the gradient", input_bwd))
+    rows = wide(dense("moe_unpermute_bwd", "the input", input_fwd))
+    tokens = len(grad)
+    places = row_id_map.view(-1, tokens).long()
+    made, of_probs = torch.zeros_like(rows), torch.zeros(tokens, len(places), dtype=torch.float32)
+    for choice, place in enumerate(places):
+        found = place >= 0
+        share = prob[found, choice, None].to(rows.dtype) if prob.numel() else 1
+        made[place[found]] = grad[found] * share
+        of_probs[found, choice] = (grad[found] * rows[place[found]]).sum(-1).float()
+    return made.to(input_bwd.dtype), of_probs
+
+
+def fused_multi_row_padding(
+    input: Tensor, output: Tensor, rows: Sequence[int], padded_rows: Sequence[int]
+) -> None:
+    """Groups of rows, zeros behind each up to its padded number."""
+    expect(sum(rows) == len(input), "fused_multi_row_padding", f"{len(input)} rows for {rows}")
+    expect(sum(padded_rows) == len(output), "fused_multi_row_padding", f"{len(output)} rows")
+    output.zero_()
+    for group, padded in zip(input.split(rows), output.split(padded_rows), strict=True):
+        padded[: len(group)] = group
+
+
+def fused_multi_row_unpadding(
+    input: Tensor, output: Tensor, padded_rows: Sequence[int], rows: Sequence[int]
+) -> None:
+    expect(sum(padded_rows) == len(input), "fused_multi_row_unpadding", f"{len(input)} rows")
+    for padded, group in zip(input.split(padded_rows), output.split(rows), strict=True):
+        group.copy_(padded[: len(group)])

@@ -1,0 +1,201 @@
+"""Puts the reference in place: once in a process, on a host without a GPU, before Megatron."""
+
+import functools
+import importlib
+import os
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.te_reference import flash
+from megatron_epp.te_reference.device import DEVICES, CompiledKernel, ReportedDevice
+from megatron_epp.te_reference.module import NAME, reference
+
+PACKAGE = "transformer_engine"
+# Where scripts/setup_env.sh lays Transformer Engine's Python: beside the packages, as one without
+# its compiled part must not be found by whoever looks for it.
+FOLDER = Path(sys.prefix) / "te_on_cpu"
+# Its Python without its libraries; requirements-te.txt has the same pins.
+REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
+_WIDE = torch.float64
+
+
+def install_reference(device: str = "h100") -> None:
+    """ValueError: one line on what is not there."""
+    if device not in DEVICES:
+        raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is none of them")
+    if isinstance(sys.modules.get(NAME), types.ModuleType):
+        return
+    if not (FOLDER / PACKAGE / "pytorch").is_dir():
+        raise ValueError(
+            f"no Transformer Engine in {FOLDER}: run bash scripts/setup_env.sh in a checkout, or "
+            f"pip install --no-deps --target {FOLDER} {' '.join(REQUIREMENTS)} (1.3 MB)"
+        )
+    flash.register()
+    _be(DEVICES[device])
+    sys.path.append(str(FOLDER))
+    sys.modules[NAME] = reference()
+    # Its export to ONNX imports packages that nothing else needs.
+    sys.modules[f"{PACKAGE}.pytorch.onnx_extensions"] = _nothing("onnx_extensions")
+    _import()
+    _allow_modules()
+    _allow_blocks()
+    _widen()
+
+
+def _be(device: ReportedDevice) -> None:
+    """Have torch report ``device``, over what the CPU-only host reports already."""
+    properties: Any = torch.cuda.get_device_properties(0)
+    properties.name = device.name
+    properties.major, properties.minor = device.capability
+    properties.multi_processor_count = device.multiprocessors
+    # Python's questions alone: what torch does with a tensor does not depend on it.
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    tensors: Any = torch.Tensor
+    tensors.record_stream = lambda self, stream: None
+    # What scripts for GPUs ask besides (scripts/gpu).
+    cuda: Any = torch.cuda
+    cuda._sleep = lambda cycles: None
+    cuda._compile_kernel = CompiledKernel
+    cuda.memory_snapshot = list
+    # gloo takes together what Python has collected; it has no queue of a device to begin with.
+    together: Any = torch.distributed._coalescing_manager
+
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return together(group, None, async_ops)
+
+    torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
+    # And reads all of it in the first one's format: parameters in fp8 and others go as bytes.
+    groups: Any = torch.distributed.ProcessGroup
+    gather = groups.allgather_into_tensor_coalesced
+
+    def gather_bytes(group: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        both = ([x.view(torch.uint8) for x in tensors] for tensors in (outputs, inputs))
+        return gather(group, *both, *given, **named)
+
+    groups.allgather_into_tensor_coalesced = gather_bytes
+
+
+def _nothing(name: str) -> types.ModuleType:
+    """A module of which every attribute is a decorator that changes nothing."""
+
+    class Nothing(types.ModuleType):
+        def __getattr__(self, attribute: str) -> Any:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            return Nothing(f"{self.__name__}.{attribute}")
+
+        def __call__(self, *args: Any, **others: Any) -> Any:
+            return args[0] if args and callable(args[0]) else self
+
+    return Nothing(name)
+
+
+def _import() -> None:
+    """Import Transformer Engine without its libraries: its common part opens them, but where the
+    package is being built, and its layers ask that part to load the compiled module."""
+    building = "NVTE_PROJECT_BUILDING"
+    before = os.environ.get(building)
+    os.environ[building] = "1"
+    try:
+        # The package proper imports its layers: its common part comes first, from its folder.
+        folder = types.ModuleType(PACKAGE)
+        folder.__path__ = [str(FOLDER / PACKAGE)]
+        sys.modules[PACKAGE] = folder
+        common: Any = importlib.import_module(f"{PACKAGE}.common")
+        common.load_framework_extension = lambda framework: None
+        del sys.modules[PACKAGE]
+        importlib.import_module(PACKAGE).common = common  # type: ignore[attr-defined]
+    finally:
+        if before is None:
+            del os.environ[building]
+        else:
+            os.environ[building] = before
+
+
+def _allow_modules() -> None:
+    """Layers refuse to be made where torch has no GPU: while one is, it has."""
+    base: Any = importlib.import_module(f"{PACKAGE}.pytorch.module.base")
+    module = base.TransformerEngineBaseModule
+    plain = module.__init__
+
+    @functools.wraps(plain)
+    def make(self: Any, *args: Any, **others: Any) -> None:
+        says = torch.cuda.is_available
+        torch.cuda.is_available = lambda: True
+        try:
+            plain(self, *args, **others)
+        finally:
+            torch.cuda.is_available = says
+
+    module.__init__ = make
+
+
+def _allow_blocks() -> None:
+    """FP8 in blocks asks torch which CUDA it was built with: 12.9 or later."""
+    quantization: Any = importlib.import_module(f"{PACKAGE}.pytorch.quantization")
+    quantization._FP8_BLOCK_SCALING_SUPPORT = True, ""
+
+
+def _widen() -> None:
+    """float64 in the tables of formats, where it is handed on as it is, for bf16 where the kernels
+    of attention are chosen, and for float32 where these have sinks."""
+    constants: Any = importlib.import_module(f"{PACKAGE}.pytorch.constants")
+    constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE
+    attention = f"{PACKAGE}.pytorch.attention.dot_product_attention"
+    utils: Any = importlib.import_module(f"{attention}.utils")
+    plain = utils.get_attention_backend
+
+    @functools.wraps(plain)
+    def choose(attention_params: Any = None) -> Any:
+        if attention_params is not None and attention_params.qkv_dtype == _WIDE:
+            attention_params = replace(attention_params, qkv_dtype=torch.bfloat16)
+        return plain(attention_params)
+
+    utils.get_attention_backend = choose
+    backends: Any = importlib.import_module(f"{attention}.backends")
+    forward = backends.FusedAttention.forward
+
+    @functools.wraps(forward)
+    def attend(self: Any, query_layer: torch.Tensor, *args: Any, **others: Any) -> Any:
+        if query_layer.dtype != _WIDE:
+            return forward(self, query_layer, *args, **others)
+        backends.all = lambda checks: True  # that its operands are halves
+        try:
+            return forward(self, query_layer, *args, **others)
+        finally:
+            del backends.all
+
+    backends.FusedAttention.forward = attend
+    module: Any = importlib.import_module(f"{attention}.dot_product_attention")
+    whole = module.DotProductAttention.forward
+
+    @functools.wraps(whole)
+    def call(self: Any, query_layer: torch.Tensor, *args: Any, **others: Any) -> Any:
+        sinks = vars(self).get("softmax_offset")
+        if sinks is None or query_layer.dtype != _WIDE:
+            return whole(self, query_layer, *args, **others)
+        self.softmax_offset = _Unrounded(sinks)
+        try:
+            return whole(self, query_layer, *args, **others)
+        finally:
+            self.softmax_offset = sinks
+
+    module.DotProductAttention.forward = call
+
+
+class _Unrounded:
+    """A tensor that stays in its format."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def reshape(self, *shape: int) -> "_Unrounded":
+        return _Unrounded(self._tensor.reshape(*shape))
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._tensor

@@ -1,0 +1,238 @@
+"""The certificate in Transformer Engine's layers, over the reference of its kernels."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.command import OWN_BOUND, BatchVerdict
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
+from megatron_epp.ir import slices_of
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.command import certify_training
+from megatron_epp.mcore.model.kinds.window import WINDOW
+from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
+from tests.mcore.certified import certified
+from tests.mcore.sabotages import first_seed, judged_alone, require_shown
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+SABOTAGE = Path(__file__).with_name("sabotage.py")
+ENGINE = " --transformer-impl transformer_engine"
+DENSE = f"{LLAMA} --num-layers 2"
+EXPERTS = (
+    f"{DENSE} --qk-layernorm --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 384 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+DEEPSEEK = (
+    f"{DENSE} --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 352 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 704 --moe-layer-freq ([0]*1+[1]*1) "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+BIASED = (
+    f"{GPT} --num-layers 2 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+LATENTS = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 256 "
+    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --qk-layernorm"
+)
+V3 = f"{LATENTS} --q-lora-rank 384 --rotary-scaling-factor 40 --mscale-all-dim 1.0"
+LITE = f"{LATENTS} --v-head-dim 64 --rope-type rope --apply-layernorm-1p"  # values: fewer channels
+HYBRID = f"{DEEPSEEK} --hybrid-layer-pattern=*-*E*-".replace("--moe-layer-freq ([0]*1+[1]*1) ", "")
+GPT_OSS = (
+    f"{LLAMA} --num-layers 2 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable"
+)
+GROUPED = " --moe-grouped-gemm"
+SPREAD = " --sequence-parallel --expert-model-parallel-size 2"
+PATTERN = " --hybrid-layer-pattern="
+
+
+def models(*lines: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple((line + ENGINE).split()) for line in lines)
+
+
+EVERY_DEGREE = {
+    "one process": Trial(
+        Degrees(1, 1, 1),
+        models(
+            DENSE,
+            f"{GPT} --num-layers 2",
+            EXPERTS,
+            EXPERTS + GROUPED,
+            V3,
+            LITE,
+            GPT_OSS,
+            HYBRID,
+        ),
+        batches=8,
+    ),
+    "tensor-parallel ranks": Trial(
+        Degrees(1, 2, 1),
+        models(
+            f"{DENSE} --sequence-parallel",
+            f"{GPT} --num-layers 2",
+            EXPERTS + GROUPED + SPREAD,
+            DEEPSEEK + SPREAD + " --moe-latent-size 256",
+            BIASED + SPREAD,
+            f"{V3} --sequence-parallel",
+            LITE,
+        ),
+        batches=7,
+        overlap=True,
+    ),
+    "stages and replicas": Trial(
+        Degrees(2, 1, 2),
+        models(
+            f"{LLAMA} --num-layers 4 --epp-vocab-parallel on",
+            f"{GPT} --num-layers 4",
+            f"{DEEPSEEK}{PATTERN}*-*E|*-*E".replace("--moe-layer-freq ([0]*1+[1]*1) ", ""),
+        ),
+        batches=3,
+        overlap=True,
+    ),
+    "context-parallel ranks": Trial(Degrees(1, 1, 1, cp=2), models(DENSE, V3, GPT_OSS), batches=6),
+    "micro-batches of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0"
+    ),
+    "slices of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1"
+    ),
+    "in bf16": Trial(
+        Degrees(1, 1, 1),
+        models(DENSE, EXPERTS + GROUPED, DEEPSEEK, V3, HYBRID),
+        batches=10,
+        dtype=BF16,
+    ),
+    "in bf16, over two stages": Trial(
+        Degrees(2, 1, 1),
+        models(f"{LLAMA} --num-layers 4 --epp-vocab-parallel on", f"{V3} --num-layers 4"),
+        batches=4,
+        overlap=True,
+        dtype=BF16,
+    ),
+    "in bf16, slices of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1", dtype=BF16
+    ),
+    "in bf16, micro-batches of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0", dtype=BF16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_DEGREE)
+def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
+    trial = EVERY_DEGREE[name]
+    lines, judged = certified(trial)
+    assert lines[0].startswith("Transformer Engine's layers over a reference of its kernels")
+    if trial.loop is None:
+        seen = [batch.coverage for batch in judged]
+        for what in ("split", "packed", "hybrid", "selective", "halved", "offloaded"):
+            assert sum(getattr(one, what) for one in seen) > 0, what
+
+
+def by_command(words: str, device: str | None = None) -> list[str]:
+    """Lines of ``certify`` with ``words``, from an environment that names ``device``, or none."""
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {VARIABLE: device} if device else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_epp", "certify", *words.split()],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_command_has_its_processes_run_so() -> None:
+    """On the device that the environment names; where it names none: test_fp8_certificate.py."""
+    first, *_, last = by_command(f"--pp 1 --batches 1 {EXPERTS}{GROUPED}{ENGINE}", "b200")
+    assert first == f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}=b200)"
+    assert re.match(r"certified: 1 batches, worst error .*e-1[56] ", last)
+
+
+def test_an_h100_is_what_nobody_names(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "b200")
+    assert require_reference().endswith(f"({VARIABLE}=b200)")
+    monkeypatch.delenv(VARIABLE)
+    assert require_reference().endswith(f"({VARIABLE}=h100)")
+    assert os.environ[VARIABLE] == "h100"  # for the processes to come
+
+
+def test_adapters_around_its_linears_are_refused() -> None:
+    with pytest.raises(ValueError, match="--lora-rank: adapters are put around Megatron's local"):
+        certify_training(Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+WAYS = (
+    "nothing",
+    "see one less behind a border",
+    "forget the sinks of slices",
+    "align at the top left",
+    "drop returned gradients",
+    "turn by the row",
+    "lose what was set aside",
+    "overwrite gradients",
+    "mistake what was saved",
+    "nothing again",
+)
+OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+
+
+def fragile(number: int, seed: int) -> bool:
+    """Whether every way shows in the batch: a document is cut, behind a window, a backward split,
+    and of another chunk attention is neither recomputed nor is its backward split."""
+    (plan,) = draw(seed, number, FRAME).step.plans
+    later = slices_of(plan).later
+    way = WAYS[number]
+    if way == "see one less behind a border":
+        spans = [span for chunk in plan.chunks for span in chunk.spans]
+        return any(span.start >= WINDOW for span in spans)
+    if way == "lose what was set aside":
+        return plan.splits_backward
+    if way == "mistake what was saved":
+        return any("k" in letters for letters in plan.recompute[0])
+    if way == "overwrite gradients":
+        return len(plan.chunks) > 2 and not plan.splits_backward
+    return "nothing" in way or max(later) >= 0
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return first_seed(len(WAYS), fragile)
+
+
+@pytest.fixture(scope="module")
+def judged(seed) -> Mapping[str, BatchVerdict]:
+    return judged_alone(GPT_OSS + ENGINE, WAYS, seed, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_broken_shows(judged, way) -> None:
+    require_shown(judged[way], way)
+
+
+def test_whatever_is_broken_shows_in_bf16(seed) -> None:
+    """But what is off by less than that format's own digits, or of what this model has not."""
+    judged = judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE, BF16)
+    for way, batch in judged.items():
+        assert not batch.problems and batch.bound == OWN_BOUND, way
+        if "nothing" in way or way in ("mistake what was saved", *OF_WINDOWS):
+            assert batch.passed, batch
+        else:
+            assert batch.gradient_error > 2 * OWN_BOUND, batch

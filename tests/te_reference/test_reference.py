@@ -1,0 +1,580 @@
+"""The reference beside torch's own formulas, and what it refuses. Needs no Transformer Engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_epp.te_reference import (
+    attention,
+    enums,
+    module,
+    norms,
+    optimizers,
+    permutation,
+    products,
+    rotary,
+    softmax,
+)
+from megatron_epp.te_reference.activations import functions
+from megatron_epp.te_reference.fp8 import primary, quantizers
+from megatron_epp.te_reference.operands import Misread
+
+WORKSPACE = torch.empty(16, dtype=torch.uint8)
+F64 = torch.float64
+THD = enums.NVTE_QKV_Layout.NVTE_THD_THD_THD
+BOTTOM_RIGHT = enums.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
+VANILLA, LEARNT = (
+    enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
+    enums.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX,
+)
+
+
+def drawn(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    found, expected = found.detach(), expected.detach()
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max()) <= 1e-13 * float(expected.abs().max() + 1)
+
+
+def product(a: Tensor, b: Tensor, layout: str = "TN", out: Tensor | None = None, **given) -> list:
+    wanted = {
+        "bias": None,
+        "gelu": False,
+        "gelu_in": None,
+        "grad": False,
+        "accumulate": False,
+        "output_dtype": None,
+    } | given
+    bias = wanted["bias"]
+    return products.generic_gemm(
+        a, layout[0] == "T", b, layout[1] == "T", out, None, wanted["output_dtype"], bias,
+        getattr(a, "dtype", F64) if bias is None else bias.dtype, wanted["gelu"], wanted["gelu_in"],
+        wanted["grad"], WORKSPACE, 16, wanted["accumulate"], False,
+    )  # fmt: skip
+
+
+def gradients(out: Tensor, grad: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, of, grad)
+
+
+# ------------------------------------------------------------------ products
+
+
+def test_a_linear_and_its_gradients_are_torchs() -> None:
+    x, weight, bias = (drawn(5, 2, 6), drawn(4, 6), drawn(4))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    before = functional.linear(*leaves)
+    grad = drawn(5, 2, 4, seed=1)
+    dx, dweight, dbias = gradients(before, grad, *leaves)
+    out, _, kept, _ = product(weight, x, bias=bias, gelu=True)
+    near(kept, before.detach())
+    near(out, functional.gelu(before, approximate="tanh").detach())
+    near(product(weight, grad, "NN", grad=True)[0], dx)
+    main = drawn(4, 6, seed=2)
+    added = main.clone()
+    _, found, _, _ = product(
+        x, grad, "NT", added, bias=bias, grad=True, accumulate=True, output_dtype=F64
+    )
+    near(added, main + dweight)
+    near(found, dbias)
+
+
+def test_the_epilogue_multiplies_by_gelus_derivative() -> None:
+    weight, grad, before = drawn(4, 6), drawn(5, 4), drawn(5, 6, seed=3).requires_grad_()
+    (expected,) = gradients(
+        functional.gelu(before, approximate="tanh"), grad @ weight, before
+    )  # fmt: skip
+    near(product(weight, grad, "NN", gelu=True, gelu_in=before, grad=True)[0], expected)
+
+
+def test_halves_are_rounded_once() -> None:
+    a, b = drawn(4, 600, dtype=torch.bfloat16), drawn(3, 600, dtype=torch.bfloat16)
+    assert torch.equal(product(a, b)[0], (b.float() @ a.float().T).bfloat16())
+    main = torch.full((3, 4), 1e-3)
+    product(a, b, out=main, accumulate=True)
+    near(main.double(), (b.float() @ a.float().T + 1e-3).double())
+
+
+def grouped(rows: list[int], out: list[Tensor], **given) -> list[Tensor]:
+    weights = [drawn(4, 6, seed=i) for i in range(len(rows))]
+    inputs = list(drawn(sum(rows), 6).split(rows))
+    empty = [torch.empty(0)] * len(rows)
+    splits = given.get("splits", rows)
+    products.te_general_grouped_gemm(
+        weights, True, inputs, False, out, F64, splits, empty, F64, True, empty, False,
+        [WORKSPACE] * products.STREAMS, 16, False, False, 0,
+    )  # fmt: skip
+    return [x @ w.T for x, w in zip(inputs, weights, strict=True)]
+
+
+def test_products_in_groups_lie_behind_one_another_and_may_be_empty() -> None:
+    out = torch.empty(7, 4, dtype=F64)
+    expected = grouped([3, 0, 4], [out])
+    near(out, torch.cat(expected))
+
+
+def test_the_bias_of_a_gradient_is_the_sum_of_its_rows() -> None:
+    grad = drawn(5, 4)
+    found, same = products.bgrad_quantize(grad, None)
+    near(found, grad.sum(0))
+    assert same is grad
+
+
+# ------------------------------------------------------------------ norms, activations, rotary
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_and_their_gradients_are_torchs(kind, centred) -> None:
+    x, weight, bias, grad = drawn(5, 8), drawn(8), drawn(8, seed=4), drawn(5, 8, seed=5)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    scale = leaves[1] + 1 if centred else leaves[1]
+    if kind == "rms":
+        expected = functional.rms_norm(leaves[0], (8,), scale, 1e-5)
+        out, nothing, kept = norms.rmsnorm_fwd(x, weight, 1e-5, None, None, F64, 0, centred)
+        assert nothing is None
+        found = norms.rmsnorm_bwd(grad, x, kept, weight, 0, centred)
+        added = norms.rmsnorm_bwd_add(grad, x, grad, kept, weight, 0, centred)
+        near(added[0], found[0] + grad)
+        near(added[1], found[1])
+    else:
+        expected = functional.layer_norm(leaves[0], (8,), scale, leaves[2], 1e-5)
+        out, mean, kept = norms.layernorm_fwd(
+            x, weight, bias, 1e-5, None, None, F64, 0, centred
+        )  # fmt: skip
+        found = norms.layernorm_bwd(grad, x, mean, kept, weight, 0, centred)
+    near(out, expected.detach())
+    for mine, theirs in zip(found, gradients(expected, grad, *leaves[: len(found)]), strict=True):
+        near(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("silu", functional.silu),
+        ("srelu", lambda x: functional.relu(x) ** 2),
+        ("swiglu", lambda x: functional.silu(x[:, :4]) * x[:, 4:]),
+        ("geglu", lambda x: functional.gelu(x[:, :4], approximate="tanh") * x[:, 4:]),
+        (
+            "clamped_swiglu",
+            lambda x: (
+                (g := x[:, :4].clamp(max=7.0))
+                * torch.sigmoid(1.702 * g)
+                * (x[:, 4:].clamp(-7.0, 7.0) + 1)
+            ),
+        ),
+    ],
+)
+def test_activations_are_their_formulas(name, expected) -> None:
+    x = (5 * drawn(6, 8)).requires_grad_()
+    right = expected(x)
+    grad = drawn(*right.shape, seed=6)
+    near(functions()[name](x, None), right.detach())
+    back = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
+    (wanted,) = gradients(right, grad, x)
+    near(functions()[back](grad, x, None), wanted)
+    if f"dbias_{back}" in functions():
+        near(functions()[f"dbias_{back}"](grad, x, None)[0], wanted.sum(0))
+
+
+def turned(x: Tensor, position: int, angles: Tensor) -> Tensor:
+    """[H, 6] of one row: the first four channels by complex numbers."""
+    turn = torch.polar(torch.ones(2, dtype=F64), angles[position, :2])
+    made = torch.complex(x[:, :2], x[:, 2:4]) * turn
+    return torch.cat([made.real, made.imag, x[:, 4:]], -1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rotary_positions_count_from_0_in_every_sequence(ranks) -> None:
+    table = drawn(16, 2).repeat(1, 2)[:, None, None]
+    borders = torch.tensor([0, 8, 12], dtype=torch.int32)
+    x = drawn(12 // ranks, 3, 6)
+    options = (None, enums.NVTE_QKV_Format.NVTE_THD, False, borders, ranks, ranks - 1)
+    found = rotary.fused_rope_forward(x, table, *options)
+    positions = [*range(8), *range(4)] if ranks == 1 else [2, 3, 4, 5, 1, 2]
+    expected = [turned(row, p, table[:, 0, 0]) for row, p in zip(x, positions, strict=True)]
+    near(found, torch.stack(expected))
+    near(rotary.fused_rope_backward(found, table, *options), x)
+    if ranks == 1:
+        one = x[:8, None]
+        same = rotary.fused_rope_forward(
+            one, table, None, enums.NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0
+        )
+        near(same[:, 0], found[:8])
+
+
+# ------------------------------------------------------------------ attention
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_q, cu_k, window=(-1, 0), sinks=None, **given):
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k))
+    most = given.get("most", 64)
+    kind = VANILLA if sinks is None else LEARNT
+    thd, none = enums.NVTE_QKV_Format.NVTE_THD, enums.NVTE_Bias_Type.NVTE_NO_BIAS
+    common = (none, BOTTOM_RIGHT, kind, window, True)
+    made = attention.fused_attn_fwd(
+        most, most, True, 0.3, 0.0, True, THD, thd, thd, *common, cu_q, cu_k, q, k, v, q.dtype,
+        None, None, None, None, None, None, None, sinks, None, 0, False, False,
+    )  # fmt: skip
+
+    def backward(grad: Tensor) -> list[Tensor]:
+        return attention.fused_attn_bwd(
+            most, most, 0.3, 0.0, True, THD, thd, thd, THD, thd, thd, *common, False, cu_q, cu_k,
+            q, k, v, made[0], grad, q.dtype, made[1:], None, None, None, None, None, False,
+        )  # fmt: skip
+
+    return made[0], backward
+
+
+def plainly(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    """A document's, aligned at the bottom right."""
+    rows, columns = len(q), len(k)
+    seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    if window is not None:
+        seen = seen.triu(columns - rows - window)
+    scores = 0.3 * torch.einsum("thd,shd->hts", q, k.repeat_interleave(2, 1))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.reshape(-1, 1, 1).expand(-1, rows, 1)
+        scores = torch.cat([scores, column], -1)
+    shares = scores.softmax(-1)[..., :columns]
+    return torch.einsum("hts,shd->thd", shares, v.repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_packed_documents_and_slices(window, sinks) -> None:
+    """A document and a slice behind its context; the last rows are padding."""
+    q, k, v = drawn(9, 4, 8), drawn(14, 2, 8), drawn(14, 2, 8, seed=7)
+    logits = drawn(1, 4, 1, 1).requires_grad_() if sinks else None
+    leaves = [t.requires_grad_() for t in (q, k, v)] + ([logits] if sinks else [])
+    parts = [(slice(0, 5), slice(0, 5)), (slice(5, 8), slice(5, 13))]
+    expected = torch.cat([plainly(q[a], k[b], v[b], window, logits) for a, b in parts])
+    out, backward = attend(
+        q, k, v, [0, 5, 8], [0, 5, 13], (-1 if window is None else window, 0), logits
+    )  # fmt: skip
+    near(out[:8], expected.detach())
+    assert not out[8:].any()
+    grad = drawn(9, 4, 8, seed=8)
+    *found, of_bias, of_sinks = backward(grad)
+    assert of_bias is None and (of_sinks is not None) == sinks
+    found += [of_sinks] * sinks
+    for mine, theirs in zip(found, gradients(expected, grad[:8], *leaves), strict=True):
+        near(mine, theirs)
+
+
+def asked(**changed) -> SimpleNamespace:
+    wanted = {
+        "qkv_dtype": enums.DType.kBFloat16, "qkv_layout": THD, "head_dim_qk": 128,
+        "head_dim_v": 128, "num_attn_heads": 8, "num_gqa_groups": 2, "dropout": 0.0,
+        "bias_type": enums.NVTE_Bias_Type.NVTE_NO_BIAS, "attn_mask_type": BOTTOM_RIGHT,
+        "window_size_left": -1, "window_size_right": 0,
+    }  # fmt: skip
+    return SimpleNamespace(**(wanted | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, ""),
+        ({"head_dim_qk": 192}, ""),
+        ({"head_dim_qk": 160}, "heads of (160, 128)"),
+        ({"head_dim_qk": 12, "head_dim_v": 12}, "multiples of 8"),
+        ({"qkv_dtype": enums.DType.kFloat32}, "torch.float32"),
+        ({"attn_mask_type": enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK}, "packed documents"),
+    ],
+)
+def test_a_back_end_is_named_or_the_reason(changed, says) -> None:
+    backend, reason = attention.get_fused_attn_backend(asked(**changed))
+    assert says in reason and bool(reason) == bool(says)
+    names = enums.NVTE_Fused_Attn_Backend
+    assert backend == (names.NVTE_No_Backend if says else names.NVTE_F16_arbitrary_seqlen)
+
+
+def test_softmax_of_a_row_that_sees_nothing_is_zero() -> None:
+    scores = drawn(1, 2, 3, 4)
+    found = softmax.scaled_aligned_causal_masked_softmax_forward(scores, 0.5)
+    seen = torch.ones(3, 4, dtype=torch.bool).tril(1)
+    near(found, (0.5 * scores).masked_fill(~seen, -torch.inf).softmax(-1))
+    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    assert not softmax.scaled_masked_softmax_forward(scores, mask, 0.5).any()
+
+
+# ------------------------------------------------------------------ rows, optimizers
+
+
+def test_rows_go_to_their_experts_and_back() -> None:
+    x, probs = drawn(4, 3), drawn(4, 2).softmax(-1).requires_grad_()
+    experts = torch.tensor([[1, 0], [2, 1], [0, 2], [1, 2]], dtype=torch.int32)
+    rows, places, _ = permutation.moe_permute_fwd(x, F64, experts, 8, [], 8)
+    order = [t for expert in range(3) for t in range(4) if expert in experts[t]]
+    near(rows, x[order])
+    near(permutation.moe_unpermute_fwd(rows, F64, places, probs, 4, 2), x)
+    grad = drawn(4, 3, seed=9)
+    _, of_probs = permutation.moe_unpermute_bwd(grad, rows, F64, places, probs)
+    expected = (grad * x).sum(-1, keepdim=True).expand(4, 2)
+    assert torch.allclose(of_probs.double(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam_is_torchs(mode) -> None:
+    parameter, gradient = drawn(5), drawn(5, seed=10)
+    theirs = torch.nn.Parameter(parameter.clone())
+    kind = torch.optim.AdamW if mode else torch.optim.Adam
+    optimizer = kind([theirs], lr=0.1, weight_decay=0.3)
+    half, first, second = parameter.bfloat16(), torch.zeros(5, dtype=F64), torch.zeros(5, dtype=F64)
+    for step in (1, 2):
+        theirs.grad = gradient
+        optimizer.step()
+        lists = [[gradient], [half], [first], [second], [parameter]]
+        options = (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.3)
+        optimizers.multi_tensor_adam(1, torch.zeros(1), lists, *options)
+    assert torch.allclose(parameter, theirs.detach(), rtol=1e-9)
+    assert torch.equal(half, parameter.bfloat16())
+
+
+def test_an_overflow_is_noted_and_the_norm_is_of_all() -> None:
+    flag, target = torch.zeros(1), torch.empty(2)
+    optimizers.multi_tensor_scale(1, flag, [[torch.tensor([1.0, torch.inf])], [target]], 2.0)
+    assert flag.item() == 1 and target[0] == 2
+    norm, each = optimizers.multi_tensor_l2norm(1, flag, [[drawn(3), drawn(4)]], True)
+    near(norm[0], torch.cat([drawn(3), drawn(4)]).norm())
+    near(each[1], drawn(4).norm())
+
+
+# ------------------------------------------------------------------ refused
+
+
+MISREAD = {
+    "strides of a product": (lambda: product(drawn(6, 4).T, drawn(5, 6)), "has strides (1, 4)"),
+    "formats of a product": (
+        lambda: product(drawn(4, 6), drawn(5, 6).float()),
+        "A is of torch.float64, B of torch.float32",
+    ),
+    "sizes of a product": (lambda: product(drawn(4, 6), drawn(5, 7)), "do not fit"),
+    "size of an output": (
+        lambda: product(drawn(4, 6), drawn(5, 6), out=torch.empty(5, 3, dtype=F64)),
+        "the output is (5, 3), expected (5, 4)",
+    ),
+    "format of an output": (
+        lambda: product(drawn(4, 6), drawn(5, 6), out=torch.empty(5, 4)),
+        "products of torch.float64 in torch.float32",
+    ),
+    "a bias of another size": (
+        lambda: product(drawn(4, 6), drawn(5, 6), bias=drawn(6)),
+        "a bias of (6,) for (5, 4)",
+    ),
+    "splits of other rows": (
+        lambda: grouped([3, 4], [torch.empty(7, 4, dtype=F64)], splits=[4, 3]),
+        "splits [4, 3] of operands with [3, 4] rows",
+    ),
+    "a norm's weight": (
+        lambda: norms.rmsnorm_fwd(drawn(5, 8), drawn(8).float(), 1e-5, None, None, F64, 0, False),
+        "a weight of torch.float32 for torch.float64",
+    ),
+    "a table that ends": (
+        lambda: rotary.fused_rope_forward(
+            drawn(9, 1, 2, 4), drawn(8, 1, 1, 4), None, enums.NVTE_QKV_Format.NVTE_SBHD, False,
+            None, 1, 0,
+        ),
+        "the table ends at 8",
+    ),
+    "strides of queries": (
+        lambda: attend(drawn(4, 5, 8).mT, drawn(5, 2, 5), drawn(5, 2, 5), *[[0, 5]] * 2),
+        "has strides",
+    ),
+    "more rows than are said": (
+        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), *[[0, 5]] * 2, most=4),
+        "5 rows, and 4 are said to be the most",
+    ),
+    "lengths behind the end": (
+        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), *[[0, 6]] * 2),
+        "document 0 ends behind 5",
+    ),
+    "lists that do not match": (
+        lambda: optimizers.multi_tensor_scale(1, torch.zeros(1), [[drawn(3)], [drawn(4)]], 1.0),
+        "tensors of [3, 4] elements side by side",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MISREAD)
+def test_what_a_kernel_would_misread_is_refused(what) -> None:
+    call, says = MISREAD[what]
+    with pytest.raises(Misread) as error:
+        call()
+    assert says in str(error.value)
+
+
+def test_what_is_not_written_says_so_by_its_name() -> None:
+    made = module.reference()
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.ep_combine is not"):
+        made.ep_combine(1)
+    with pytest.raises(NotImplementedError, match="a str is not written"):
+        made.rmsnorm_fwd(drawn(5, 8), drawn(8), 1e-5, None, "quantizer", F64, 0, False)
+    with pytest.raises(NotImplementedError, match="CommOverlap is not written"):
+        made.CommOverlap()
+
+
+# ------------------------------------------------------------------ quantised operands
+
+
+class Float8BlockQuantizer(SimpleNamespace):
+    """As Transformer Engine's asks for blocks of 1 x 128, or 128 x 128."""
+
+
+class MXFP8Quantizer(SimpleNamespace):
+    """As Transformer Engine's asks for blocks of 1 x 32."""
+
+
+def quantised(x: Tensor, kind: str, columnwise: bool):
+    """``x`` [T, K] in one direction."""
+    rows, columns = x.shape
+    across, byte = columnwise and kind != "mxfp8", torch.uint8
+    data = torch.empty((columns, rows) if across else (rows, columns), dtype=byte)
+    given = {"_dtype": F64, "_fp8_dtype": enums.DType.kFloat8E4M3, "size": lambda: x.shape}
+    names = [f"_{way}wise_{what}" for way in ("row", "column") for what in ("data", "scale_inv")]
+    made = type("MXFP8Tensor" if kind == "mxfp8" else "Blocks", (SimpleNamespace,), {})(
+        **given, **dict.fromkeys(names)
+    )
+    if kind == "mxfp8":
+        quantizer = MXFP8Quantizer(dtype=enums.DType.kFloat8E4M3, optimize_for_gemm=False)
+        made._with_gemm_swizzled_scales = False
+        scales = torch.empty(2 * len(x) + 128, 2 * columns + 128, dtype=byte)
+    else:
+        made._is_2D_scaled = kind == "squares"
+        quantizer = Float8BlockQuantizer(
+            dtype=enums.DType.kFloat8E4M3, force_pow_2_scales=True, amax_epsilon=0.0,
+            block_scaling_dim=1 + made._is_2D_scaled,
+        )  # fmt: skip
+        scales = torch.empty(2 * len(x) + 128, 2 * columns + 128)
+    way = "columnwise" if columnwise else "rowwise"
+    setattr(made, f"_{way}_data", data)
+    setattr(made, f"_{way}_scale_inv", scales)
+    return quantizers.quantize(x, quantizer, made)
+
+
+def values(made, columnwise: bool) -> Tensor:
+    return quantizers.operand("test", "x", made, columnwise)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("kind", ["blocks", "squares", "mxfp8"])
+def test_quantised_tensors_are_near_and_blocks_have_powers_of_two(kind, columnwise) -> None:
+    x = drawn(160, 288)
+    made = quantised(x, kind, columnwise)
+    found = values(made, columnwise)
+    allowed = 2**-4 * x.abs() + 2**-10 / 224 * x.abs().amax()  # digits; steps of the smallest
+    assert bool(((found - x).abs() <= allowed).all())
+    doubled = values(quantised(2 * x, kind, columnwise), columnwise)
+    assert torch.equal(doubled, 2 * found)  # another exponent, and nothing else
+    with pytest.raises(Misread, match=r"x is read by .*, and has no such data"):
+        values(made, not columnwise)
+
+
+def test_rows_of_other_documents_do_not_change_a_row() -> None:
+    """And of what is summed over rows only the smallest numbers."""
+    x, other = drawn(96, 128), 300 * drawn(64, 128, seed=1)
+    for kind in ("blocks", "mxfp8"):
+        alone = values(quantised(x, kind, False), False)
+        beside = values(quantised(torch.cat((x, other)), kind, False), False)
+        assert torch.equal(beside[:96], alone)
+    alone = values(quantised(x, "blocks", True), True)
+    beside = values(quantised(torch.cat((x, other)), "blocks", True), True)
+    changed = (beside[:96] - alone).abs().max() / other.abs().max()
+    assert 0 < float(changed) <= 2**-10 / 224
+
+
+def test_products_take_quantised_operands_in_their_direction() -> None:
+    x, weight = drawn(32, 64), drawn(48, 64, seed=1)
+    a, b = quantised(weight, "squares", False), quantised(x, "blocks", False)
+    made = product(a, b, output_dtype=F64)[0]
+    expected = values(b, False) @ values(a, False).T
+    near(made, expected)
+    with pytest.raises(Misread, match="A is read by columns"):
+        product(a, b, "NN", output_dtype=F64)
+    with pytest.raises(Misread, match="one of A and B is quantised"):
+        product(a, x, output_dtype=F64)
+    with pytest.raises(Misread, match="quantised products over 24"):
+        product(quantised(x[:24], "blocks", True), quantised(x[:24], "blocks", True), "NT",
+                output_dtype=F64)  # fmt: skip
+
+
+# ------------------------------------------------------------------ one scale, and held weights
+
+
+class Float8CurrentScalingQuantizer(SimpleNamespace):
+    """As Transformer Engine's asks for one scale."""
+
+
+def of_one_scale(x: Tensor):
+    quantizer = Float8CurrentScalingQuantizer(
+        dtype=enums.DType.kFloat8E4M3, force_pow_2_scales=False, amax_epsilon=0.0,
+        with_amax_reduction=False,
+    )  # fmt: skip
+    made = SimpleNamespace(
+        _fp8_dtype=enums.DType.kFloat8E4M3, _dtype=F64, _scale_inv=torch.empty(1),
+        _data=torch.empty(x.shape, dtype=torch.uint8), _transpose_invalid=True,
+        _transpose=torch.empty(x.shape[::-1], dtype=torch.uint8),
+    )  # fmt: skip
+    return quantizers.quantize(x, quantizer, made)
+
+
+def test_one_scale_is_the_largest_numbers_and_its_transpose_is_not_read_when_stale() -> None:
+    x = drawn(48, 64)
+    made = of_one_scale(x)
+    found = values(made, False)
+    assert bool(((found - x).abs() <= 2**-4 * x.abs() + 2**-10 / 448 * x.abs().amax()).all())
+    assert float((found.abs().amax() / x.abs().amax() - 1).abs()) < 1e-6
+    assert torch.equal(values(made, True), found)
+    made._transpose_invalid = True
+    with pytest.raises(Misread, match="x is read by columns, and has none"):
+        values(made, True)
+
+
+def test_parts_of_a_weight_are_cast_as_the_whole() -> None:
+    x, cut = drawn(160, 96).float(), 37 * 96 + 5
+    parts = ((x.flatten()[:cut], 0), (x.flatten()[cut:], cut))
+    scale, inverse, noop = torch.empty(1), torch.empty(1), torch.zeros(1)
+    amaxes = [torch.empty(1) for _ in parts]
+    for (part, _), amax in zip(parts, amaxes, strict=True):
+        primary.compute_amax(part, amax)
+    lists = [[torch.maximum(*amaxes)], [scale], [inverse]]
+    primary.multi_tensor_compute_scale_and_scale_inv(1, noop, lists, 448.0, False, 0.0)
+    assert torch.equal(inverse, of_one_scale(x)._scale_inv)
+
+    squares, out = quantised(x, "squares", False), torch.empty(x.numel(), dtype=torch.uint8)
+    amaxes = [torch.zeros(2, 1) for _ in parts]
+    for (part, start), amax in zip(parts, amaxes, strict=True):
+        primary.fp8_block_scaling_compute_partial_amax(part, amax, *x.shape, start, 128)
+    scale, inverse = torch.empty(2, 1), torch.empty(2, 1)
+    lists = [[torch.maximum(*amaxes)], [scale], [inverse]]
+    primary.multi_tensor_compute_scale_and_scale_inv(1, noop, lists, 448.0, True, 0.0)
+    assert torch.equal(inverse, squares._rowwise_scale_inv[:2, :1])
+    for part, start in parts:
+        to = out[start : start + len(part)]
+        given = (part, to, scale, *x.shape, start, 128, enums.DType.kFloat8E4M3)
+        primary.fp8_block_scaling_partial_cast(*given)
+    assert torch.equal(out, squares._rowwise_data.flatten())
+
+    ways = [quantised(x, "mxfp8", columnwise) for columnwise in (False, True)]
+    scales = ways[0]._rowwise_scale_inv, ways[1]._columnwise_scale_inv
+    amaxes = [[torch.zeros(one.shape) for one in scales] for _ in parts]
+    for (part, start), both in zip(parts, amaxes, strict=True):
+        primary.mxfp8_scaling_compute_partial_amax(part, *both, *x.shape, start)
+    made = [torch.empty_like(one) for one in scales]
+    largest = [torch.maximum(*each) for each in zip(*amaxes, strict=True)]
+    primary.multi_tensor_compute_scale_inv_e8m0(1, None, [largest, made])
+    outs = [torch.empty(x.numel(), dtype=torch.uint8) for _ in ways]
+    for part, start in parts:
+        to = [one[start : start + len(part)] for one in outs]
+        primary.mxfp8_scaling_partial_cast(part, *to, *made, *x.shape, start)
+    assert torch.equal(outs[0], ways[0]._rowwise_data.flatten())
+    assert torch.equal(outs[1], ways[1]._columnwise_data.flatten())

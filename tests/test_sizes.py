@@ -1,0 +1,120 @@
+"""No folder, function or class of the package grows beyond what one person can keep in mind.
+
+A class that is long is not made shorter by cutting it into ancestors: their lines count.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_epp"
+MOST_MODULES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 16, 120, 300
+
+# Functions that may be longer, with the reason.
+LONG_FUNCTIONS = {
+    "sim/engine.py:run_arrays": "one compiled loop: what numba would have to pass between parts "
+    "is all of its state",
+}
+
+
+@cache
+def modules(root: Path) -> dict[str, ast.Module]:
+    paths = sorted(root.rglob("*.py"))
+    return {str(path.relative_to(root)): ast.parse(path.read_text()) for path in paths}
+
+
+def lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def large_folders(root: Path) -> dict[str, int]:
+    """Modules of the folders that have too many, ``__init__`` not counted."""
+    counts = Counter(
+        str(Path(name).parent) for name in modules(root) if Path(name).name != "__init__.py"
+    )
+    return {folder: count for folder, count in counts.items() if count > MOST_MODULES}
+
+
+def functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, int]]:
+    """Qualified name and lines of every function in ``node``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{outer}{child.name}", lines(child)
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from functions(child, f"{outer}{child.name}.")
+        else:
+            yield from functions(child, outer)
+
+
+def long_functions(root: Path) -> dict[str, int]:
+    return {
+        f"{module}:{name}": count
+        for module, tree in modules(root).items()
+        for name, count in functions(tree)
+        if count > MOST_FUNCTION_LINES
+    }
+
+
+def classes(root: Path) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Lines and names of the bases of every class at the top of a module, by its name."""
+    return {
+        node.name: (
+            lines(node),
+            tuple(getattr(base, "attr", getattr(base, "id", "")) for base in node.bases),
+        )
+        for tree in modules(root).values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def long_classes(root: Path) -> dict[str, int]:
+    """Lines of the classes that have too many, those of their ancestors in the package included."""
+    known = classes(root)
+
+    def ancestry(name: str) -> set[str]:
+        bases = [base for base in known[name][1] if base in known and base != name]
+        return {name}.union(*map(ancestry, bases))
+
+    counts = {name: sum(known[one][0] for one in ancestry(name)) for name in known}
+    return {name: count for name, count in counts.items() if count > MOST_CLASS_LINES}
+
+
+def test_no_folder_has_too_many_modules() -> None:
+    assert large_folders(PACKAGE) == {}
+
+
+def test_no_function_is_too_long() -> None:
+    assert long_functions(PACKAGE).keys() == LONG_FUNCTIONS.keys()
+
+
+def test_no_class_is_too_long() -> None:
+    assert long_classes(PACKAGE) == {}
+
+
+@pytest.mark.parametrize("count", [MOST_MODULES, MOST_MODULES + 1])
+def test_a_large_folder_is_found(tmp_path: Path, count: int) -> None:
+    (tmp_path / "part").mkdir()
+    for number in range(count):
+        (tmp_path / "part" / f"m{number}.py").write_text("")
+    (tmp_path / "part" / "__init__.py").write_text("")
+    assert large_folders(tmp_path) == ({"part": count} if count > MOST_MODULES else {})
+
+
+@pytest.mark.parametrize("count", [MOST_FUNCTION_LINES, MOST_FUNCTION_LINES + 1])
+def test_a_long_function_is_found(tmp_path: Path, count: int) -> None:
+    body = "        x = 1\n" * (count - 1)
+    (tmp_path / "a.py").write_text(f"class A:\n    def f(self):\n{body}")
+    assert long_functions(tmp_path) == ({"a.py:A.f": count} if count > MOST_FUNCTION_LINES else {})
+
+
+@pytest.mark.parametrize("count", [MOST_CLASS_LINES, MOST_CLASS_LINES + 2])
+def test_ancestors_count_as_a_class(tmp_path: Path, count: int) -> None:
+    body = "    x = 1\n" * (count // 2 - 1)
+    (tmp_path / "a.py").write_text(f"class A:\n{body}")
+    (tmp_path / "b.py").write_text(f"import a\n\nclass B(a.A):\n{body}")
+    assert long_classes(tmp_path) == ({"B": count} if count > MOST_CLASS_LINES else {})
