@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 
-from megatron_epp.cli.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import layout_cost, with_vocabulary
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
@@ -16,6 +15,7 @@ from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import COMPARED, PLANNERS, Options
+from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text
 

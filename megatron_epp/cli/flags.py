@@ -242,8 +242,8 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 def _planners_help() -> str:
     # These load a compiler and a solver.
-    from megatron_epp.cli.comparison_methods import comparison_methods
     from megatron_epp.planner import COMPARED
+    from megatron_epp.planner.comparison_methods import comparison_methods
 
     return f"which to compare (default: all of {', '.join((*COMPARED, *comparison_methods()))})"
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cli.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
@@ -18,6 +17,7 @@ from megatron_epp.planner import (
     balance_replicas,
     plan_step,
 )
+from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 
 

@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 from device_groups import METHODS, flexsp
 from device_groups.costs import group_costs
 
-from megatron_epp.cli import comparison_methods
 from megatron_epp.ir import PlanError
-from megatron_epp.planner import COMPARISON_METHODS, Options
+from megatron_epp.planner import COMPARISON_METHODS, Options, comparison_methods
 from tests.planner.cases import LENGTHS, machine, machines
 from tests.planner.test_planners import QUICK
 

@@ -142,8 +142,10 @@ def policy_of(
 
 
 def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
-    """Forwards go first on a rank until ``warm`` [ranks] of them wait for their backwards, then
-    backwards; ``strict``: and never more forwards. ``split``, ``deep``: of Policy."""
+    """Return a policy with ``warm`` [ranks] forwards in flight on a rank before its backwards.
+
+    ``strict``: and never more forwards. ``split``, ``deep``: of Policy.
+    """
     backwards = np.arange(chunks * int(np.bincount(place).max()))
     first = backwards[None] + warm[:, None]
     most = first if how.pop("strict") else np.full_like(first, len(place) * chunks)
@@ -153,8 +155,10 @@ def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: b
 def warm_up_policies(
     place: Sequence[int], sizes: np.ndarray, splits: Sequence[bool]
 ) -> Iterator[tuple[Policy, str]]:
-    """Shorter and longer warm-ups, with backwards whole and split as ``splits`` says, for groups of
-    ``sizes`` chunks; and a text on each."""
+    """Yield shorter and longer warm-ups for groups of ``sizes`` chunks, and a text on each.
+
+    Backwards are whole and split as ``splits`` says.
+    """
     own, fill = np.bincount(place), filling_forwards(sizes, place)
     for factor in WARMER:
         warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)

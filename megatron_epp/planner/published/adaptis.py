@@ -1,5 +1,8 @@
-"""The schedule of AdaPtis (`adaptis`, arXiv 2509.23722): packs as of `1f1b`, backwards split or
-whole, the best of a few warm-ups. Its placement and its partition are those of the job."""
+"""The schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
+
+Whole documents packed to the context, backwards split or whole, the best of a few warm-ups. Its
+placement and its partition are those of the job.
+"""
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
@@ -10,6 +13,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return the best of its schedules."""
     chunking, note = packed(batch, cost, options)
     policies = list(warm_up_policies(cost.rank_of, chunking.sizes, (True, False)))
     return uniform_draft(batch, chunking, policies, cost, options, note)

@@ -1,7 +1,7 @@
-"""1F1B (`1f1b`, arXiv 2104.04473): whole documents packed to the context, Megatron's warm-up;
-interleaved where the stages are.
+"""1F1B (`1f1b`, arXiv 2104.04473), interleaved where the stages are.
 
-Where strict alternation would stop, because chunks differ, forwards go on.
+Whole documents packed to the context, Megatron's warm-up. Where strict alternation would stop,
+because chunks differ, forwards go on.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return its schedule."""
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.ranks, cost.stages
     alone = ranks - 1 - np.arange(ranks)
@@ -27,7 +28,10 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
-    """``warm`` [ranks] forwards in flight: never more, or more where nothing else can run."""
+    """Yield policies with ``warm`` [ranks] forwards in flight.
+
+    Never more, then more where nothing else can run.
+    """
     for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):
         flags = {"split": split, "deep": True, "strict": strict}
         said = f"{'split' if split else 'whole'} backwards, {warm[0]} forwards first{how}"
@@ -35,6 +39,6 @@ def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Ite
 
 
 def is_interleaved(place: tuple[int, ...]) -> bool:
-    """Whether stages lie on the ranks in turn; one on each is once."""
+    """Return whether stages lie on the ranks in turn, once or more often."""
     ranks = max(place) + 1
     return place == tuple(range(ranks)) * (len(place) // ranks)

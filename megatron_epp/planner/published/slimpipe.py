@@ -1,6 +1,8 @@
-"""SlimPipe (`slimpipe`, arXiv 2504.14519) without its exchange of contexts: slices of one size, a
-multiple of the ranks for a document as long as the context; backwards whole; activations offloaded
-where memory is tight and the lever `offload` is on."""
+"""SlimPipe (`slimpipe`, arXiv 2504.14519) without its exchange of contexts.
+
+Slices of one size, a multiple of the ranks for a document as long as the context; backwards whole;
+activations offloaded where memory is tight and the lever `offload` is on.
+"""
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL, OFFLOAD
@@ -17,7 +19,7 @@ MOST_SLICES = 2048
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """The fastest of a few numbers of slices."""
+    """Return the fastest of a few numbers of slices."""
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.profile.host_bytes_per_second > 0
     drafts: list[ScoredDraft] = []

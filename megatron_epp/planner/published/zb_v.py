@@ -1,5 +1,7 @@
-"""ZB-V (`zb-v`, arXiv 2401.10241): packs as of `1f1b`, backwards split, as many forwards in flight
-as 1F1B holds; of a V alone."""
+"""ZB-V (`zb-v`, arXiv 2401.10241), for a V placement alone.
+
+Whole documents packed to the context, backwards split, as many forwards in flight as 1F1B holds.
+"""
 
 import numpy as np
 
@@ -12,6 +14,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return its schedule."""
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.ranks, 2 * cost.ranks)
     policies = list(held_policies(cost, chunking.count, warm, split=True))
@@ -19,6 +22,6 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def is_v(place: tuple[int, ...]) -> bool:
-    """Whether the second half of the stages lies on the ranks of the first, backwards."""
+    """Return whether the second half of the stages lies on the ranks of the first, backwards."""
     half = len(place) // 2
     return half > 0 and sorted(place[:half]) == list(range(half)) and place == place[::-1]

@@ -50,8 +50,10 @@ def strict(least: np.ndarray) -> Policy:
 
 
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
-    """Orders of 1F1B for groups of ``sizes`` chunks: the window law ``least``, or, where ranks have
-    several stages, shorter and longer warm-ups."""
+    """Return orders of 1F1B for groups of ``sizes`` chunks.
+
+    The window law ``least``, or, where ranks have several stages, shorter and longer warm-ups.
+    """
     if cost.place:
         return list(warm_up_policies(cost.place, sizes, (False,)))
     return [(strict(least), "")]
@@ -69,6 +71,7 @@ def fastest(
 def scored_draft(
     chunking: Chunking, counts: Counts, schedule: Schedule, cost: Cost, *notes: str
 ) -> ScoredDraft:
+    """Return the draft of a schedule with its score and what ``notes`` say of it."""
     note = ", ".join(filter(None, notes))
     stages = schedule.stages if cost.place else None
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import megatron_epp
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import COMPARISON_METHODS, Options
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import COMPARISON_METHODS
 from megatron_epp.planner.result import PlannerResult
 
 Method = Callable[[Sequence[int], Cost, Options], PlannerResult]
