@@ -64,6 +64,14 @@ class Planner:
         (planned,) = self.plan_block(lengths, cost, options).planned
         return planned
 
+    def require_place(self, place: Place) -> None:
+        """Raise a ValueError where the planner does not plan stages on these ranks."""
+        if not self.takes(place):
+            raise ValueError(
+                f"planner {self.name!r} does not plan stages on ranks "
+                f"{' '.join(map(str, place))}; expected the placement {self.placements}"
+            )
+
     def plan_block(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         """Plan the documents of the replicas of a block (``options.lockstep``), dealt to them.
 
@@ -72,11 +80,7 @@ class Planner:
             ValueError: the planner does not plan stages on these ranks.
         """
         began = time.perf_counter()
-        if not self.takes(cost.rank_of):
-            raise ValueError(
-                f"planner {self.name!r} does not plan stages on ranks "
-                f"{' '.join(map(str, cost.rank_of))}; expected the placement {self.placements}"
-            )
+        self.require_place(cost.rank_of)
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
         made = self.draft(batch, cost, options)
