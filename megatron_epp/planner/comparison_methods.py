@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-import megatron_epp
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import COMPARISON_METHODS
 from megatron_epp.planner.result import PlannerResult
 
 Method = Callable[[Sequence[int], Cost, Options], PlannerResult]
-_FOLDER = Path(megatron_epp.__file__).resolve().parents[1] / "scripts" / "bench"
+_FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 _PACKAGE = "device_groups"
 ABSENT = (
     f"{' and '.join(COMPARISON_METHODS)} are absent: these comparison methods are part of a "
