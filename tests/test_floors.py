@@ -215,7 +215,7 @@ def test_every_folder_is_a_package() -> None:
         ("cli/plan.py", "from megatron_epp.mcore import certify"),
         ("cli/plan.py", "import torch"),
         ("planner/epp/planner.py", "from megatron_epp.cli import plan"),
-        ("mcore/job_cost.py", "from megatron_epp.cli import serve"),
+        ("mcore/job/job_cost.py", "from megatron_epp.cli import serve"),
         ("attic/old.py", ""),
     ],
 )

@@ -88,7 +88,7 @@ def test_no_folder_of_mcore_imports_one_above_it() -> None:
             "mcore.data.chunk_params",
             "from megatron_epp.mcore.model.elastic_attention import ElasticAttention",
         ),
-        ("mcore.partition", "def late():\n    import megatron_epp.mcore.certify.rank"),
+        ("mcore.choose.choices", "def late():\n    import megatron_epp.mcore.certify.rank"),
     ],
 )
 def test_an_arrow_upwards_in_mcore_is_found(module: str, back: str) -> None:
@@ -177,7 +177,7 @@ def test_nobody_takes_over_a_module() -> None:
         "from megatron_epp.mcore.trainer import setup\nsetup.make_planning = print",
         "def main():\n    from megatron_epp.mcore.trainer import setup\n    setup.obtain = dict",
         "from megatron_epp.mcore.model.stage import ModelStage\nModelStage.forward = print",
-        "import megatron_epp.mcore.job_cost\nmegatron_epp.mcore.job_cost.make_planning = print",
+        "import megatron_epp.ir.plan\nmegatron_epp.ir.plan.Plan = print",
         "from tests.mcore import runs\nruns.VOCABULARY += 1",
         "from megatron_epp.mcore.trainer import setup\nsetattr(setup, 'obtain', print)",
         "from megatron_epp.corpus import idx_file\nidx_file.BLOCK, before = 1, idx_file.BLOCK",

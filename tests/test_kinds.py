@@ -113,7 +113,7 @@ def test_nobody_else_knows_a_kind() -> None:
     ],
 )
 def test_the_guard_sees_it(source: str) -> None:
-    assert list(known_kinds("mcore/partition.py", source))
+    assert list(known_kinds("mcore/choose/choices.py", source))
     assert not list(known_kinds("mcore/model/kinds/toys.py", source))
 
 
@@ -127,7 +127,7 @@ def test_the_guard_sees_it(source: str) -> None:
     ],
 )
 def test_the_guard_lets_pass(source: str) -> None:
-    assert not list(known_kinds("mcore/partition.py", source))
+    assert not list(known_kinds("mcore/choose/choices.py", source))
 
 
 def test_the_guard_knows_every_flag_of_a_kind() -> None:

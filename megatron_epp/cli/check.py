@@ -63,7 +63,7 @@ def _check_memory(arguments: argparse.Namespace, plan: Plan, where: str) -> None
 
     cost = machine.plan_cost(arguments, plan)
     played = play(plan, cost.table(plan))
-    budgets = machine.rank_budgets(cost, plan)
+    budgets = cost.device_budget_bytes
     for rank, (peak, budget) in enumerate(zip(played.peak_bytes, budgets, strict=True)):
         if peak > budget:
             record = next(

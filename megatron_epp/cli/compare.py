@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import layout_cost, with_vocabulary
+from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
-    cost, ours = with_vocabulary(arguments, batches, cost, options, chosen_by)
+    cost, ours = chosen_costs(arguments, batches, cost, options, chosen_by)
     costs = {name: ours if name == _OURS else cost for name in names}
     cold = _warm_up(costs, first, options, arguments.dp)
     made: list[Outcome] = []
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(f"lengths  {batches}")
     _say(
         f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
+        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
         f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
         f"{_of_ours(cost, costs.get(_OURS, cost))}"
     )

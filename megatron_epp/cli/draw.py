@@ -47,7 +47,7 @@ def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> R
     if machine.names_machine(arguments):
         cost = machine.plan_cost(arguments, plan)
         played = play(plan, in_step([cost.table(one) for one in block])[0])
-        budgets = machine.rank_budgets(cost, plan)
+        budgets = cost.device_budget_bytes
         kinds = f", layers {cost.kinds_text}" if cost.kinds_text else ""
         runs.append(timeline_of(played, f"{title}, predicted{kinds}", budgets))
     elif arguments.records is None:

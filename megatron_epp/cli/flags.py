@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
-from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 from megatron_epp.flag_fields import (
-    JoinedWords,
     add_flags,
     flag,
     fraction,
@@ -21,7 +19,8 @@ from megatron_epp.flag_fields import (
     positive,
     whole_number,
 )
-from megatron_epp.planner.options import LEVERS, Options
+from megatron_epp.planner.options import LEVERS
+from megatron_epp.planner.settings import shared_setting
 
 AUTO = 0  # instead of a degree that the planner is to choose
 # A batch of more documents is a mistake: planning it would take minutes.
@@ -48,9 +47,8 @@ def file_to_write(text: str) -> str:
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
 TOKENS, GIB = ("TOKENS", whole_number(1)), ("X", positive("GiB"))
 DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
-EFFORT = ("N", whole_number(0, 1_000_000))
-NAMED, FILE, LIST = ("NAME|FILE", str), ("FILE", str), ("LIST", str)
-PARTITION, SWITCH = ("HOW", one_of("even", "auto")), ("HOW", one_of("auto", "on", "off"))
+NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
+SWITCH = ("HOW", one_of("auto", "on", "off"))
 
 
 @dataclass
@@ -65,11 +63,7 @@ class DocumentFlags:
         required=True,
     )
     context: int = flag(0, "the most inputs of a document (default: no limit)", TOKENS)
-    overlong: str = flag(
-        "truncate",
-        "documents longer than the context: truncate (default), drop, or split",
-        ("HOW", one_of(*OVERLONG)),
-    )
+    overlong: str = shared_setting("overlong")
     global_batch_size: int | None = flag(
         None,
         "documents in a batch, over all replicas (default: 512; all of a text file of at "
@@ -96,9 +90,7 @@ class MachineFlags:
         "have each, where they differ: h100-80g*4,a100-80g*4",
         NAMED,
     )
-    cost_model: str | None = flag(
-        None, "a measured profile (from the profile command) instead of the analytic one", FILE
-    )
+    cost_model: str | None = shared_setting("cost_model", ", instead of the analytic one")
     pp: int | None = flag(None, "pipeline stages, or auto", DEGREE)
     cp: int | None = flag(1, "context-parallel (Ulysses) degree, or auto (default: 1)", DEGREE)
     devices: int | None = flag(None, "all devices of the job; for --pp auto and --cp auto", COUNT)
@@ -113,27 +105,12 @@ class MachineFlags:
     layers: tuple[int, ...] | None = flag(
         None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
     )
-    placement: str | None = flag(
-        None,
-        "stages of every pipeline rank, of which --pp is then the number: interleaved N, v, "
-        "'place' and the rank of every stage, a file with such a line, or auto: what plans for the "
-        "corpus's first batches take least with, layers by time (default: one)",
-        nargs="+",
-        metavar="PLACEMENT",
-        action=JoinedWords,
+    placement: str | None = shared_setting(
+        "placement", "; --pp is the number of pipeline ranks", default=None
     )
-    partition: str = flag(
-        "even",
-        "layers of the stages where --layers does not name them: even (default), or auto: "
-        "by time on the corpus's expected lengths",
-        PARTITION,
-    )
-    vocab_parallel: str | None = flag(
-        "auto",
-        "cut the output layer over the stages: on, off, or auto (default): on where training runs "
-        "it and plans for the corpus's first batches take at least 1%% less time (compare: for "
-        "epp; the others have theirs on the last stage)",
-        SWITCH,
+    partition: str = shared_setting("partition", "; even (default): or as --layers says")
+    vocab_parallel: str | None = shared_setting(
+        "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
     )
     layer_kinds: str | None = flag(
         None,
@@ -142,11 +119,7 @@ class MachineFlags:
         ("KINDS", str),
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
-        None,
-        "of one device, model states included (on a CPU without them); one number, or one "
-        "for every stage (default: the device's own)",
-        GIB,
-        nargs="+",
+        None, f"{BUDGET_HELP} (default: the device's own)", GIB, nargs="+"
     )
     zero: str | None = flag(
         None,
@@ -190,7 +163,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 
 
 class CheckedMachineFlags(PlansMachineFlags):
-    NOTE: ClassVar = "To hold the plan against the memory of its stages, too."
+    NOTE: ClassVar = "To hold the plan against the memory of its devices, too."
 
 
 @dataclass
@@ -252,27 +225,10 @@ def _planners_help() -> str:
 class PlannerFlags:
     TITLE: ClassVar = "planner"
 
-    planner: str | tuple[str, ...] | None = flag(
-        "epp", "epp (default), infinipipe, packing, ...", ("NAME", str)
-    )
-    levers: str = flag(
-        "default",
-        "what the epp planner may use: default (what training does by default), all (also "
-        "what can only be simulated), none, or names joined by commas; default,-NAME takes one "
-        "away",
-        LIST,
-    )
-    host_memory_gib: float | None = flag(
-        None,
-        "of the host's memory, for what one device offloads (lever offload; default: any)",
-        GIB,
-    )
-    effort: int | None = flag(
-        None,
-        "how much work the search may do, in proportion; 0 takes the first good plan "
-        f"(default: {Options().effort})",
-        EFFORT,
-    )
+    planner: str | tuple[str, ...] | None = shared_setting("planner")
+    levers: str = shared_setting("levers", "; all has also what can only be simulated")
+    host_memory_gib: float | None = shared_setting("host_memory_gib", " (default: any)")
+    effort: int | None = shared_setting("effort", default=None)
     multiple: int = flag(
         1,
         "chunks are padded to a multiple of this (default: 1)",
@@ -407,7 +363,10 @@ class TunedMachineFlags:
         None, "devices of a node (default: the device's own, 8)", NODES
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
-        None, "of one device, model states included (default: the device's own)", GIB, nargs=1
+        None,
+        f"{BUDGET_HELP}, of which --pp is then the number (default: the device's own)",
+        GIB,
+        nargs="+",
     )
     tp: int | None = flag(None, "only with this tensor-parallel degree (default: any)", COUNT)
     cp: int | None = flag(
@@ -415,40 +374,24 @@ class TunedMachineFlags:
     )
     pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
     dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
-    partition: str = flag(
-        "auto",
-        "layers of the stages: auto: by time where that is faster (default), or even",
-        PARTITION,
+    partition: str = shared_setting(
+        "partition", ", where that is faster (default), or even", default="auto"
     )
     placement: str = flag(
         "even",
         "stages of every pipeline rank: even (default), one, or auto: also interleaved 2 and v for "
         "the best layouts, where that takes at least 2%% less time",
-        PARTITION,
+        ("HOW", one_of("even", "auto")),
     )
-    vocab_parallel: str = flag(
-        "auto",
-        "cut the output layer over the stages: on, off, or auto (default): where that takes "
-        "at least 1%% less time",
-        SWITCH,
-    )
+    vocab_parallel: str = shared_setting("vocab_parallel")
 
 
 @dataclass
 class TunePlannerFlags:
     TITLE: ClassVar = "planner"
 
-    levers: str = flag(
-        "default",
-        "what the epp planner may use, as for plan; offloading is tried where memory is tight",
-        LIST,
-    )
-    effort: int | None = flag(
-        None,
-        "how much work the search for the best layouts' plans may do (default: "
-        f"{Options().effort})",
-        EFFORT,
-    )
+    levers: str = shared_setting("levers", "; offloading is tried where memory is tight")
+    effort: int | None = shared_setting("effort", default=None)
     top: int = flag(10, "rows to print (default: 10)", ("N", whole_number(1, 1000)))
 
 

@@ -1,7 +1,6 @@
 """``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -12,14 +11,11 @@ from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PLANNERS, Options, plan_step
-from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
-from megatron_epp.planner.tuning.partitions import partition_of
-from megatron_epp.planner.tuning.placements import placement_of
-from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of
 from megatron_epp.show.units import seconds_text, share_text
-
-EXPECTED = 2  # batches that a partition is chosen on
 
 
 def layout_cost(
@@ -37,102 +33,88 @@ def layout_cost(
     cost, tried = choose_layout(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
-        mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
+        mark = " <- chosen" if (pp, cp) == (cost.ranks, cost.cp) else ""
         print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
     return cost
 
 
-def partitioned(
-    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
-) -> Cost:
-    """``cost`` with the layers that --partition asks for; what was chosen is said on stderr.
-
-    The corpus's expected lengths are its first batches, as many as EXPECTED: a partition is for a
-    whole run, not for the batch that is planned.
-    """
-    if arguments.partition == "even":
-        return cost
-    if arguments.layers:
-        raise UsageError(
-            "--layers names the layers of every stage and --partition auto chooses them"
-        )
-    if "uneven" in options.levers:
-        raise UsageError(
-            "--partition auto chooses layers for the run and the lever uneven for every batch; "
-            "expected one of the two, as in --levers all,-uneven"
-        )
-    if planner not in PLANNERS:
-        raise UsageError(
-            f"--partition auto has no effect on {planner}, which makes no pipeline plan"
-        )
-    if cost.stages == 1:
-        raise UsageError("--partition auto has no effect with one stage; leave it out")
-    found = partition_of(cost, _expected(batches), options, planner)
-    flags = layout_flags(found.layers, cost.pinned_layers - 1)
-    said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
-    print(
-        f"partition: {' '.join(map(str, found.layers))} ({share_text(found.gain)} less time than "
-        f"{' '.join(map(str, cost.layers))}); {said}",
-        file=sys.stderr,
-    )
-    return dataclasses.replace(cost, layers=found.layers)
-
-
-def _placed(
-    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
-) -> Cost:
-    """``cost`` with the placement and the layers that its first batches like best; what was chosen
-    is said on stderr."""
-    if arguments.layers or "uneven" in options.levers:
-        raise UsageError(
-            "--placement auto chooses the layers of the stages, too; leave --layers and the lever "
-            "uneven out"
-        )
-    if planner not in PLANNERS:
-        raise UsageError(
-            f"--placement auto has no effect on {planner}, which makes no pipeline plan"
-        )
-    if cost.stages == 1:
-        raise UsageError("--placement auto has no effect with one pipeline rank; leave it out")
-    found = placement_of(cost, _expected(batches), options, planner)
-    layers = " ".join(map(str, found.cost.layers))
-    print(f"placement: {found.name}, layers {layers}; {found.said} (simulated)", file=sys.stderr)
-    return found.cost
-
-
-def _expected(batches: Batches) -> list[tuple[int, ...]]:
-    """Batches that a run is expected to see."""
-    return [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
-
-
-def with_vocabulary(
+def chosen_costs(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """``cost`` with the layers that --partition, the output layer that --vocab-parallel and the
-    placement that --placement auto ask for, and, in front of it, as other plans have it where these
-    were chosen, not asked for; what was chosen is said on stderr.
+    """Return ``cost`` twice: with the layers that --partition asks for, and with what --placement
+    auto and --vocab-parallel auto choose, too; print every choice on stderr.
 
-    As a partition it is chosen for a run, on the first batches of the corpus: weights lie where
-    they lie.
+    Like a training run's they are made on the first batches of the corpus, not on the batch that
+    is planned.
     """
     asked = arguments.vocab_parallel
     if asked == "on" and planner not in PLANNERS:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
-    cost = chosen = partitioned(arguments, batches, cost, options, planner)
+    if arguments.partition != "even":
+        _require_open("--partition", arguments, cost, options, planner)
+        cost = _partitioned(cost, batches, options, planner)
+    chosen = cost
     if arguments.placement == AUTO_PLACEMENT:
-        chosen = _placed(arguments, batches, cost, options, planner)
+        _require_open("--placement", arguments, cost, options, planner)
+        placement = placement_of(cost, _first(batches), options, planner)
+        chosen = placement.cost
+        print(
+            f"placement: {placement.key}, layers {' '.join(map(str, chosen.layers))}; "
+            f"{placement.comparison} (simulated)",
+            file=sys.stderr,
+        )
     if asked != "auto" or cost.stages == 1 or planner not in PLANNERS:
         return cost, chosen
     why = ruled_out(cost)
     if why is None:
-        cut = partitioned(arguments, batches, chosen.with_vocabulary(True), options, planner)
-        found = vocabulary_of(chosen, _expected(batches), options, planner, cut)
-        chosen, why = found.cost, f"{found.said} (simulated)"
+        cut = chosen.with_vocabulary(True)
+        if arguments.partition != "even":
+            cut = _partitioned(cut, batches, options, planner)
+        vocabulary = vocabulary_of(chosen, _first(batches), options, planner, cut)
+        chosen, why = vocabulary.cost, f"{vocabulary.comparison} (simulated)"
     how = "on" if chosen.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
     return cost, chosen
+
+
+def _first(batches: Batches) -> list[tuple[int, ...]]:
+    """Return the batches that a choice is made on."""
+    return [batches[number] for number in range(1 if batches.size is None else FIRST_BATCHES)]
+
+
+def _require_open(
+    flag: str, arguments: argparse.Namespace, cost: Cost, options: Options, planner: str
+) -> None:
+    """Raise a UsageError where ``flag`` auto has no layers of stages to choose."""
+    if arguments.layers:
+        raise UsageError(
+            f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
+            "stages; expected one of the two"
+        )
+    if "uneven" in options.levers:
+        raise UsageError(
+            f"{flag} auto chooses layers for the run and the lever uneven for every batch; "
+            "expected one of the two, as in --levers all,-uneven"
+        )
+    if planner not in PLANNERS:
+        raise UsageError(f"{flag} auto has no effect on {planner}, which makes no pipeline plan")
+    if cost.stages == 1:
+        raise UsageError(f"{flag} auto has no effect with one stage; leave it out")
+
+
+def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
+    """Return ``cost`` with layers by time, and print them with Megatron's flags for them."""
+    found = partition_of(cost, _first(batches), options, planner)
+    flags = layout_flags(found.key, cost.pinned_layers - 1)
+    said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
+    print(
+        f"partition: {' '.join(map(str, found.key))} ({share_text(found.gain)} less time than "
+        f"{' '.join(map(str, cost.layers))}); {said}",
+        file=sys.stderr,
+    )
+    return found.cost
 
 
 def choose_layout(

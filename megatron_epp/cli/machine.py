@@ -9,7 +9,7 @@ from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.build import expert_degree, named_cost
-from megatron_epp.cost.catalogue.devices import DEVICES, GIB, devices_of
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device_budgets, devices_of
 from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
@@ -68,11 +68,12 @@ def cost_of(
         if profile is None:
             raise UsageError("--layer-kinds: the model says what its layers are; leave it out")
         kinds = parse_kinds(arguments.layer_kinds)
-    budgets = arguments.memory_budget_gib
-    if budgets is not None and len(budgets) not in (1, pp):
-        raise UsageError(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
+    budgets = None
+    if arguments.memory_budget_gib is not None:
+        rank_of = place or tuple(range(pp))
+        budgets = device_budgets("--memory-budget-gib", arguments.memory_budget_gib, rank_of)
     if profile is not None and arguments.model is None:
-        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds, place)
+        cost = _measured_cost(arguments, profile, budgets, pp, cp, dp, layers, zero, kinds, place)
         cost = cost.with_vocabulary(cut)
     else:
         for name, known in (("model", MODELS), ("device", DEVICES)):
@@ -88,7 +89,7 @@ def cost_of(
             cp=cp,
             dp=dp,
             zero=zero,
-            memory_budget_gib=None if budgets is None else max(budgets),
+            memory_budget_gib=None if budgets is None else max(budgets) / GIB,
             layers=layers,
             ep=arguments.ep,
             layer_kinds=kinds,
@@ -103,8 +104,8 @@ def cost_of(
                 f"--tp {cost.tp} --cp {cost.cp}: their product must divide the {heads} attention "
                 f"heads of {arguments.model}"
             )
-    if budgets is not None and len(budgets) > 1:
-        cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
+    if budgets is not None:
+        cost = dataclasses.replace(cost, device_budget_bytes=budgets)
     if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
         cost = dataclasses.replace(cost, host_budget_bytes=host * GIB)
     cost.require_states_fit()
@@ -114,6 +115,7 @@ def cost_of(
 def _measured_cost(
     arguments: argparse.Namespace,
     profile: Profile,
+    budgets: tuple[float, ...] | None,
     pp: int,
     cp: int,
     dp: int,
@@ -127,14 +129,11 @@ def _measured_cost(
         raise UsageError(
             "--layers is missing: a profile file does not say how many layers there are"
         )
-    if arguments.memory_budget_gib is not None:
-        budgets = (max(arguments.memory_budget_gib) * GIB,) * pp
-    elif arguments.device is not None:
-        rank_of = place or tuple(range(pp))
-        devices = devices_of(arguments.device, 1 + max(rank_of))
-        budgets = tuple(devices[rank].budget_bytes for rank in rank_of)
-    else:
-        raise UsageError("--memory-budget-gib is missing (or a --device, for its own)")
+    if budgets is None:
+        if arguments.device is None:
+            raise UsageError("--memory-budget-gib is missing (or a --device, for its own)")
+        devices = devices_of(arguments.device, 1 + max(place) if place else pp)
+        budgets = tuple(each.budget_bytes for each in devices)
     if len(profile.kinds) > 1 and not kinds:
         raise UsageError(
             f"--layer-kinds is missing: the profile knows the kinds {', '.join(profile.kinds)}; "
@@ -181,14 +180,6 @@ def asked_placement_of(text: str, ranks: int) -> Placement:
         ) from error
     except PlanError as refusal:
         raise UsageError(f"--placement {text}: {refusal}") from refusal
-
-
-def rank_budgets(cost: Cost, plan: Plan) -> tuple[float, ...]:
-    """Bytes that every rank of ``plan`` may hold: as the stages on it may, which share them."""
-    return tuple(
-        min(cost.budget_bytes[stage] for stage in plan.stages_of(rank))
-        for rank in range(plan.ranks)
-    )
 
 
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:

@@ -8,7 +8,7 @@ import sys
 from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.layout import layout_cost, with_vocabulary
+from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
     cost = layout_cost(arguments, lengths, options, planner)
-    _, cost = with_vocabulary(arguments, batches, cost, options, planner)
+    _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
@@ -95,7 +95,7 @@ def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
 def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options) -> StockSettings:
     """As the replicas' plans have them."""
     return StockSettings(
-        Layout(cost.tp, cost.cp, cost.stages, cost.dp),
+        Layout(cost.tp, cost.cp, cost.ranks, cost.dp),
         step.plans[0].layers,
         recomputed_layers(step.plans),
         max(options.context, *lengths),
@@ -186,7 +186,7 @@ def _text(step: Step | None) -> str | None:
 def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
     found = made.slowest
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
-    budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
+    budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.device_budget_bytes))
     offloaded, host = 0.0, ""
     plan = found.plan if isinstance(found, PlannedReplica) else None
     if plan is not None:
@@ -200,7 +200,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
         f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
+        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
         f"dp {cost.dp}, zero {cost.zero}"
         + (f", ep {cost.ep}" if cost.ep > 1 else "")
         + (", vocabulary over the stages" if cost.vocabulary_parallel else ""),

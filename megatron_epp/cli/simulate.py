@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
-    budgets = machine.rank_budgets(cost, plan)
+    budgets = cost.device_budget_bytes
     facts = {
         "seconds": played.seconds,
         "bubble_ratio": played.bubble_ratio,

@@ -17,8 +17,8 @@ class AcceptedSteps:
     """The steps of ``steps`` that all ranks agree on and this job can run.
 
     layers           of every stage of this job
-    placement        the rank of every stage; none where stage i lies on rank i
-    ranks            context-parallel ranks of a stage
+    placement        the pipeline rank of every stage; none where stage i lies on rank i
+    cp               context-parallel ranks of a stage
     whole            whether the model trains on whole documents only, each spread over all ranks
     waited_seconds   how long training waited for the latest
     """
@@ -29,12 +29,12 @@ class AcceptedSteps:
         groups: Groups,
         layers: tuple[int, ...],
         current_op: CurrentOp,
-        ranks: int = 1,
+        cp: int = 1,
         whole: bool = False,
         placement: tuple[int, ...] = (),
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
-        self.ranks, self.whole, self.placement = ranks, whole, placement
+        self.cp, self.whole, self.placement = cp, whole, placement
         self.waited_seconds = 0.0
 
     def step(
@@ -56,7 +56,7 @@ class AcceptedSteps:
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep
-        job = self.layers, *place, self.ranks, self.whole, self.placement
+        job = self.layers, *place, self.cp, self.whole, self.placement
         accept(made, lengths, forward_only, *job)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
@@ -72,14 +72,14 @@ def accept(
     replica: int,
     replicas: int,
     lockstep: int = 1,
-    ranks: int = 1,
+    cp: int = 1,
     whole: bool = False,
     placement: tuple[int, ...] = (),
 ) -> None:
     """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
 
-    ``placement``: the rank of every stage, none where stage i lies on rank i. ``ranks``:
-    context-parallel ones of a stage. ``whole``: whether training takes whole documents only.
+    ``placement``: the pipeline rank of every stage, none where stage i lies on rank i. ``cp``:
+    context-parallel ranks of a stage. ``whole``: whether training takes whole documents only.
     ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton every
     rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
     text, so all refuse it, or none.
@@ -117,7 +117,7 @@ def accept(
         check_skeletons(step)
         for one in step.block(replica):  # a block begins together, or not at all
             check(one)
-            check_ranks(one, ranks)
+            check_ranks(one, cp)
             if whole and not forward_only:
                 _require_whole(one)
     except PlanError as error:

@@ -66,9 +66,9 @@ class Drift:
     def _lags(self, report: IterationReport) -> list[str]:
         """The same ops, another rank: seconds of each over those predicted for it."""
         ratios = {
-            (s.replica, s.stage): s.busy / s.predicted_busy
-            for s in report.stages
-            if s.predicted_busy > 0
+            (each.replica, each.rank): each.busy / each.predicted_busy
+            for each in report.ranks
+            if each.predicted_busy > 0
         }
         told = []
         for place, ratio in ratios.items():
@@ -76,10 +76,11 @@ class Drift:
             slower = ratio / statistics.median(others) if others else 1.0
             self._slow[place] = self._slow.get(place, 0) + 1 if slower > SLOW else 0
             if self._slow[place] == PATIENCE:
-                replica, stage = place
+                replica, rank = place
                 told.append(
-                    f"slow rank: stage {stage} of replica {replica} takes {slower:.2f} times what "
-                    f"the others take for the same work, for {PATIENCE} iterations now: look for "
-                    "other programs, heat or a throttled clock on its host, or start without it"
+                    f"slow rank: pipeline rank {rank} of replica {replica} takes {slower:.2f} "
+                    f"times what the others take for the same work, for {PATIENCE} iterations now: "
+                    "look for other programs, heat or a throttled clock on its host, or start "
+                    "without it"
                 )
         return told

@@ -8,8 +8,8 @@ from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import BestEffort
 from megatron_epp.control.report import (
     IterationReport,
+    RankReport,
     Recorder,
-    StageReport,
     gather_records,
     gather_report,
 )
@@ -86,7 +86,7 @@ class Observer:
             block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
         place = groups.replica, groups.pipeline_rank
-        mine = StageReport.of(*place, records, predicted, failure, host_bytes)
+        mine = RankReport.of(*place, records, predicted, failure, host_bytes)
         return gather_report(mine, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:
@@ -138,7 +138,7 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: Step) -> list[float]:
-        """The part of each stage's peak that routing decides, from rank 0, which simulates plans.
+        """The part of each rank's peak that routing decides, from rank 0, which simulates plans.
         Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
         group, text = self.groups.control, ""
         if group.rank() == 0:
@@ -147,9 +147,9 @@ class Observer:
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:
-    """The worst replica's peak of every stage; empty where plans predict nothing."""
+    """The worst replica's peak of every pipeline rank; empty where plans predict nothing."""
     predictions = [plan.predicted.peak_gib for plan in step.plans if plan.predicted is not None]
-    return [max(stage) * GIB for stage in zip(*predictions, strict=True)]
+    return [max(peaks) * GIB for peaks in zip(*predictions, strict=True)]
 
 
 def summary_line(iteration: int, step: Step, report: IterationReport, waited_seconds: float) -> str:

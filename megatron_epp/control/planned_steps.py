@@ -49,7 +49,7 @@ class PlannedSteps:
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
         states = cost.of_ranks(cost.states_bytes)
-        self.budget = MemoryBudget(cost.rank_budget_bytes, states, float(cost.ep))
+        self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.ep))
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
@@ -71,7 +71,7 @@ class PlannedSteps:
         """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
         profile = replace(self.cost.profile, routing=self.budget.routing)
         cost = replace(self.cost, profile=profile)
-        self.cost = cost.with_rank_budgets(self.budget.planned_bytes)
+        self.cost = replace(cost, device_budget_bytes=self.budget.planned_bytes)
         if self.groups.control.rank() == 0:
             for folder in self.folders:
                 self._try(
@@ -164,24 +164,25 @@ class PlannedSteps:
         return SourcedStep(step, str(step))
 
     def _require_fit(self, step: Step) -> None:
-        """Raise a PlanError where a stage's predicted peak is above its budget."""
+        """Raise a PlanError where a rank's predicted peak is above the budget of its device."""
         for plan in step.plans:
             if plan.predicted is None:
                 continue
-            for stage, (peak, budget) in enumerate(
-                zip(plan.predicted.peak_gib, self.cost.rank_budget_bytes, strict=True)
+            for rank, (peak, budget) in enumerate(
+                zip(plan.predicted.peak_gib, self.cost.device_budget_bytes, strict=True)
             ):
                 if peak * GIB > budget * (1 + _ROUNDING):
                     longest = max(plan.documents)
                     raise PlanError(
-                        f"stage {stage} needs {peak:.4g} GiB in the best plan found "
+                        f"pipeline rank {rank} needs {peak:.4g} GiB in the best plan found "
                         f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "
-                        f"budget is {budget / GIB:.4g} GiB{self._why_less(stage)}: raise "
-                        "--epp-memory-budget-gib, use more stages, or a shorter --seq-length"
+                        f"budget is {budget / GIB:.4g} GiB{self._why_less(rank)}: raise "
+                        "--epp-memory-budget-gib, use more pipeline ranks, or a shorter "
+                        "--seq-length"
                     )
 
-    def _why_less(self, stage: int) -> str:
-        correction, held = self.budget.corrections[stage], self.budget.stage_bytes[stage]
+    def _why_less(self, rank: int) -> str:
+        correction, held = self.budget.corrections[rank], self.budget.device_bytes[rank]
         if correction == 1:
             return ""
         return f" ({held / GIB:.4g} GiB, as chunks hold {correction:.3g} times what is predicted)"

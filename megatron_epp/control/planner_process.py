@@ -61,7 +61,7 @@ class PlannerProcess:
         self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
         self._profile.write(cost.profile.to_json())
         self._profile.flush()
-        budgets = [repr(budget / GIB) for budget in cost.budget_bytes]
+        budgets = [repr(budget / GIB) for budget in cost.device_budget_bytes]
         # Named where it could do nothing, this lever is refused.
         idle = {"local"} if cost.cp == 1 or options.lockstep > 1 else set[str]()
         self._command = [

@@ -1,4 +1,4 @@
-"""Reports of an iteration: every stage's records, gathered, summed up and, if wanted, written."""
+"""Reports of an iteration: every rank's records, gathered, summed up and, if wanted, written."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
-from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records, parse_records
+from megatron_epp.ir import COMPUTE, Kind, Op, StageOp, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.show.table import plain
 from megatron_epp.sim.in_step import in_step
@@ -20,27 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StageReport:
-    """One stage's iteration in a few numbers; seconds and bytes.
+class RankReport:
+    """One pipeline rank's iteration in a few numbers; seconds and bytes.
 
     start, stop   of its first and last op
     busy          in F, B, I, W
     waiting       in receives and sends
     peak_bytes    the most held for chunks
     predicted_busy   what the cost model predicted for ``busy``; 0 where there is none
-    failure       the op that ran out of memory, if one did; ``held_bytes``, how much was held
+    failure       the op that ran out of memory, and its stage, if one did; ``held_bytes``, how
+                  much was held
     host_bytes    the most that offloaded layers took of the host's memory
     """
 
     replica: int
-    stage: int
+    rank: int
     start: float
     stop: float
     busy: float
     waiting: float
     peak_bytes: int
     predicted_busy: float = 0.0
-    failure: Op | None = None
+    failure: StageOp | None = None
     held_bytes: int = 0
     host_bytes: int = 0
 
@@ -48,88 +49,97 @@ class StageReport:
     def of(
         cls,
         replica: int,
-        stage: int,
+        rank: int,
         records: tuple[Timed, ...],
         predicted_busy: float = 0.0,
         failure: Failure | None = None,
         host_bytes: int = 0,
-    ) -> "StageReport":
+    ) -> "RankReport":
         return cls(
             replica,
-            stage,
+            rank,
             start=records[0].start,
             stop=records[-1].stop,
             busy=sum(r.seconds for r in records if r.op.kind in COMPUTE),
             waiting=sum(r.seconds for r in records if r.op.kind in (Kind.SEND, Kind.RECEIVE)),
             peak_bytes=max(r.peak_bytes for r in records),
             predicted_busy=predicted_busy,
-            failure=None if failure is None else failure.op,
+            failure=None if failure is None else StageOp(failure.stage, failure.op),
             held_bytes=0 if failure is None else failure.held_bytes,
             host_bytes=host_bytes,
         )
 
+    @property
+    def failed_op(self) -> str:
+        """Text such as ``F3 of stage 2``."""
+        assert self.failure is not None, "no op ran out of memory"
+        return f"{self.failure.op} of stage {self.failure.stage}"
+
     def row(self) -> list[float]:
-        """Every field as a number, an op as two in front; ``from_row`` is the way back."""
+        """Return every field as a number, the first three of the failure; inverse: ``from_row``."""
         op = self.failure
-        failure = (-1, 0) if op is None else (COMPUTE.index(op.kind), op.chunk)
+        failure = (-1, 0, 0) if op is None else (COMPUTE.index(op.kind), op.chunk, op.stage)
         return [*map(float, (*failure, *(getattr(self, field.name) for field in _numbers())))]
 
     @classmethod
-    def from_row(cls, row: Sequence[float]) -> "StageReport":
-        kind, chunk, *numbers = row
-        failure = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
+    def from_row(cls, row: Sequence[float]) -> "RankReport":
+        kind, chunk, stage, *numbers = row
+        op = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
+        failure = None if op is None else StageOp(int(stage), op)
         pairs = zip(_numbers(), numbers, strict=True)
         values = {f.name: int(number) if f.type is int else number for f, number in pairs}
         return cls(**values, failure=failure)  # type: ignore[arg-type]
 
 
 def _numbers() -> list[Field[Any]]:
-    return [field for field in fields(StageReport) if field.name != "failure"]
+    return [field for field in fields(RankReport) if field.name != "failure"]
 
 
 @dataclass(frozen=True, slots=True)
 class IterationReport:
-    stages: tuple[StageReport, ...]
+    """Reports of all pipeline ranks of all replicas."""
+
+    ranks: tuple[RankReport, ...]
 
     @property
-    def failures(self) -> tuple[StageReport, ...]:
-        """Reports of the stages that ran out of memory."""
-        return tuple(s for s in self.stages if s.failure is not None)
+    def failures(self) -> tuple[RankReport, ...]:
+        """Reports of the ranks that ran out of memory."""
+        return tuple(each for each in self.ranks if each.failure is not None)
 
     @property
     def seconds(self) -> float:
-        return max(s.stop for s in self.stages) - min(s.start for s in self.stages)
+        return max(each.stop for each in self.ranks) - min(each.start for each in self.ranks)
 
     @property
     def bubble_ratio(self) -> float:
-        """Time in which stages run no op, over stages x iteration."""
-        return 1 - sum(s.busy for s in self.stages) / (len(self.stages) * self.seconds)
+        """Time in which ranks run no op, over ranks x iteration."""
+        return 1 - sum(each.busy for each in self.ranks) / (len(self.ranks) * self.seconds)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Per stage, the worst replica's."""
+        """Per pipeline rank, the worst replica's."""
         return self._worst(lambda report: report.peak_bytes)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Per stage, the worst replica's."""
+        """Per pipeline rank, the worst replica's."""
         return self._worst(lambda report: report.host_bytes)
 
-    def _worst(self, bytes_of: Callable[[StageReport], int]) -> tuple[int, ...]:
-        count = 1 + max(s.stage for s in self.stages)
+    def _worst(self, bytes_of: Callable[[RankReport], int]) -> tuple[int, ...]:
+        count = 1 + max(each.rank for each in self.ranks)
         return tuple(
-            max(bytes_of(s) for s in self.stages if s.stage == stage) for stage in range(count)
+            max(bytes_of(each) for each in self.ranks if each.rank == rank) for rank in range(count)
         )
 
 
-def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All stages' reports on every rank: one all-gather of thirteen doubles on the host."""
+def gather_report(mine: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
+    """All pipeline ranks' reports on every rank: one all-gather of fourteen doubles on the host."""
     row = torch.tensor([float(leads), *mine.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
-    # A failure of any rank counts, whichever reports its stage.
+    # A failure of any rank counts, whichever reports for its pipeline rank.
     read = [
-        (leading, StageReport.from_row(report))
+        (leading, RankReport.from_row(report))
         for leading, *report in rows.view(group.size(), -1).tolist()
     ]
     return IterationReport(tuple(r for leading, r in read if leading or r.failure is not None))

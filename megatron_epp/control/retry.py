@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from megatron_epp.control.report import IterationReport, StageReport
+from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.control.step_source import AdaptiveSource, StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import PlanError, Step, Timed
@@ -18,7 +18,7 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 # Every repetition takes more than the one before (memory_budget.cut): behind the last of them less
-# than a fiftieth of the room is left, and memory is not what is wrong with the plans.
+# than a fiftieth of the headroom is left, and memory is not what is wrong with the plans.
 MOST_REPETITIONS = 8
 
 
@@ -61,37 +61,35 @@ class Retry:
             undo()
         raise AssertionError("an attempt either succeeds or ends the job")
 
-    def _plan_with_less(self, iteration: int, failures: Sequence[StageReport], tried: int) -> None:
-        """Plans get less room."""
+    def _plan_with_less(self, iteration: int, failures: Sequence[RankReport], tried: int) -> None:
+        """Give plans less headroom."""
         at = f"iteration {iteration}"
         if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])
-        # One a stage: the rank that got furthest tells how much there is.
-        worst: dict[int, StageReport] = {}
+        # One a pipeline rank: the device that got furthest tells how much there is.
+        worst: dict[int, RankReport] = {}
         for failure in failures:
-            before = worst.setdefault(failure.stage, failure)
+            before = worst.setdefault(failure.rank, failure)
             if failure.held_bytes > before.held_bytes:
-                worst[failure.stage] = failure
+                worst[failure.rank] = failure
         if tried > MOST_REPETITIONS:
             failure = failures[0]
             raise PlanError(
                 f"{at}: out of memory in all of {tried} attempts, each planned with less than the "
-                f"one before; the last at {failure.failure} of stage {failure.stage} with "
+                f"one before; the last at {failure.failed_op} on pipeline rank {failure.rank} with "
                 f"{failure.held_bytes / GIB:.4g} GiB held for chunks: use more devices, a shorter "
                 "--seq-length or a smaller model, or see what else is in the device's memory"
             )
         for failure in worst.values():
-            held = f"{failure.failure}, {failure.held_bytes} bytes held for chunks"
+            held = f"{failure.failed_op}, {failure.held_bytes} bytes held for chunks"
             event = self.steps.budget.failed(
-                iteration, failure.stage, failure.held_bytes, held, tried
+                iteration, failure.rank, failure.held_bytes, held, tried
             )
             if self.groups.control.rank() == 0:
                 logger.warning("the iteration is repeated with less memory: %s", event)
         self.steps.narrow()
 
-    def _evaluate_in_less(
-        self, iteration: int, failures: Sequence[StageReport], step: Step
-    ) -> None:
+    def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport], step: Step) -> None:
         """An evaluation is repeated in smaller chunks. It keeps nothing from forward to backward,
         so what training may hold is not touched."""
         at = f"the evaluation after iteration {iteration}"
@@ -101,29 +99,30 @@ class Retry:
         tokens = _tokens(step, failed)
         if tokens == 1 or tokens > self._evaluation_tokens:
             raise PlanError(
-                f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, {tokens} "
-                "tokens, and there are no smaller chunks: lower --epp-memory-budget-gib, use more "
-                "devices or a shorter context"
+                f"pipeline rank {failed.rank} ran out of memory at {failed.failed_op} in {at}, "
+                f"{tokens} tokens, and there are no smaller chunks: lower --epp-memory-budget-gib, "
+                "use more devices or a shorter context"
             )
         if self.groups.control.rank() == 0:
             logger.warning(
-                "%s is repeated in smaller chunks: stage %d ran out of memory at %s of %d tokens",
-                at, failed.stage, failed.failure, tokens,
+                "%s is repeated in smaller chunks: pipeline rank %d ran out of memory at %s, "
+                "%d tokens",
+                at, failed.rank, failed.failed_op, tokens,
             )  # fmt: skip
         self._evaluation_tokens = tokens // 2
         self.steps.shrink_evaluation(tokens // 2)
 
 
-def _tokens(step: Step, failed: StageReport) -> int:
+def _tokens(step: Step, failed: RankReport) -> int:
     """Tokens of the chunk at which memory ran out; in lockstep, of the largest that ran with it."""
     assert failed.failure is not None
     chunk = failed.failure.chunk
     return max(plan.chunks[chunk].tokens for plan in step.block(failed.replica))
 
 
-def _no_other_plan(at: str, failed: StageReport) -> PlanError:
+def _no_other_plan(at: str, failed: RankReport) -> PlanError:
     return PlanError(
-        f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, "
+        f"pipeline rank {failed.rank} ran out of memory at {failed.failed_op} in {at}, "
         f"{failed.held_bytes / GIB:.4g} GiB held: the plan was given (--epp-plan), so no other can "
         "be made; leave it out"
     )

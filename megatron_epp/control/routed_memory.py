@@ -7,7 +7,7 @@ from megatron_epp.ir import Step
 
 
 def routed_bytes(cost: Cost, step: Step) -> list[float]:
-    """Growth of every stage's predicted peak, in the replica where it grows most, if
+    """Growth of every pipeline rank's predicted peak, in the replica where it grows most, if
     the fullest device's experts got one even share of tokens more."""
     # Imported where plans are played, on rank 0: its loops are compiled when first used.
     from megatron_epp.sim.play import play
@@ -24,4 +24,4 @@ def routed_bytes(cost: Cost, step: Step) -> list[float]:
         ]
         for plan in step.plans
     ]
-    return [max(stage) for stage in zip(*grown, strict=True)]
+    return [max(of_rank) for of_rank in zip(*grown, strict=True)]

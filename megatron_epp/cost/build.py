@@ -81,8 +81,7 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: the last {further} predict further tokens "
             "and lie on the last stage, with one in front of them or more"
         )
-    rank_of = place or tuple(range(pp))
-    devices = devices_of(device_name, 1 + max(rank_of))
+    devices = devices_of(device_name, 1 + max(place) if place else pp)
     network: Network | None = None
     rank_devices: tuple[RankDevice, ...] = ()
     if profile is None:
@@ -102,8 +101,8 @@ def named_cost(
             rank_devices = tuple(made[each.name] for each in devices)
             profile = _of_all(device_name, [each.profile for each in made.values()])
     budgets = tuple(
-        devices[rank].budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
-        for rank in rank_of
+        each.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+        for each in devices
     )
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:

@@ -41,7 +41,8 @@ class StageLayout:
 
     profile        one layer's of every kind, and the ends'
     layers         of every stage, first to last
-    budget_bytes   of every stage, by device: all that training holds, states included
+    device_budget_bytes   of every pipeline rank: all that training holds on one of its devices, for
+                   all stages of the rank, states included
     tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
     zero           1: weights stay on every device (Megatron's distributed optimizer);
                    3: states are sharded over the stage's devices, layers gathered for every chunk
@@ -52,8 +53,7 @@ class StageLayout:
     host_budget_bytes   of the host's memory, for what one device offloads
     vocabulary_parallel  whether the output layer is cut over all stages (ops H and G)
     network        where groups lie and what they get there; none: the profile's rates by size
-    place          the rank of every stage, where a rank has several; none: stage i on rank i. What
-                   a device may hold is then for all its stages: each has all of it as its budget
+    place          the rank of every stage, where a rank has several; none: stage i on rank i
     rank_devices   of every rank, where they differ: seconds and rates are then theirs, bytes and
                    latency those of ``profile``. None: those of a profile that was measured on ranks
                    that differ (``rank_slowness``), else all as ``profile`` and ``network`` say
@@ -61,7 +61,7 @@ class StageLayout:
 
     profile: Profile
     layers: tuple[int, ...]
-    budget_bytes: tuple[float, ...]
+    device_budget_bytes: tuple[float, ...]
     tp: int = 1
     cp: int = 1
     dp: int = 1
@@ -97,9 +97,10 @@ class StageLayout:
             )
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers {self.layers}: expected a number of layers for every stage")
-        if len(self.budget_bytes) != len(self.layers):
+        if len(self.device_budget_bytes) != self.ranks:
             raise ValueError(
-                f"{len(self.budget_bytes)} memory budgets for {len(self.layers)} stages"
+                f"{len(self.device_budget_bytes)} memory budgets for {self.ranks} pipeline ranks; "
+                "expected one for each"
             )
         for name in ("tp", "cp", "dp", "ep"):
             if getattr(self, name) < 1:
@@ -144,15 +145,6 @@ class StageLayout:
     def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
         """``values`` of every stage, added up for every rank."""
         return tuple(np.bincount(self.rank_of, weights=np.array(values)).tolist())
-
-    @property
-    def rank_budget_bytes(self) -> tuple[float, ...]:
-        """Bytes that every rank's device may hold, for all its stages."""
-        return tuple(self.budget_bytes[self.rank_of.index(rank)] for rank in range(self.ranks))
-
-    def with_rank_budgets(self, budgets: Sequence[float]) -> Self:
-        """With other :attr:`rank_budget_bytes`."""
-        return replace(self, budget_bytes=tuple(budgets[rank] for rank in self.rank_of))
 
     @property
     def devices(self) -> int:

@@ -47,9 +47,10 @@ class ChunkMemory(OpSeconds):
         return tuple(map(float, np.ceil(held)))
 
     @property
-    def room_bytes(self) -> np.ndarray:
-        """[stages]: what the budget leaves beside states, for chunks."""
-        return np.array(self.budget_bytes) - np.array(self.states_bytes)
+    def headroom_bytes(self) -> np.ndarray:
+        """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
+        all stages of the rank."""
+        return np.array(self.device_budget_bytes) - np.array(self.of_ranks(self.states_bytes))
 
     @cached_property
     def parameters(self) -> tuple[np.ndarray, np.ndarray]:
@@ -63,10 +64,10 @@ class ChunkMemory(OpSeconds):
         return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
 
     def require_states_fit(self) -> None:
-        """A ValueError that says what would be needed, where a stage's states exceed its budget."""
-        for stage, (states, budget) in enumerate(
-            zip(self.states_bytes, self.budget_bytes, strict=True)
-        ):
+        """A ValueError that says what would be needed, where a stage's states exceed the budget of
+        its device."""
+        for stage, (states, rank) in enumerate(zip(self.states_bytes, self.rank_of, strict=True)):
+            budget = self.device_budget_bytes[rank]
             if states >= budget:
                 raise ValueError(
                     f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "

@@ -50,8 +50,8 @@ def evaluation_plans(
         shares, peaks = _shares(batch, cost, options, most)
         plans = tuple(share.plan for share in shares)
         states = np.array(cost.of_ranks(cost.states_bytes))
-        room = np.array(cost.rank_budget_bytes) - states
-        worst = float(((np.array(peaks) - states) / np.maximum(room, 1.0)).max())
+        headroom = np.maximum(cost.headroom_bytes, 1.0)
+        worst = float(((np.array(peaks) - states) / headroom).max())
         if worst <= 1:
             for plan in plans:
                 check(plan)

@@ -6,7 +6,6 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KIND_CODE, Kind, PlanError, rules_for
-from megatron_epp.planner.order.problem import rank_room_bytes
 from megatron_epp.sim.inputs import moved_bytes
 
 # Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
@@ -55,9 +54,9 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 def most_tokens(cost: Cost) -> int:
     """The largest chunk of whole documents that every rank can hold with all recomputed."""
     # What an op needs whatever its chunk's size is not left.
-    room = rank_room_bytes(cost) - np.array(cost.of_ranks(_alone(cost, 0, 1).tolist()))
+    headroom = cost.headroom_bytes - np.array(cost.of_ranks(_alone(cost, 0, 1).tolist()))
     per_token = np.array(cost.of_ranks(_alone(cost, _MANY, 1).tolist())) / _MANY
-    return max(1, int((room / np.maximum(per_token, 1e-9)).min()))
+    return max(1, int((headroom / np.maximum(per_token, 1e-9)).min()))
 
 
 def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
@@ -70,7 +69,8 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     tokens = documents[longest]
     needed = np.min([_alone(cost, tokens, slices) for slices in _SLICES], axis=0)
     needed += np.array(cost.states_bytes)
-    for stage, budget in enumerate(cost.budget_bytes):
+    for stage, rank in enumerate(cost.rank_of):
+        budget = cost.device_budget_bytes[rank]
         if needed[stage] > budget:
             raise PlanError(
                 f"document {longest} of {tokens} tokens on stage {stage} needs at least "
@@ -80,16 +80,13 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
-    """For a batch whose documents fit one by one, but for which no plan was found that fits;
-    ``peaks``: of every rank."""
-    budgets = cost.rank_budget_bytes
-    over = [peak - budget for peak, budget in zip(peaks, budgets, strict=True)]
+    """For a batch whose documents fit one by one, but for which no plan was found that fits."""
+    over = [peak - budget for peak, budget in zip(peaks, cost.device_budget_bytes, strict=True)]
     rank = max(range(len(over)), key=lambda r: over[r])
     longest = max(range(len(documents)), key=lambda d: documents[d])
     return PlanError(
-        f"no plan fits: {'rank' if cost.place else 'stage'} {rank} needs "
-        f"{peaks[rank] / GIB:.4g} GiB at best, mostly for "
+        f"no plan fits: pipeline rank {rank} needs {peaks[rank] / GIB:.4g} GiB at best, mostly for "
         f"document {longest} of {documents[longest]} tokens; the budget is "
-        f"{budgets[rank] / GIB:.4g} GiB: raise it, or use more devices or a shorter "
-        "context"
+        f"{cost.device_budget_bytes[rank] / GIB:.4g} GiB: raise it, or use more devices or a "
+        "shorter context"
     )

@@ -28,7 +28,7 @@ SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
 # What the executor can run; `offload` where it is asked for, as copies have run on no GPU yet and
 # free nothing on a host without one. Layers that cannot split a backward do without `wsplit`,
-# which training finds out from its flags (mcore.job_cost.unusable_levers).
+# which training finds out from its flags (mcore.job.job_cost.unusable_levers).
 TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
 
 

@@ -106,35 +106,43 @@ BEFORE = OutsidePhase("the first iteration")
 @dataclass
 class CurrentOp:
     """The op or phase that this rank is in; read when a link is lost, when nothing moves, or when
-    the job is being killed. ``stage``: the one that it is of, where the rank has several.
+    the job is being killed.
 
-    An op or a transfer of the program, the name of a step that all ranks take together, or what
-    happens :class:`OutsidePhase`. ``links``: of the program that runs, None between programs.
+    rank    of the pipeline
+    what    an op or a transfer of the program, the name of a step that all ranks take together, or
+            what happens :class:`OutsidePhase`
+    links   of the program that runs, None between programs
+    stage   of the op or the transfer, which is one of those that the rank computes; else None
     """
 
-    stage: int
+    rank: int
     iteration: int = 0
     what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
     links: LinkEnds | None = None
+    stage: int | None = None
 
-    def enter(self, what: Op | Transfer | str):
-        self.what, self.since = what, time.monotonic()
+    def enter(self, what: Op | Transfer | str, stage: int | None = None):
+        self.what, self.stage, self.since = what, stage, time.monotonic()
 
     def __str__(self) -> str:
         verb = "was in" if isinstance(self.what, Op) else "waited for"
         seconds = time.monotonic() - self.since
+        stage = "" if self.stage is None else f"stage {self.stage}, "
         return (
-            f"stage {self.stage}, iteration {self.iteration}: {verb} {self.what} for "
+            f"pipeline rank {self.rank}, {stage}iteration {self.iteration}: {verb} {self.what} for "
             f"{seconds:.1f} s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``op`` ran out of memory with ``held_bytes`` held; what came after it was only pretended."""
+    """``op`` of ``stage`` ran out of memory on pipeline rank ``rank`` with ``held_bytes`` held; the
+    ops after it did nothing."""
 
     op: Op
+    stage: int
+    rank: int
     held_bytes: int
     reason: str
 
@@ -171,6 +179,7 @@ class Executor:
         self._computes = compute if isinstance(compute, Mapping) else {}
         # Of the stage whose op runs, which the rank's only one is throughout.
         self.compute = next(iter(compute.values())) if isinstance(compute, Mapping) else compute
+        self.stage = next(iter(self._computes), current_op.rank)
         # By stage, of the op or of the transfer's own end.
         self._inbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._outbox: dict[tuple[int, Payload, int], Tensor] = {}
@@ -193,8 +202,6 @@ class Executor:
         On return nothing is kept: the store and both boxes are empty, every message has left.
         """
         marks: list[tuple[int, Op | Transfer, Any, Any, int]] = []
-        if len(self._computes) == 1:
-            (self.current_op.stage,) = self._computes
         ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
         self.current_op.links = self.links
         if self.heap is not None:
@@ -208,7 +215,7 @@ class Executor:
                     self._hand_to_stage(item.message)
                     continue
                 op = self._turn_to(item)
-                self.current_op.enter(op)
+                self.current_op.enter(op, self.stage)
                 if isinstance(op, Op) and len(ends) == LEAD_OPS:
                     # Safe at any place: what was issued so far needs nothing that was not (lower).
                     self.clock.wait(ends[0])
@@ -220,7 +227,7 @@ class Executor:
                 end = self.clock.mark()
                 if isinstance(op, Op):
                     ends.append(end)
-                marks.append((self.current_op.stage, op, start, end, self.meter.op_peak()))
+                marks.append((self.stage, op, start, end, self.meter.op_peak()))
                 if self.heap is not None:
                     self.heap.settle()
             self._finish()
@@ -234,11 +241,11 @@ class Executor:
     def _turn_to(self, item: Op | StageOp | Transfer) -> Op | Transfer:
         """The op or transfer of ``item``, whose stage is the current one from now on."""
         if isinstance(item, StageOp):
-            self.current_op.stage, self.compute = item.stage, self._computes[item.stage]
+            self.stage, self.compute = item.stage, self._computes[item.stage]
             return item.op
         if isinstance(item, Transfer):
             ends = item.message
-            self.current_op.stage = ends.source if item.kind is Kind.SEND else ends.target
+            self.stage = ends.source if item.kind is Kind.SEND else ends.target
         return item
 
     def _run(self, op: Op | Transfer) -> str | None:
@@ -277,7 +284,7 @@ class Executor:
 
     def _give_up(self, op: Op, reason: str):
         held = min(self.meter.op_peak(), self.meter.limit_bytes)
-        self.failure = Failure(op, int(held), reason)
+        self.failure = Failure(op, self.stage, self.current_op.rank, int(held), reason)
         logger.warning("%s: out of memory (%s)", self.current_op, reason)
         for compute in self._computes.values() or (self.compute,):
             compute.abandon()
@@ -296,7 +303,7 @@ class Executor:
 
     def _at(self, payload: Payload, chunk: int) -> tuple[int, Payload, int]:
         """Where a tensor of the current stage lies."""
-        return self.current_op.stage, payload, chunk
+        return self.stage, payload, chunk
 
     def _forward(self, op: Op):
         received = self._inbox.pop(self._at(Payload.ACTIVATION, op.chunk), None)
@@ -304,7 +311,7 @@ class Executor:
 
     def _hand_over(self, op: Op, made: Tensor | None):
         if made is not None:
-            payload = self._carrying.get(self.current_op.stage, {}).get(op)
+            payload = self._carrying.get(self.stage, {}).get(op)
             assert payload is not None, f"{op}: a tensor was received or made for nobody"
             self._outbox[self._at(payload, op.chunk)] = made
 
@@ -344,19 +351,21 @@ class Executor:
                     raise
                 reason = self._no_memory(str(op), error)
             # Outside of the handler: the error holds on to what it names.
-            self._give_up(self._next_op(op), reason)
+            following = self._turn_to(self._next_op(op))
+            assert isinstance(following, Op)
+            self.current_op.enter(following, self.stage)
+            self._give_up(following, reason)
             self.links.post(op.message)
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, OutOfMemory):
                 raise
-            self.current_op.enter(Transfer(Kind.RECEIVE, op.message))
+            self.current_op.enter(Transfer(Kind.RECEIVE, op.message), op.message.target)
             raise self._lost(op.message, error) from error
 
-    def _next_op(self, post: Post) -> Op:
+    def _next_op(self, post: Post) -> Op | StageOp:
         """The op that the failure of ``post`` is put down to: the one that would have followed."""
         rest = self.program[self.program.index(post) :]
-        found = next(item for item in rest if isinstance(item, (Op, StageOp)))
-        return found.op if isinstance(found, StageOp) else found
+        return next(item for item in rest if isinstance(item, (Op, StageOp)))
 
     def _send(self, op: Transfer):
         message = op.message
@@ -381,7 +390,7 @@ class Executor:
         try:
             message = self.links.oldest_sending()
             if message is not None:
-                self.current_op.enter(Transfer(Kind.SEND, message))
+                self.current_op.enter(Transfer(Kind.SEND, message), message.source)
             self.links.finish()
         except RuntimeError as error:
             raise self._lost(message, error) from error

@@ -82,14 +82,14 @@ class Tasks:
 
     def __init__(self, tasks, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
-        from megatron_epp.mcore.job_cost import training_cost
+        from megatron_epp.mcore.job.job_cost import training_cost
         from megatron_epp.planner import Options
 
         args, config, multiple = place.args, place.config, place.share.multiple
         self.tasks, self.groups = tasks, place.groups
         profile = obtain(args, config, model, place.groups, place.share)
         cost = training_cost(args, config, place.layers, profile)
-        self.cost = dataclasses.replace(cost, budget_bytes=(1e15,) * cost.stages)
+        self.cost = dataclasses.replace(cost, device_budget_bytes=(1e15,) * cost.stages)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
@@ -128,7 +128,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
     if task["share"] == 1.0 and task["planner"] == "epp":
         return Step((tuple(range(len(lengths))),), (kept.plan,))
     budget = tuple(task["share"] * peak for peak in kept.peak_bytes)
-    within = dataclasses.replace(ample, budget_bytes=budget)
+    within = dataclasses.replace(ample, device_budget_bytes=budget)
     if task.get("offload"):
         free = dataclasses.replace(ample.profile, host_bytes_per_second=1e15)
         within = dataclasses.replace(within, profile=free)
@@ -353,7 +353,7 @@ def uniform(batches: int, place: Place) -> str:
         kept = plan_step(of_batch, ample, options, "epp").planned[0]
         for share in SHARES[1:]:
             budget = tuple(share * peak for peak in kept.peak_bytes)
-            cost = dataclasses.replace(ample, budget_bytes=budget)
+            cost = dataclasses.replace(ample, device_budget_bytes=budget)
             ours = plan_step(of_batch, cost, options, "epp").planned[0]
             candidates = [
                 (seconds, what)
@@ -400,7 +400,7 @@ def uniform_settings(plan, cost):
             )
             alike = dataclasses.replace(plan, recompute=choice, predicted=None)
             peaks = play(alike, cost.table(alike)).peak_bytes
-            if all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)):
+            if all(p <= b for p, b in zip(peaks, cost.device_budget_bytes, strict=True)):
                 yield recomputed_seconds(alike, cost), f"{count}{letter}"
                 break
 

@@ -95,7 +95,7 @@ class VariantSteps:
 
     def __init__(self, variant_at, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
-        from megatron_epp.mcore.job_cost import training_cost, training_levers
+        from megatron_epp.mcore.job.job_cost import training_cost, training_levers
         from megatron_epp.planner import Options
 
         args, config = place.args, place.config
@@ -125,13 +125,13 @@ class VariantSteps:
         variant = self.variant_at(iteration)
         levers = self.options.levers - (set() if variant.split else {"wsplit"})
         options = dataclasses.replace(self.options, levers=levers)
-        ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
+        ample = dataclasses.replace(self.cost, device_budget_bytes=(1e15,) * self.cost.stages)
         if variant.share_of_peak is None:
             return plan_step(lengths, ample, options, variant.planner).step
         whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
         VariantSteps.whole = tuple(float(peak) for peak in whole)
         budget = tuple(variant.share_of_peak * peak for peak in whole)
-        within = dataclasses.replace(self.cost, budget_bytes=budget)
+        within = dataclasses.replace(self.cost, device_budget_bytes=budget)
         return plan_step(lengths, within, options, variant.planner).step
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ def told(
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
     weights = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
     # The executor's own time, neither computing nor waiting for a message: the worst stage's.
-    own = max(s.stop - s.start - s.busy - s.waiting for s in report.stages)
+    own = max(s.stop - s.start - s.busy - s.waiting for s in report.ranks)
     entry = {
         "iteration": iteration,
         "variant": variant_of(iteration),

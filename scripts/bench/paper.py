@@ -35,13 +35,11 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import ALL, COMPARED, PLANNERS, Options
+from megatron_epp.planner.choose.choice import partition_of, vocabulary_of, with_placement
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
-from megatron_epp.planner.tuning.partitions import partition_of
-from megatron_epp.planner.tuning.placements import with_placement
-from megatron_epp.planner.tuning.vocabulary import vocabulary_of
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
@@ -240,7 +238,7 @@ def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> flo
             cost,
             profile=profile,
             layers=(layers,),
-            budget_bytes=cost.budget_bytes[:1],
+            device_budget_bytes=cost.device_budget_bytes[:1],
             tp=8,
             cp=devices // 8,
             zero=1,
@@ -554,8 +552,7 @@ def partition(numbers: Sequence[int]) -> str:
         corpus = open_corpus("wlb", thousands * K)
         seen = [corpus.batch(number, 512) for number in (0, 1)]
         by_time, cut = (
-            dataclasses.replace(each, layers=partition_of(each, seen, how, "epp").layers)
-            for each in (cost, cost.with_vocabulary(True))
+            partition_of(each, seen, how, "epp").cost for each in (cost, cost.with_vocabulary(True))
         )
         chosen = vocabulary_of(by_time, seen, how, "epp", cut).cost
         seconds: dict[str, list[float]] = {}
@@ -867,7 +864,7 @@ def defaults(numbers: Sequence[int]) -> str:
             "effort 0": (chosen, dataclasses.replace(how, effort=0)),
             "effort 16": (chosen, dataclasses.replace(how, effort=16)),
             "the output layer the other way": (other, how),
-            "layers by time": (dataclasses.replace(chosen, layers=by_time.layers), how),
+            "layers by time": (by_time.cost, how),
         }
         ratios: dict[str, list[float]] = {way: [] for way in ways}
         for number in numbers:

@@ -26,8 +26,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
-from megatron_epp.planner.tuning.partitions import partition_of
-from megatron_epp.planner.tuning.placements import placement_of, with_placement
+from megatron_epp.planner.choose.choice import partition_of, placement_of, with_placement
 
 K = 1024
 DEVICE = "h200-141g"
@@ -44,8 +43,7 @@ def seconds(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options:
 
 
 def by_time(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> Cost:
-    layers = partition_of(cost, batches, options, planner).layers
-    return dataclasses.replace(cost, layers=layers)
+    return partition_of(cost, batches, options, planner).cost
 
 
 def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how: Options) -> str:
@@ -63,7 +61,7 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
     for planner in ("adaptis", "epp"):
         found = placement_of(even, every, how, planner)
         ratio = base / seconds(planner, found.cost, batches, how)
-        cells += [f"{ratio:.2f}", found.name]
+        cells += [f"{ratio:.2f}", found.key]
     return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"
 
 

@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
     cost = named_cost(args.model, DEVICE, pp=args.stages, tp=args.tp)
-    cost = dataclasses.replace(cost, budget_bytes=(float("inf"),) * args.stages)
+    cost = dataclasses.replace(cost, device_budget_bytes=(float("inf"),) * args.stages)
     text = io.StringIO()
     print(f"### {args.model}, pp {args.stages} tp {args.tp}, {args.groups} groups a call and "
           f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip

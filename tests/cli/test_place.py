@@ -35,6 +35,31 @@ def test_check(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"error: rank 0 at F[23]\.1: holds .* GiB, the budget is .* GiB", error), error
 
 
+def test_a_budget_is_one_number_or_one_for_every_pipeline_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two ranks with two stages each: of each device, not of each stage."""
+    batch = ("--lengths", "wlb", "--global-batch-size", "8", "--context", "8192")
+    path = tmp_path / "v.plan"
+    budget = ("--memory-budget-gib", "60", "70")
+    v = ("--pp", "2", "--placement", "v", "--effort", "0")
+    summary = said(capsys, "plan", *batch, *MACHINE, *v, *budget, "-o", path)
+    assert "of 60.00 70.00" in summary
+    assert Plan.parse(path.read_text()).place == (1, 0, 0, 1)
+    # Its comment says so to simulate; one number for every stage means the same where it is one.
+    for given in ((), budget, ("--memory-budget-gib", "70", "60", "60", "70")):
+        facts = json.loads(said(capsys, "simulate", path, *given, "--json"))
+        assert facts["budget_bytes"] == [60 * GIB, 70 * GIB]
+    for gib in (("70", "60", "60", "71"), ("1", "2", "3")):
+        assert main(["simulate", str(path), "--memory-budget-gib", *gib]) == 2
+        assert capsys.readouterr().err.endswith(
+            f"--memory-budget-gib: {len(gib)} numbers for 2 pipeline ranks; expected one, or one "
+            "for each of them\n"
+        )
+    told = said(capsys, "compare", *batch, *MACHINE, *v, *budget, "--planner", "epp", "packing")
+    assert "fits the memory budget" in told
+
+
 def states_bytes(plan: Path) -> float:
     """Of one stage."""
     layers = Plan.parse(plan.read_text()).layers

@@ -55,6 +55,17 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     assert parsed.epp_memory_budget_gib == [60] and parsed.epp_effort == 0
 
 
+def test_a_budget_for_every_pipeline_rank_says_how_many_there_are(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "launch.sh"
+    more = ("--json", "--script", str(script), "--context", "8192", "--tp", "4", "--top", "1")
+    assert tune(lengths, *more, "--memory-budget-gib", "60", "50") == 0
+    assert {choice["pp"] for choice in json.loads(capsys.readouterr().out)["choices"]} == {2}
+    parsed = megatrons_parser().parse_args(launched(script))
+    assert not parsed.epp or parsed.epp_memory_budget_gib == [60, 50]
+
+
 def launched(script: Path) -> list[str]:
     """The words that the script hands to the trainer."""
     env = {**os.environ, "PYTHON": "echo", "DATA": "corpus", "TOKENIZER": "t.model"}

@@ -42,7 +42,7 @@ def test_auto_says_what_it_took(capsys, lengths) -> None:
     shown = capsys.readouterr()
     assert Plan.parse(shown.out).vocabulary_parallel
     line = next(line for line in shown.err.splitlines() if line.startswith("vocabulary"))
-    assert line.startswith("vocabulary parallelism: on; it takes ")
+    assert line.startswith("vocabulary parallelism: on; compared with off, on takes ")
     assert line.endswith("% less time (simulated)")
     assert main([*map(str, words), "--pp", "1", "--tp", "1"]) in (0, 2)  # one stage: nothing to cut
     assert "vocabulary" not in capsys.readouterr().err

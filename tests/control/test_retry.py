@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.control.memory_budget import MemoryBudget
-from megatron_epp.control.report import IterationReport, StageReport
+from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
 from megatron_epp.control.step_source import AdaptiveSource, PredictingSource
-from megatron_epp.ir import Kind, Op, PlanError, Step
+from megatron_epp.ir import Kind, Op, PlanError, StageOp, Step, Timed
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
+from megatron_epp.runtime.executor import Failure
 
 GROUPS = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0))
 
@@ -52,24 +53,25 @@ def test_an_empty_chunk_fails_with_the_one_beside_it() -> None:
     told: list[int] = []
     steps = Learning()
     steps.shrink_evaluation = told.append
-    stage = StageReport(1, 0, 0.0, 1.0, 1.0, 0.0, 10, 0.0, Op(Kind.FORWARD, chunk), 880)
-    Retry(steps, GROUPS)._evaluate_in_less(1, [stage], step)
+    failure = StageOp(0, Op(Kind.FORWARD, chunk))
+    failed = RankReport(1, 0, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880)
+    Retry(steps, GROUPS)._evaluate_in_less(1, [failed], step)
     assert told == [max(plan.chunks[chunk].tokens for plan in plans) // 2] and told[0] > 0
 
 
 def attempts(fails: int):
-    """The first ``fails`` of them run out of memory on stage 1."""
+    """The first ``fails`` of them run out of memory on pipeline rank 1, in its stage 2."""
     step = Step(((0,),), (arbitrary_plan([50], (2, 2), Random(1)),))
     told: list[str] = []
 
     def attempt() -> Attempt:
-        failure = Op(Kind.FORWARD, 0) if told.count("run") < fails else None
+        failure = StageOp(2, Op(Kind.FORWARD, 0)) if told.count("run") < fails else None
         told.append("run")
-        stages = (
-            StageReport(0, 0, 0.0, 1.0, 1.0, 0.0, 10),
-            StageReport(0, 1, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880 if failure else 0),
+        reports = (
+            RankReport(0, 0, 0.0, 1.0, 1.0, 0.0, 10),
+            RankReport(0, 1, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880 if failure else 0),
         )
-        return Attempt(step, (), IterationReport(stages))
+        return Attempt(step, (), IterationReport(reports))
 
     return attempt, told
 
@@ -88,8 +90,10 @@ def test_what_fits_at_last_is_what_counts(caplog) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         f"the iteration is repeated with less memory: {event}" for event in steps.budget.events
     ]
-    assert all("out of memory at F0, 880 bytes held for chunks" in str(event)
-               for event in steps.budget.events)  # fmt: skip
+    for event in steps.budget.events:
+        assert str(event).startswith("iteration 4 pipeline rank 1 budget_bytes 910 correction ")
+        assert str(event).endswith("out of memory at F0 of stage 2, 880 bytes held for chunks")
+        assert event.line.startswith("iteration 4 stage 1 budget_bytes 910 correction ")
 
 
 def test_repetitions_have_an_end() -> None:
@@ -99,7 +103,8 @@ def test_repetitions_have_an_end() -> None:
     assert len(told) == MOST_REPETITIONS + 1
     assert str(ended.value).startswith(
         f"iteration 4: out of memory in all of {MOST_REPETITIONS + 1} attempts, each planned with "
-        "less than the one before; the last at F0 of stage 1 with 8.196e-07 GiB held for chunks: "
+        "less than the one before; the last at F0 of stage 2 on pipeline rank 1 with 8.196e-07 GiB "
+        "held for chunks: "
     )
     assert "\n" not in str(ended.value)
     # What was left to plan with in the end: nobody could say that less would have been tried.
@@ -108,6 +113,15 @@ def test_repetitions_have_an_end() -> None:
 
 def test_given_steps_are_not_repeated() -> None:
     attempt, told = attempts(1)
-    with pytest.raises(PlanError, match="the plan was given"):
+    said = r"pipeline rank 1 ran out of memory at F0 of stage 2 in iteration 4, .*plan was given"
+    with pytest.raises(PlanError, match=said):
         Retry(GivenOnly(), GROUPS).run(4, False, attempt, lambda: None)
     assert told == ["run"]
+
+
+def test_a_report_names_the_stage_of_a_failure_and_its_rank() -> None:
+    record = Timed(3, Op(Kind.FORWARD, 1), 0.0, 1.0, 880)
+    failure = Failure(Op(Kind.FORWARD, 1), stage=3, rank=0, held_bytes=880, reason="none left")
+    report = RankReport.of(0, 0, (record,), failure=failure)
+    assert (report.rank, report.failed_op) == (0, "F1 of stage 3")
+    assert RankReport.from_row(report.row()) == report

@@ -182,7 +182,7 @@ def test_zero_1_gathers_nothing() -> None:
 
 def test_defaults_of_the_papers_world() -> None:
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
-    assert cost.budget_bytes == (74 * GIB,) * 4
+    assert cost.device_budget_bytes == (74 * GIB,) * 4
     assert cost.devices == 32
     assert cost.link_seconds(loads(cost, (0, 100))).sum() == 0
     assert (cost.seconds_per(F)[3] == cost.seconds_per(F)[0]).all()  # no head

@@ -13,7 +13,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
-from megatron_epp.planner.partition import (
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     stage_layer_seconds,
@@ -42,7 +42,7 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     assert set(mixed._seconds) >= set(OF_LAYERS)
     loads = mixed.loads([], [])
     assert mixed.recompute_seconds((0, FULL), loads).shape == (4, 0)
-    assert mixed.budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
+    assert mixed.device_budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
     fast, slow = (one.profile.link_seconds_per_token for one in alone)
     assert fast < slow
     assert mixed.links_per_token.tolist() == [fast, slow, slow, slow]  # the last one goes round
@@ -61,10 +61,10 @@ def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
     features = expected_features(mixed, [LENGTHS])
     found = fastest_layers(mixed, features)
     assert found is not None and 20 <= found[0] <= 22  # of 32; the output layer is on the slow one
-    placed = replace(mixed, layers=(8,) * 4, budget_bytes=(1e11,) * 4, place=(0, 1, 1, 0))
+    placed = replace(mixed, layers=(8,) * 4, place=(0, 1, 1, 0))
     assert placed.seconds_per(Kind.FORWARD)[1, 0] > 1.7 * placed.seconds_per(Kind.FORWARD)[0, 0]
     with pytest.raises(ValueError, match="measured on 2 pipeline ranks whose devices differ"):
-        replace(mixed, layers=(8,) * 4, budget_bytes=(1e11,) * 4)
+        replace(mixed, layers=(8,) * 4, device_budget_bytes=(1e11,) * 4)
     # By the command, too.
     file = tmp_path / "cost.json"
     profile.save(str(file))
@@ -86,7 +86,7 @@ def test_a_rank_of_several_stages_has_one_device() -> None:
     rows = mixed.seconds_per(Kind.FORWARD)
     assert np.array_equal(rows[1:3], alone.seconds_per(Kind.FORWARD)[1:3])
     assert (rows[[0, 3], 0] < rows[1, 0]).all()
-    assert mixed.rank_budget_bytes == (74 * GIB, 37 * GIB)
+    assert mixed.device_budget_bytes == (74 * GIB, 37 * GIB)
     found = fastest_layers(mixed, expected_features(mixed, [LENGTHS]))
     assert found is not None and found[0] + found[3] > found[1] + found[2]
 

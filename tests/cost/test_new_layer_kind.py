@@ -98,7 +98,7 @@ def toy_cost(pp: int = 2, room_gib: float = 20.0) -> Cost:
     made = profile(model, DEVICES["h100-80g"], logits_held=False)
     cost = Cost(made, even_layers(8, pp), (1e15,) * pp, 2, 2, layer_kinds=model.layer_kinds)
     budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
-    return dataclasses.replace(cost, budget_bytes=budget)
+    return dataclasses.replace(cost, device_budget_bytes=budget)
 
 
 @pytest.mark.parametrize("scale", [1, 5])

@@ -133,4 +133,6 @@ def test_a_plan_idles_at_most_so_much(room_gib: float) -> None:
         for name in ("packing", "seq1f1b", "epp")
     }
     assert made["epp"].seconds <= min(made["packing"].seconds, made["seq1f1b"].seconds)
-    assert all(a <= b for a, b in zip(made["epp"].peak_bytes, cost.budget_bytes, strict=True))
+    assert all(
+        a <= b for a, b in zip(made["epp"].peak_bytes, cost.device_budget_bytes, strict=True)
+    )

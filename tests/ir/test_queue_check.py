@@ -1,6 +1,5 @@
 """No program hangs in one queue of a device, nor in a wait for all of it; other orders do."""
 
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -68,9 +67,8 @@ def test_planned_batches_on_sixteen_stages(planner: str, placement: str) -> None
     random = Random(planner)
     made = named_placement(placement, 16 if placement == "even" else 8)
     assert made is not None and made.stages == 16
-    cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8)
-    if not made.is_even:
-        cost = replace(cost, place=made.place)
+    place = () if made.is_even else made.place
+    cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8, place=place)
     lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(16)]
     options = Options(context=65536, effort=0)
     plan = PLANNERS[planner](lengths, cost, options).plan

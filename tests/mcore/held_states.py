@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
-from megatron_epp.mcore.job_cost import training_states  # noqa: E402
+from megatron_epp.mcore.job.job_cost import training_states  # noqa: E402
 
 SIZE = 256
 WAYS = (

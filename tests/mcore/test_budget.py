@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_epp.control.drift import BAND, PATIENCE, WINDOW, Drift
 from megatron_epp.control.memory_budget import BUDGET_FILE, NEAR, Event, MemoryBudget, cut
-from megatron_epp.control.report import IterationReport, StageReport
-from megatron_epp.ir import Kind, Op
+from megatron_epp.control.report import IterationReport, RankReport
+from megatron_epp.ir import Kind, Op, StageOp
 
 # ------------------------------------------------------------------ budgets
 
@@ -21,8 +21,8 @@ def budget() -> MemoryBudget:
 def test_a_failure_leaves_less_than_was_held() -> None:
     ours = budget()
     event = ours.failed(7, 1, 400, "F3, 0.4 GiB held")
-    assert ours.stage_bytes == (1000.0, 380.0)
-    assert str(event) == (
+    assert ours.device_bytes == (1000.0, 380.0)
+    assert event.line == (
         "iteration 7 stage 1 budget_bytes 380 correction 1.000000 out of memory at F3, 0.4 GiB held"
     )
 
@@ -30,14 +30,14 @@ def test_a_failure_leaves_less_than_was_held() -> None:
 def test_a_failure_always_takes_a_tenth_of_the_room() -> None:
     ours = budget()
     ours.failed(7, 0, 5000, "F3")  # more was held than was ever allowed
-    assert ours.stage_bytes[0] == 100 + 0.9 * 900
+    assert ours.device_bytes[0] == 100 + 0.9 * 900
 
 
 def test_a_near_miss_takes_what_was_predicted_too_little() -> None:
     ours = budget()
     learnt = ours.measured(7, (950.0, 900.0), (880, 990))
-    # Stage 0: 850 predicted for chunks, 880 held, of 900. Stage 1: 900 predicted, 990 held of 1000.
-    assert [event.stage for event in learnt] == [0, 1]
+    # Rank 0: 850 predicted for chunks, 880 held, of 900. Rank 1: 900 predicted, 990 held of 1000.
+    assert [event.rank for event in learnt] == [0, 1]
     assert all(event.iteration == 8 for event in learnt)
     assert ours.planned_bytes == pytest.approx((100 + 900 * 850 / 880, 1000 * 900 / 990), rel=1e-5)
     # Planned for that, what is held is within what may be held, and nothing more is to be learnt.
@@ -49,7 +49,7 @@ def test_a_near_miss_takes_what_was_predicted_too_little() -> None:
     ]
     assert held[0] <= 900 and held[1] <= 1000
     assert ours.measured(8, ours.planned_bytes, held) == []
-    assert ours.stage_bytes == (1000.0, 1000.0)
+    assert ours.device_bytes == (1000.0, 1000.0)
 
 
 def learn(ours: MemoryBudget, error, iterations: int) -> list[float]:
@@ -97,7 +97,7 @@ def test_repeated_failures_cut_more_each_time_and_are_not_learnt_twice() -> None
         tried += 1
         ours.failed(1, 0, 1000, "F1", tried)
     assert tried == 4
-    assert ours.stage_bytes == (950.0,)
+    assert ours.device_bytes == (950.0,)
     assert held > 500  # not much less than there is
     assert learn(ours, lambda _: error, 100)[-1] == ours.planned_bytes[0] == held / error
 
@@ -113,7 +113,7 @@ def test_nothing_is_learnt_without_need(predicted, peak) -> None:
     ours = MemoryBudget((1000.0,), (0.0,))
     assert NEAR > 0.9
     assert ours.measured(1, (predicted,), (peak,)) == []
-    assert ours.stage_bytes == (1000.0,)
+    assert ours.device_bytes == (1000.0,)
 
 
 def test_a_resumed_run_knows_what_was_learnt_before_its_checkpoint(tmp_path) -> None:
@@ -125,10 +125,10 @@ def test_a_resumed_run_knows_what_was_learnt_before_its_checkpoint(tmp_path) -> 
     early.load(str(tmp_path), 6)
     late.load(str(tmp_path), 8)
     assert early.planned_bytes == (ours.planned_bytes[0], 1000.0)
-    assert late.stage_bytes == ours.stage_bytes
+    assert late.device_bytes == ours.device_bytes
     fresh = MemoryBudget((1.0,), (0.0,))  # another number of stages
     fresh.load(str(tmp_path), 8)
-    assert fresh.stage_bytes == (1.0,)
+    assert fresh.device_bytes == (1.0,)
 
 
 def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path) -> None:
@@ -138,10 +138,10 @@ def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path)
     ours.save(str(tmp_path))
     again = budget()
     again.load(str(tmp_path), 3)  # resumed where iteration 4 is the next
-    assert again.stage_bytes == (1000.0, 1000.0)
+    assert again.device_bytes == (1000.0, 1000.0)
     # Iteration 4 tells the same as it told then; from 5 on stage 0 has less.
     assert [event.iteration for event in again.measured(4, (900.0, 900.0), (10, 10))] == [5]
-    assert again.stage_bytes == (ours.stage_bytes[0], 1000.0)
+    assert again.device_bytes == (ours.device_bytes[0], 1000.0)
     # A near miss of an iteration that had none then is not learnt: the next plans would differ.
     assert again.measured(6, (900.0, 900.0), (10, 990)) == []
     again.save(str(tmp_path))
@@ -150,7 +150,7 @@ def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path)
     again.failed(7, 1, 300, "F2")
     (event,) = again.measured(8, (950.0, 900.0), (0, 10))
     assert event.correction == ours.corrections[1] == 1.1
-    assert again.stage_bytes == (ours.stage_bytes[0], 285.0)
+    assert again.device_bytes == (ours.device_bytes[0], 285.0)
     assert again.measured(9, (950.0, 240.0), (0, 284)) != []
 
 
@@ -165,9 +165,9 @@ def test_what_experts_hold_is_learnt_before_memory_is_short(tmp_path) -> None:
     assert ours.measured(3, (500.0, 300.0), (400, 300), nobody_asks) == []
     # Stage 1 held 60 more than 300; its experts' share of tokens, once more, would be 200.
     (event,) = ours.measured(4, (500.0, 300.0), (400, 360), lambda: [150.0, 200.0])
-    assert (event.iteration, event.stage, event.routing) == (5, 1, 1.3)
-    assert event.correction == 1 and ours.planned_bytes == ours.stage_bytes
-    assert Event.parse(str(event)) == event and "routing 1.300000 experts of a device" in str(event)
+    assert (event.iteration, event.rank, event.routing) == (5, 1, 1.3)
+    assert event.correction == 1 and ours.planned_bytes == ours.device_bytes
+    assert Event.parse(event.line) == event and "routing 1.300000 experts of a device" in str(event)
     # Planned for that, the same excess says nothing new.
     assert ours.measured(5, (530.0, 360.0), (430, 360), nobody_asks) == []
     # All tokens on one device explain 4 times as much and no more: the rest is the prediction's.
@@ -195,7 +195,9 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
 
 def test_events_are_text_and_back() -> None:
     event = Event(3, 1, 2048, 1.020001, "near miss: held 1.020 of what was predicted")
-    assert Event.parse(str(event)) == event
+    assert Event.parse(event.line) == event
+    assert event.line.startswith("iteration 3 stage 1 budget_bytes 2048 ")  # of the file
+    assert str(event) == event.line.replace("stage 1", "pipeline rank 1")  # of the log
 
 
 # ------------------------------------------------------------------ drift
@@ -204,8 +206,8 @@ def test_events_are_text_and_back() -> None:
 def report(seconds: float, busy: tuple[float, ...], expected: tuple[float, ...]):
     return IterationReport(
         tuple(
-            StageReport(0, stage, 0.0, seconds, mine, 0.0, 1, predicted)
-            for stage, (mine, predicted) in enumerate(zip(busy, expected, strict=True))
+            RankReport(0, rank, 0.0, seconds, mine, 0.0, 1, predicted)
+            for rank, (mine, predicted) in enumerate(zip(busy, expected, strict=True))
         )
     )
 
@@ -232,11 +234,11 @@ def test_one_slow_iteration_is_no_drift() -> None:
 
 def test_the_slow_rank_is_named_by_what_its_work_should_take() -> None:
     drift = Drift()
-    # Stage 1 has twice the work and takes three times as long as predicted; stage 0 does as told.
+    # Rank 1 has twice the work and takes three times as long as predicted; rank 0 does as told.
     told = [drift.see(3.0, report(3.0, (1.0, 6.0, 1.0), (1.0, 2.0, 1.0))) for _ in range(PATIENCE)]
     assert told[:-1] == [[]] * (PATIENCE - 1)
     (line,) = told[-1]
-    assert line.startswith("slow rank: stage 1 of replica 0 takes 3.00 times what the others take")
+    assert line.startswith("slow rank: pipeline rank 1 of replica 0 takes 3.00 times what the ")
     assert "look for other programs" in line
 
 
@@ -249,8 +251,8 @@ def test_all_slow_is_nobodys_fault() -> None:
 # ------------------------------------------------------------------ reports
 
 
-@pytest.mark.parametrize("failure", [None, Op(Kind.BACKWARD, 12)])
+@pytest.mark.parametrize("failure", [None, StageOp(5, Op(Kind.BACKWARD, 12))])
 def test_a_report_is_numbers_and_back(failure) -> None:
-    one = StageReport(1, 2, 0.5, 3.5, 2.0, 0.25, 2**40, 1.9, failure, 12345 if failure else 0)
-    assert StageReport.from_row(one.row()) == one
+    one = RankReport(1, 2, 0.5, 3.5, 2.0, 0.25, 2**40, 1.9, failure, 12345 if failure else 0)
+    assert RankReport.from_row(one.row()) == one
     assert IterationReport((one,)).failures == ((one,) if failure else ())

@@ -252,4 +252,4 @@ def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> N
         certify_training(trial)
     first, *words = str(error.value).splitlines()
     assert first == "rank 0, rank 1: no answer to 'compute' in 3 s"
-    assert any("rank 0 terminated: stage 0" in line for line in words), words
+    assert any("rank 0 terminated: pipeline rank 0" in line for line in words), words

@@ -92,9 +92,3 @@ def test_the_output_layer_is_left_as_it_was(rows) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run(output, rows[MINE], labels, weights)
     assert output.sequence_parallel and not output.disable_grad_reduce
-
-
-def test_blocks_of_a_gpu_keep_to_so_many_logits() -> None:
-    words = (1000, 65_536, 65_537, 131_072, 300_000)
-    blocks = [early_head.rows_at_once(each, True) for each in words]
-    assert blocks == [4096, 4096, 2048, 2048, 1024]

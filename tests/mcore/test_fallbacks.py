@@ -79,7 +79,7 @@ def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None
     ample = Cost(profile, (2, 2), (1e12, 1e12))
     lengths = [900, 700, 30, 20]
     kept = plan_step(lengths, ample, Options(context=4096), "packing", 1).planned[0].peak_bytes
-    cost = dataclasses.replace(ample, budget_bytes=tuple(room * peak for peak in kept))
+    cost = dataclasses.replace(ample, device_budget_bytes=tuple(room * peak for peak in kept))
     groups = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0), replicas=1)
     steps = PlannedSteps(cost, Options(context=4096), "epp", groups, ahead=False)
     steps.ahead = Dying(deaths, steps)

@@ -33,9 +33,10 @@ def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_tra
     assert run.status == 0, run.output
     assert len(run.losses) == 8
     learnt = re.findall(
-        r"iteration (\d+) stage (\d) budget_bytes (\d+) correction ([\d.]+) near", run.output
+        r"iteration (\d+) pipeline rank (\d) budget_bytes (\d+) correction ([\d.]+) near",
+        run.output,
     )
-    assert {stage for _, stage, _, _ in learnt} == {"0", "1"}
+    assert {rank for _, rank, _, _ in learnt} == {"0", "1"}
     assert {int(budget) for _, _, budget, _ in learnt} == {int(BUDGET_GIB * 2**30)}
     corrections = [float(correction) for _, _, _, correction in learnt]
     assert min(corrections) > 1.5 and max(corrections) < 10

@@ -9,6 +9,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from tests.layers.test_carried_states import Keep, Take, mixed
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
@@ -18,7 +19,6 @@ from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
 from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes
 from tests.ir.edited_copy import run_with
-from tests.layers.test_carried_states import Keep, Take, mixed
 
 PRICED = f"""from collections.abc import Mapping
 from dataclasses import dataclass

@@ -116,7 +116,7 @@ def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore import job_cost
+    from megatron_epp.mcore.job import job_cost
 
     whole = SimpleNamespace(total=64 * GIB, available=40 * GIB)
     monkeypatch.setattr(job_cost.psutil, "virtual_memory", lambda: whole)

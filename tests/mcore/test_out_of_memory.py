@@ -57,11 +57,15 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -
     limit = {"epp_memory_limit_gib": LIMIT_GIB}
     hit = run(corpus, cost_model, **limit, epp_plan_ahead=True, epp_record=tmp_path / "hit")
     assert hit.status == 0, hit.output
-    repeated = re.findall(r"repeated with less memory: (iteration \d+ stage \d .*)", hit.output)
+    repeated = re.findall(
+        r"repeated with less memory: (iteration \d+ pipeline rank \d .*)", hit.output
+    )
     assert repeated
-    assert re.search(r"stage \d, iteration \d+: was in [FB]\d+ .*: out of memory", hit.output)
+    assert re.search(
+        r"pipeline rank (\d), stage \1, iteration \d+: was in [FB]\d+ .*: out of memory", hit.output
+    )
     kept = (tmp_path / "hit" / BUDGET_FILE).read_text()
-    assert all(line in kept for line in repeated)
+    assert all(line.replace("pipeline rank", "stage") in kept for line in repeated)
     budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
     assert budgets["0"] == budgets["1"]
 
@@ -111,8 +115,8 @@ def test_an_evaluation_without_memory_is_repeated_in_smaller_chunks(corpus) -> N
     starved = hungry("evaluation", corpus, **EVALUATION)
     assert starved.status == 0, starved.output
     assert re.search(
-        r"the evaluation after iteration 1 is repeated in smaller chunks: stage 1 ran out of "
-        r"memory at F\d+ of \d+ tokens",
+        r"the evaluation after iteration 1 is repeated in smaller chunks: pipeline rank 1 ran "
+        r"out of memory at F\d+ of stage 1, \d+ tokens",
         starved.output,
     )
     assert plain.losses == starved.losses
@@ -125,8 +129,8 @@ def test_an_evaluation_that_never_fits_ends_with_one_line(corpus) -> None:
     (line,) = ended.errors
     assert re.search(
         r"document \d+ of \d+ tokens does not fit in evaluation|"
-        r"stage 1 ran out of memory at F\d+ of the evaluation after iteration 1, \d tokens, and "
-        r"there are no smaller chunks",
+        r"pipeline rank 1 ran out of memory at F\d+ of stage 1 in the evaluation after iteration "
+        r"1, \d tokens, and there are no smaller chunks",
         line,
     )
     assert ended.statuses == (2, 2)

@@ -16,16 +16,19 @@ from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabulary
+from megatron_epp.mcore.choose.kept import (
+    CHOICES_FILE,
+    EARLIER_PARTITION,
+    EARLIER_VOCABULARY,
+    kept_placement,
+    kept_vocabulary,
+)
 from megatron_epp.mcore.flags.config import PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
-from megatron_epp.mcore.partition import (
-    KEPT,
-    KEPT_VOCABULARY,
-    choose_partition,
-    choose_vocabulary,
-    placeholder,
-)
+from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
+from megatron_epp.mcore.placing.placeholder import placeholder
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
 
@@ -76,11 +79,14 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     auto = train(flags(corpus, **start, **STILL, **chosen, **how))
     assert even.status == auto.status == 0, even.output + auto.output
     assert re.search(
-        rf"--epp-vocab-parallel auto: on; it takes \S+% less time by {costs} \(simulated\)",
+        r"--epp-vocab-parallel auto: on; compared with off, on takes \S+% less time by "
+        rf"{costs} \(simulated\)",
         even.output,
     )
-    assert (spread / KEPT_VOCABULARY).read_text() == '"on"\n'
-    layers = json.loads((kept / KEPT).read_text())
+    assert json.loads((spread / CHOICES_FILE).read_text()) == {"epp_vocab_parallel": "on"}
+    choices = json.loads((kept / CHOICES_FILE).read_text())
+    layers = choices[STAGE_LAYERS]
+    assert choices == {"epp_vocab_parallel": "off", PLACE: [0, 1], STAGE_LAYERS: layers}
     on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
     assert on_a_cpu in auto.output
     assert sum(layers) == 6 and 1 <= layers[0] < layers[1]
@@ -92,7 +98,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     longer = {"load": kept, "train_iters": 3, "override-opt-param-scheduler": True}
     again = train(flags(corpus, **{**start, **STILL, **chosen, **longer}))
     assert again.status == 0, again.output
-    said = f"layers {layers[0]} {layers[1]} of the stages, the checkpoint's, as it resumes"
+    said = f"layers {layers[0]} {layers[1]} of the stages; the checkpoint's, as it resumes"
     assert said in again.output and len(again.losses) == 1
     assert "--epp-vocab-parallel auto: off; the checkpoint's, as it resumes" in again.output
 
@@ -122,11 +128,11 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     weights = {"load": begin, "finetune": True}
     auto = train(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
     assert given.status == auto.status == 0, given.output + auto.output
-    first, second = json.loads((kept / KEPT).read_text())
+    first, second = json.loads((kept / CHOICES_FILE).read_text())[STAGE_LAYERS]
     pattern = f"{PATTERN[:first]}|{PATTERN[first:]}"
     assert first + second == 7 and first < second  # even ones would be 4 and 3
     assert (
-        f"--epp-partition auto: layers {first} {second} of the stages, {pattern}, " in auto.output
+        f"--epp-partition auto: layers {first} {second} of the stages, {pattern}; " in auto.output
     )
     assert len(auto.losses) == len(given.losses) == 2
     assert auto.losses == pytest.approx(given.losses, rel=2e-6)
@@ -138,9 +144,10 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     # Resumed with ours, it is not chosen again.
     resumes = {"load": str(kept), "finetune": False, "num_layers": 7}
     args = wanted(hybrid_layer_pattern=PATTERN, epp=True, **resumes)
-    said = choose_partition(args)
+    placement, said = choose_placement(args)
+    assert placement.layers == (first, second)
     assert args.hybrid_layer_pattern == pattern
-    assert said.endswith(f"{pattern}, the checkpoint's, as it resumes (kept in {KEPT})")
+    assert said.endswith(f"{pattern}; the checkpoint's, as it resumes (kept next to it)")
 
 
 @pytest.mark.parametrize(
@@ -191,9 +198,9 @@ def test_what_auto_cannot_have_is_off_with_one_line(
         Path(name).mkdir()
         Path(name, "latest_checkpointed_iteration.txt").write_text("3")
         if name != "untold":
-            Path(name, KEPT_VOCABULARY).write_text(f'"{name}"\n')
+            Path(name, EARLIER_VOCABULARY).write_text(f'"{name}"\n')
     # As if on a device: on a CPU nothing is read.
-    monkeypatch.setattr("megatron_epp.planner.tuning.vocabulary.is_of_cpu", lambda profile: False)
+    monkeypatch.setattr("megatron_epp.planner.choose.choice.is_of_cpu", lambda profile: False)
     words = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     words += "--max-position-embeddings 64"
     args = parsed(words.split(), 2)
@@ -264,6 +271,75 @@ def test_until_it_is_chosen_stages_are_even() -> None:
     assert placeholder(hybrid) == {}
     require_pattern(hybrid)
     assert with_borders("*-|*-*/*", (1, 4)) == "*|-*-*/*"
+
+
+PLACED = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
+
+
+@pytest.mark.parametrize(
+    ("files", "vocabulary", "place", "layers"),
+    [
+        ({}, False, None, None),
+        ({EARLIER_VOCABULARY: "on", EARLIER_PARTITION: [2, 4]}, True, (0, 1), (2, 4)),
+        ({EARLIER_PARTITION: PLACED}, False, (1, 0, 0, 1), (1, 2, 2, 1)),
+        ({CHOICES_FILE: {"epp_vocab_parallel": "on", **PLACED}}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
+        # A run that went on with the layers that its flags say keeps none.
+        (
+            {
+                CHOICES_FILE: {"epp_vocab_parallel": "off"},
+                EARLIER_VOCABULARY: "on",
+                EARLIER_PARTITION: [2, 4],
+            },
+            *(False, (0, 1), (2, 4)),
+        ),
+    ],
+)
+def test_files_of_this_version_and_of_earlier_ones_are_read(
+    files: dict, vocabulary: bool, place: tuple | None, layers: tuple | None, tmp_path: Path
+) -> None:
+    """Those of d652579 are "on" or "off", layers by stage, or a placement with layers."""
+    for name, choices in files.items():
+        (tmp_path / name).write_text(json.dumps(choices) + "\n")
+    args = wanted(load=str(tmp_path), epp_placement="auto")
+    assert kept_vocabulary(args) == vocabulary
+    kept = kept_placement(args)
+    assert (kept and kept.place, kept and kept.layers) == (place, layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            EARLIER_PARTITION,
+            "[2,",
+            "delete the file, and say with --pipeline-model-parallel-layout",
+        ),
+        (EARLIER_PARTITION, "[2, 0]", "no partition (expected layers by stage); delete"),
+        (EARLIER_PARTITION, "{}", "no partition (expected layers by stage); delete"),
+        (EARLIER_PARTITION, "[2, 3]", "layers [2, 3] are not 6 on 2 stages; leave --epp-partition"),
+        (EARLIER_PARTITION, json.dumps(PLACED), "stages lie on ranks 1 0 0 1; expected --epp-pla"),
+        (EARLIER_VOCABULARY, '"perhaps"', 'expected "on" or "off"; delete the file, and say with'),
+        (CHOICES_FILE, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
+        (CHOICES_FILE, '"on"', "no choices (expected an object); delete the file"),
+        (CHOICES_FILE, "{" * 10**5, "no choices ("),
+        (
+            CHOICES_FILE,
+            '{"epp_stage_layers": [6], "epp_place": [0]}',
+            "layers [6] are not 6 on",
+        ),
+        (CHOICES_FILE, '{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
+    ],
+)
+def test_a_damaged_file_of_choices_is_refused_in_one_line(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    args = wanted(load=str(tmp_path))
+    with pytest.raises(ValueError) as refusal:
+        kept_vocabulary(args)
+        kept_placement(args)
+    assert str(refusal.value).startswith(f"{tmp_path / name}: ")
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_a_refusal_ends_with_status_2(corpus: Path) -> None:

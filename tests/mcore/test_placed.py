@@ -13,10 +13,11 @@ from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Kind, Message, Op, Plan, Step, Transfer, parse_records
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.planned import PlansOf
+from megatron_epp.mcore.choose.kept import CHOICES_FILE
 from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
-from megatron_epp.mcore.partition import KEPT, placeholder
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
+from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.sim.play import play
 from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
@@ -250,13 +251,16 @@ def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
     assert first.status == 0, first.output
     said = next(line for line in first.output.splitlines() if "--epp-placement auto" in line)
     assert "stages on ranks" in said and "% less time" in said and "(simulated)" in said
-    place = json.loads((kept / KEPT).read_text())[PLACE]
-    assert len(place) == 4 and f"ranks {' '.join(map(str, place))}, layers 1 1 1 1;" in said
+    place = json.loads((kept / CHOICES_FILE).read_text())[PLACE]
+    assert (
+        len(place) == 4
+        and f"ranks {' '.join(map(str, place))}, layers 1 1 1 1 of the stages;" in said
+    )
     again = train(flags(corpus, **way, global_batch_size=4, train_iters=3, load=kept))
     assert again.status == 0 and len(again.losses) == 1, again.output
     assert f"stages on ranks {' '.join(map(str, place))}" in again.output
     assert "the checkpoint's, as it resumes" in again.output
     two = train(flags(corpus, **way, num_layers=2, train_iters=1))
     assert two.status == 0 and len(two.losses) == 1, two.output
-    assert "--epp-placement auto: layers 1 1 of the stages, one on every rank" in two.output
+    assert "--epp-placement auto: stages on ranks 0 1, layers 1 1 of the stages;" in two.output
     assert "interleaved 2 fits no plan, v fits no plan" in two.output

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.cli import machine, options
+from megatron_epp.cli.flags import MachineFlags, PlansMachineFlags, TunedMachineFlags
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
@@ -15,13 +17,13 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import job_cost  # noqa: E402
 from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
 from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
 from megatron_epp.mcore.flags.config import Config  # noqa: E402
+from megatron_epp.mcore.job import job_cost  # noqa: E402
 from megatron_epp.mcore.model import early_head  # noqa: E402
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
@@ -107,12 +109,25 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
         vars(args).update(filled, data_parallel_size=1, epp_vocab_parallel="off")
         config, layers = Config.of(args), (1,) * (4 if changes else 2)
         cost = job_cost.training_cost(args, config, layers, job_cost.analytic(args))
-        return tuple(each / 2**30 for each in cost.budget_bytes)
+        return tuple(each / 2**30 for each in cost.device_budget_bytes)
 
     assert budgets("2") == (2, 2) and budgets("2", "1") == (2, 1)
-    assert budgets("2", "1", epp_place=[0, 1, 1, 0]) == (2, 1, 1, 2)
+    assert budgets("2", "1", epp_place=[0, 1, 1, 0]) == (2, 1)
     with pytest.raises(ValueError, match="-gib: 3 numbers for 2 pipeline ranks; expected one, or"):
         budgets("2", "1", "3")
+    # The command line takes the same.
+    asked = ["--lengths", "wlb", "--model", "gpt-7b", "--device", "a100-80g", "--pp", "2"]
+    asked += ["--placement", "place", "0", "1", "1", "0", "--memory-budget-gib"]
+    for gib in (["60"], ["60", "70"]):
+        arguments = options.parser("plan").parse_args(["plan", *asked, *gib])
+        cost = machine.planning_cost(arguments)
+        assert cost.place == (0, 1, 1, 0)
+        assert cost.device_budget_bytes == tuple(
+            each * GIB for each in budgets(*gib, epp_place=[0, 1, 1, 0])
+        )
+    for schema in (MachineFlags, PlansMachineFlags, TunedMachineFlags, Config):
+        known = {each.name.removeprefix("epp_"): each for each in dataclasses.fields(schema)}
+        assert BUDGET_HELP in known["memory_budget_gib"].metadata["help"]
 
 
 def test_default_budgets_are_by_rank_where_devices_go_by_different_names() -> None:

@@ -17,7 +17,7 @@ NAMES = {
     "chunks",
     "planner-wait-seconds",
     "truncated-documents",
-    *(f"peak-gib-stage-{stage}" for stage in range(STAGES)),
+    *(f"peak-gib-{of}-{rank}" for of in ("rank", "stage") for rank in range(STAGES)),
 }
 
 
@@ -52,9 +52,10 @@ def test_every_iteration_is_in_the_event_file(tmp_path) -> None:
         rate = int(tokens) / curve("seconds")[number]
         assert curve("tokens-per-second")[number] == pytest.approx(rate, rel=1e-5)
     peaks = re.findall(r"peak ([\d.]+) of [\d.]+ ([\d.]+) of [\d.]+ MiB", run.output)
-    for stage in range(STAGES):
-        mib = [1024 * gib for gib in curve(f"peak-gib-stage-{stage}")]
-        assert mib == pytest.approx([float(found[stage]) for found in peaks], abs=0.06)
+    for rank in range(STAGES):
+        mib = [1024 * gib for gib in curve(f"peak-gib-rank-{rank}")]
+        assert mib == pytest.approx([float(found[rank]) for found in peaks], abs=0.06)
+        assert curve(f"peak-gib-stage-{rank}") == curve(f"peak-gib-rank-{rank}")
     assert all(0 <= ratio < 1 for ratio in curve("bubble-ratio"))
     assert all(wait >= 0 for wait in curve("planner-wait-seconds"))
     assert "lm loss" in read.Tags()["scalars"]

@@ -86,7 +86,7 @@ def machine(pp: int = 4, room_gib: float = 60.0, **how: Any) -> Cost:
 
 def with_room(cost: Cost, room_gib: float) -> Cost:
     budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
-    return dataclasses.replace(cost, budget_bytes=budget)
+    return dataclasses.replace(cost, device_budget_bytes=budget)
 
 
 def priced(cost: Cost, price: float) -> Cost:

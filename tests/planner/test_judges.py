@@ -199,7 +199,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
             work.backward_order,
             work.ops.moved_bytes,
             freed,
-            work.room_bytes,
+            work.headroom_bytes,
             most,
             integer=False,
         )
@@ -212,7 +212,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     on_demand = solved()
     saved = freed[0] * ilp.broadcast_diagonals(on_demand[0], work.backward_order, cost.stages)
     missing, _ = ilp._missing(
-        law, work.backward_order, work.ops.moved_bytes, saved, work.room_bytes
+        law, work.backward_order, work.ops.moved_bytes, saved, work.headroom_bytes
     )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
@@ -294,7 +294,7 @@ def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     states = np.array(ample.states_bytes)
     for share in (0.75, 0.5):
         budget = states + share * (np.array(kept.peak_bytes) - states)
-        cost = dataclasses.replace(ample, budget_bytes=tuple(budget.tolist()))
+        cost = dataclasses.replace(ample, device_budget_bytes=tuple(budget.tolist()))
         ours = PLANNERS["epp"](lengths, cost, Options())
         assert ours.fits and ours.recompute_ratio > 0
         for letter, layers in itertools.product("nbf", range(1, max(cost.layers) + 1)):

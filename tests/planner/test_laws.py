@@ -225,5 +225,5 @@ def test_a_policy_that_fits_stays_within_the_budget() -> None:
     greedy = Policy(group_by_group(chunking.sizes, 4), everything, everything)
     schedule = list_schedule(work, greedy)
     assert schedule.over_bytes == 0
-    loose = dataclasses.replace(work, room_bytes=np.full(4, 1e15))
+    loose = dataclasses.replace(work, headroom_bytes=np.full(4, 1e15))
     assert in_flight(list_schedule(loose, greedy).kinds[0]) > in_flight(schedule.kinds[0])

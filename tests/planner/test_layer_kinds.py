@@ -56,7 +56,7 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     budget = np.array([free.max() * random.uniform(0.5, 0.95)])
     steps = whole_layers(cost)
     found = diagonal_counts(
-        ilp.Solver(), cost, loads, kept, law, integer=True, room_bytes=budget, steps=steps
+        ilp.Solver(), cost, loads, kept, law, integer=True, headroom_bytes=budget, steps=steps
     )
     # What the program reckons with: bytes from F to B alone, so that is what judges, too.
     freed = [freed_bytes(cost, loads, letters, kind)[0] for kind, letters in enumerate(steps)]
@@ -96,7 +96,9 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     least = list_schedule(problem_of(cost, chunking, loads, full), strict(law)).peak_bytes
     most = list_schedule(kept, strict(law)).peak_bytes
     budget = least + np.array([0.02, 1, 1, 1]) * (most - least)
-    found = diagonal_counts(ilp.Solver(), cost, loads, kept, law, integer=False, room_bytes=budget)
+    found = diagonal_counts(
+        ilp.Solver(), cost, loads, kept, law, integer=False, headroom_bytes=budget
+    )
     assert found is not None
     dense = cost.kinds.names.index("dense")
     assert found[dense, "f"][0].max() == 3 and found[dense, "f"][1:].max() == 0

@@ -89,7 +89,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         return problem_of(cost, chunking, loads, {(0, OFFLOAD): aside, **again})
 
     def fits(work: ScheduleProblem) -> bool:
-        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.room_bytes).all()
+        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.headroom_bytes).all()
 
     found = diagonal_counts(
         ilp.Solver(), cost, loads, work({}), law, integer=False, steps=("knf",),
@@ -116,7 +116,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
     tight = dataclasses.replace(
-        ample, budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
+        ample, device_budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
     )
     found = Search(batch, tight, ON)
     table = found.prepare(chunking)

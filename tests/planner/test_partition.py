@@ -14,16 +14,14 @@ from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.planner import Options
-from megatron_epp.planner.partition import (
-    Partition,
+from megatron_epp.planner.choose.choice import RunChoice, partition_by_time, partition_of
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     layer_seconds,
     layout_flags,
     layout_text,
-    partition_by_time,
 )
-from megatron_epp.planner.tuning.partitions import partition_of
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 
@@ -66,14 +64,14 @@ def test_the_head_takes_layers_from_the_last_stage() -> None:
 
 def test_states_that_fit_nowhere_are_no_partition() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
-    small = dataclasses.replace(cost, budget_bytes=(1e6, 1e6))
+    small = dataclasses.replace(cost, device_budget_bytes=(1e6, 1e6))
     assert fastest_layers(small, expected_features(cost, [LENGTHS])) is None
 
 
 def test_a_stage_with_little_memory_gets_few_layers() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=4)
     per_layer = cost.states_bytes[0] / 16
-    tight = dataclasses.replace(cost, budget_bytes=(10 * per_layer, 1e12))
+    tight = dataclasses.replace(cost, device_budget_bytes=(10 * per_layer, 1e12))
     found = fastest_layers(tight, expected_features(cost, [LENGTHS]))
     assert found is not None and found[0] < 10
 
@@ -85,22 +83,22 @@ def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
     def indifferent(of: Cost) -> float:
         return 1.0 if of.layers == even else 0.999
 
-    assert partition_by_time(cost, [LENGTHS], indifferent).layers == even
+    assert partition_by_time(cost, [LENGTHS], indifferent).key == even
 
     def only_even_fits(of: Cost) -> float | None:
         return 1.0 if of.layers == even else None
 
     found = partition_by_time(cost, [LENGTHS], only_even_fits)
-    assert found.layers == even and found.gain == 0
-    assert None in found.tried.values()
+    assert found.key == found.cost.layers == even and found.gain == 0
+    assert None in found.seconds.values()
 
 
 def test_a_partition_by_plans_is_faster_by_plans() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
     found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
-    assert isinstance(found, Partition)
+    assert isinstance(found, RunChoice) and found.cost.layers == found.key
     assert found.gain > 0.02
-    assert found.tried[found.layers] == min(filter(None, found.tried.values()))
+    assert found.seconds[found.key] == min(filter(None, found.seconds.values()))
 
 
 def test_flags_are_megatrons() -> None:

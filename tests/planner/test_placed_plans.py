@@ -17,11 +17,10 @@ LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 
 def machine(placement: str, parallel: bool = False, budget_gib: float = 70.0) -> Cost:
     made = read_placement(placement, 2, lambda path: "")
-    cost = named_cost(
+    return named_cost(
         "llama3-8b", "h100-80g", pp=made.stages, tp=8, memory_budget_gib=budget_gib,
-        vocabulary_parallel=parallel,
+        vocabulary_parallel=parallel, place=made.place,
     )  # fmt: skip
-    return dataclasses.replace(cost, place=made.place)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -62,7 +61,7 @@ def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
     tight = machine("v", budget_gib=(states + room / 5) / GIB)
     found = planner_of("epp")(LENGTHS, tight, Options(context=16384, effort=1))
     assert found.fits and found.seconds > ample.seconds
-    assert max(found.peak_bytes) <= tight.rank_budget_bytes[0]
+    assert max(found.peak_bytes) <= tight.device_budget_bytes[0]
 
 
 def test_replicas_and_evaluation() -> None:

@@ -9,10 +9,16 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Plan, check
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
-from megatron_epp.planner.partition import expected_features, fastest_layers, layer_seconds
+from megatron_epp.planner.choose.choice import (
+    PLACEMENT_PAYS,
+    partition_of,
+    placement_of,
+    sketched_seconds,
+    vocabulary_of,
+    with_placement,
+)
+from megatron_epp.planner.choose.partition import expected_features, fastest_layers, layer_seconds
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.partitions import sketched_seconds
-from megatron_epp.planner.tuning.placements import PLACED_PAYS, placement_of, with_placement
 from megatron_epp.planner.tuning.survey import survey
 
 FEW, MANY = [8000] * 4, [8000] * 48
@@ -28,20 +34,44 @@ def machine(name: str = "even") -> Cost:
 def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
     """Packed: there are as many micro-batches as documents, and a bubble for a few of them."""
     few = placement_of(machine(), [FEW], QUICK, "packing")
-    assert few.name != "even" and few.cost.place and sum(few.cost.layers) == 32
+    assert few.key != "even" and few.cost.place and sum(few.cost.layers) == 32
     taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
-    assert taken == few.seconds[few.name] < few.seconds["even"] * (1 - PLACED_PAYS)
-    assert "less time" in few.said
+    assert taken == few.seconds[few.key] < few.seconds["even"] * (1 - PLACEMENT_PAYS)
+    assert "less time" in few.comparison
     many = placement_of(machine(), [MANY], QUICK, "packing")
-    assert many.name == "even" and not many.cost.place
-    assert "interleaved 2" in many.said and " v " in many.said
+    assert many.key == "even" and not many.cost.place
+    assert "interleaved 2" in many.comparison and " v " in many.comparison
+
+
+@pytest.mark.parametrize(
+    ("device", "planner", "layers", "placement", "placed_layers", "sharded"),
+    [
+        ("h100-80g", "epp", (17, 15), "v", (8, 8, 8, 8), True),
+        ("h100-80g", "packing", (17, 15), "interleaved 2", (5, 9, 10, 8), False),
+        ("a100-40g", "packing", (15, 17), "interleaved 2", (7, 9, 8, 8), False),
+    ],
+)
+def test_choices_are_those_of_three_searches(
+    device: str, planner: str, layers: tuple, placement: str, placed_layers: tuple, sharded: bool
+) -> None:
+    """As recorded at d652579, where layers, placement and vocabulary had a search each."""
+    cost = named_cost(
+        "llama3-8b", device, pp=2, tp=8 if device == "h100-80g" else 4, logits_held=False
+    )
+    documents = [30_000, 12_000, 5000, 3000, 3000, 900, 700, 400, 30_000, 12_000, 5000, 3000]
+    batches = [documents, [60_000, 20_000, 9_000, *[4_000] * 9]]
+    how = batches, Options(context=65_536, effort=0), planner
+    assert partition_of(cost, *how).key == layers
+    placed = placement_of(cost, *how)
+    assert (placed.key, placed.cost.layers) == (placement, placed_layers)
+    assert vocabulary_of(cost, *how).cost.vocabulary_parallel == sharded
 
 
 def test_too_few_layers_for_several_stages() -> None:
     cost = dataclasses.replace(machine(), layers=(1, 1), profile=machine().profile, layer_kinds=())
     found = placement_of(cost, [FEW], QUICK, "packing")
-    assert found.name == "even" and found.seconds["v"] is None
-    assert "v fits no plan" in found.said
+    assert found.key == "even" and found.seconds["v"] is None
+    assert "v fits no plan" in found.comparison
 
 
 @pytest.mark.parametrize("name", ["v", "interleaved 2", "place 0 0 1 1"])
@@ -116,4 +146,4 @@ def test_tune_weighs_several_stages_on_a_rank() -> None:
     (even, placed_one) = (min(choices, key=lambda c: c.seconds) for choices in found)
     assert even.place == () and "place" not in even.facts()
     assert len(placed_one.place) == 16 and placed_one.facts()["place"] == placed_one.place
-    assert placed_one.seconds < even.seconds * (1 - PLACED_PAYS) and sum(placed_one.layers) == 32
+    assert placed_one.seconds < even.seconds * (1 - PLACEMENT_PAYS) and sum(placed_one.layers) == 32

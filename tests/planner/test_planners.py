@@ -53,7 +53,7 @@ def proves(planned: PlannedReplica, lengths: list[int], cost: Cost) -> None:
     assert max(replay.stop.values()) == planned.seconds
     assert tuple(replay.peak) == planned.peak_bytes
     assert planned.fits == all(
-        peak <= budget for peak, budget in zip(replay.peak, cost.budget_bytes, strict=True)
+        peak <= budget for peak, budget in zip(replay.peak, cost.device_budget_bytes, strict=True)
     )
     assert planned.lower_bound_seconds <= planned.seconds * (1 + 1e-12)
     assert 0 <= planned.gap < 1
@@ -221,7 +221,7 @@ def test_evaluation_plans_are_forwards_only(lengths, cost) -> None:
     assert plan.forward_only
     assert plan.documents == tuple(lengths)
     played = play(plan, cost.table(plan))
-    assert all(p <= b for p, b in zip(played.peak_bytes, cost.budget_bytes, strict=True))
+    assert all(p <= b for p, b in zip(played.peak_bytes, cost.device_budget_bytes, strict=True))
     assert lower_bound_seconds(lengths, cost, forward_only=True) <= played.seconds * (1 + 1e-12)
 
 
@@ -230,7 +230,7 @@ def test_evaluation_charges_what_passes_through_a_forward() -> None:
     cost = machine(pp=1)
     one = evaluation_plan([15_962], cost)
     peak = max(play(one, cost.table(one)).peak_bytes)
-    tight = dataclasses.replace(cost, budget_bytes=(peak - 1,))
+    tight = dataclasses.replace(cost, device_budget_bytes=(peak - 1,))
     finer = evaluation_plan([15_962], tight)
     assert len(finer.chunks) > len(one.chunks)
     assert max(play(finer, tight.table(finer)).peak_bytes) < peak

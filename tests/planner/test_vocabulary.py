@@ -10,9 +10,9 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, Kind, check
 from megatron_epp.planner import COMPARED, PLANNERS, Options, evaluation_plan, plan_step
+from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, vocabulary_of
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.tuning.vocabulary import PAYS, vocabulary_of
 from megatron_epp.sim.play import play
 
 LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
@@ -90,12 +90,14 @@ def test_tight_memory_is_kept_to() -> None:
     cut = cost(vocabulary_parallel=True)
     states = max(cut.states_bytes)
     taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.states_bytes, strict=True))
-    tight = dataclasses.replace(cut, budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes))
-    assert max(tight.budget_bytes) > states
+    tight = dataclasses.replace(
+        cut, device_budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes)
+    )
+    assert max(tight.device_budget_bytes) > states
     planned = PLANNERS["epp"](LENGTHS, tight, Options(effort=2))
     assert planned.fits
     played = play(planned.plan, tight.table(planned.plan))
-    assert all(p <= b for p, b in zip(played.peak_bytes, tight.budget_bytes, strict=True))
+    assert all(p <= b for p, b in zip(played.peak_bytes, tight.device_budget_bytes, strict=True))
 
 
 def test_evaluation_has_h_behind_its_forwards() -> None:
@@ -126,13 +128,13 @@ def test_auto_takes_what_is_faster() -> None:
     options = Options(effort=1)
     found = vocabulary_of(cost(), [LENGTHS], options, "epp")
     assert found.cost.vocabulary_parallel and found.gain > 0.03
-    assert found.gain == 1 - found.cut_seconds / found.whole_seconds
+    assert found.gain == 1 - found.seconds["on"] / found.seconds["off"]
     # Without an output layer that takes time, messages alone are left of it.
     light = dataclasses.replace(cost(), profile=_without_head(cost()))
     found = vocabulary_of(light, [LENGTHS], options, "epp")
-    assert not found.cost.vocabulary_parallel and found.gain < PAYS
+    assert not found.cost.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
     alone = vocabulary_of(cost(1), [[900]], options, "epp")
-    assert not alone.cost.vocabulary_parallel and alone.gain == 0
+    assert not alone.cost.vocabulary_parallel and alone.gain_of("on") == 0
 
 
 def _without_head(of: Cost):

@@ -139,10 +139,12 @@ def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) 
     assert running["a"].wait(LEAVE_SECONDS) != 0, told("a")
     for rank, host in enumerate(hosts):
         # Which op or transfer of which iteration this rank stood in, and for how long.
-        waited = rf"stage {rank}, iteration \d+: waited for \S+ for (\d+)\.\d s"
+        waited = (
+            rf"pipeline rank {rank}, stage {rank}, iteration \d+: waited for \S+ for (\d+)\.\d s"
+        )
         seconds = [int(found) for found in re.findall(waited, told(host))]
         assert seconds and max(seconds) >= TIMEOUT_SECONDS, told(host)
         assert "Traceback" not in told(host) or "link is lost" in told(host), told(host)
     # And for whom: the watcher's last word.
-    last = r"rank 1 does not move: stage 1, .*: stage 0 \(rank 0\) has not sent what F of chunk"
+    last = r"rank 1 does not move: pipeline rank 1, .*: stage 0 \(rank 0\) has not sent what F of"
     assert re.search(last, told("b")), told("b")

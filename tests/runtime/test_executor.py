@@ -251,7 +251,7 @@ def lose_a_peer(rank: int) -> str:
 def test_who_loses_a_peer_says_what_it_waited_for(tmp_path) -> None:
     survivor, dead = run(2, lose_a_peer, tmp_path)
     assert dead == 7
-    assert survivor.startswith("stage 0, iteration 9: waited for RECV:B0<1 for ")
+    assert survivor.startswith("pipeline rank 0, stage 0, iteration 9: waited for RECV:B0<1 for ")
     assert "; the link is lost: " in survivor and "\n" not in survivor
 
 

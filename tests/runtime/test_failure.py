@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_epp.ir import Kind, Op, Payload, Post, Transfer, lower
+from megatron_epp.ir import Kind, Op, Payload, Plan, Post, StageOp, Transfer, lower
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import CurrentOp, Executor
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import LimitReached, NoMeter, SavedBytesMeter, out_of_memory
+from tests.plans import V_SHAPE
 from tests.runtime.test_executor import WIDTH, Linear
 from tests.runtime.world import run
 
@@ -102,10 +103,10 @@ def test_other_errors_are_not_survived(error) -> None:
 
 
 class FullAtFirst:
-    """Links that have no memory for the first message, and receive zeros."""
+    """Links that have no memory for the first message (``refused`` 0), and receive zeros."""
 
-    def __init__(self):
-        self.posted, self.sent, self.refused = [], [], 0
+    def __init__(self, plan: Plan, refused: int = 0):
+        self.plan, self.posted, self.sent, self.refused = plan, [], [], refused
 
     def post(self, message):
         if not self.refused:
@@ -117,7 +118,7 @@ class FullAtFirst:
         return self.zeros(message)
 
     def zeros(self, message):
-        return torch.zeros(1, WIDTH, dtype=torch.float64)
+        return torch.zeros(self.plan.chunks[message.chunk].tokens, WIDTH, dtype=torch.float64)
 
     def send(self, message, tensor):
         self.sent.append(message)
@@ -132,7 +133,7 @@ class FullAtFirst:
 def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     the_plan = plan()
     program = lower(the_plan)[1]
-    links, compute, clock = FullAtFirst(), Linear(the_plan, 1), HostClock()
+    links, compute, clock = FullAtFirst(the_plan), Linear(the_plan, 1), HostClock()
     clock.start()
     executor = Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(1))
     executor.run()
@@ -142,6 +143,40 @@ def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     assert links.posted == [op.message for op in program if isinstance(op, Post)]
     sends = [op for op in program if isinstance(op, Transfer) and op.kind is Kind.SEND]
     assert links.sent == [op.message for op in sends]
+
+
+@pytest.mark.parametrize(
+    ("rank", "failing", "refused"),
+    [
+        (0, StageOp(3, Op(Kind.FORWARD, 1)), 1),
+        (1, StageOp(2, Op(Kind.FORWARD, 0)), 1),
+        # No memory for the first message that is received: a failure of the op that follows.
+        (0, StageOp(3, Op(Kind.FORWARD, 0)), 0),
+        (1, StageOp(1, Op(Kind.FORWARD, 0)), 0),
+    ],
+)
+def test_a_failure_names_the_stage_and_the_rank(rank, failing, refused, caplog) -> None:
+    """A V: the stages of rank 0 are 0 and 3, those of rank 1 are 1 and 2."""
+    the_plan = Plan.parse(V_SHAPE)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    at = fails_at(failing.kind, failing.chunk, error) if refused else id
+    computes = {
+        stage: Linear(the_plan, stage, at if stage == failing.stage else id)
+        for stage in the_plan.stages_of(rank)
+    }
+    clock, current_op = HostClock(), CurrentOp(rank, iteration=7)
+    clock.start()
+    links = FullAtFirst(the_plan, refused)
+    program = lower(the_plan)[rank]
+    executor = Executor(program, computes, links, Store({}), clock, NoMeter(), current_op)
+    records = executor.run()
+    failure = executor.failure
+    assert failure is not None
+    assert (failure.stage, failure.op, failure.rank) == (failing.stage, failing.op, rank)
+    (line,) = caplog.text.splitlines()
+    said = f"pipeline rank {rank}, stage {failing.stage}, iteration 7: was in {failing.op} for "
+    assert said in line and ": out of memory (CUDA out of memory" in line
+    assert {record.stage for record in records} == set(the_plan.stages_of(rank))
 
 
 class Device(HostClock):

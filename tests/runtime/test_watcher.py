@@ -24,7 +24,7 @@ class Spoken:
     def __init__(self, what, seconds: float = 0.0, links=None, together=()):
         self.lines: list[str] = []
         self.statuses: list[int] = []
-        self.current_op = CurrentOp(0, 5, what, time.monotonic() - seconds, links)
+        self.current_op = CurrentOp(0, 5, what, time.monotonic() - seconds, links, stage=0)
         self.watcher = Watcher(
             self.current_op,
             (4, 6),
@@ -61,7 +61,7 @@ def test_lines_come_after_half_a_minute_and_then_twice_as_late() -> None:
     spoken.after(1.5)
     assert len(spoken.lines) == 1
     assert spoken.lines[0].startswith(
-        "rank 4 does not move: stage 0, iteration 5: waited for RECV:B7<1 for 30."
+        "rank 4 does not move: pipeline rank 0, stage 0, iteration 5: waited for RECV:B7<1 for 30."
     )
     assert spoken.lines[0].endswith(
         ": stage 1 (rank 6) has not sent what B (or I) of chunk 7 makes"
@@ -164,14 +164,14 @@ def stop_a_peer(rank: int, folder: Path, gloo_seconds: float, watch_seconds: flo
     return "nothing happened"
 
 
-LINE = "rank 0 does not move: stage 0, iteration 9: waited for RECV:B0<1 for "
+LINE = "rank 0 does not move: pipeline rank 0, stage 0, iteration 9: waited for RECV:B0<1 for "
 WHY = " s: stage 1 (rank 1) has not sent what B (or I) of chunk 0 makes"
 
 
 def test_a_stopped_rank_is_named_and_the_groups_timeout_ends_the_wait(tmp_path) -> None:
     survivor, stopped = run(2, stop_a_peer, tmp_path, tmp_path, 3.0, 60.0)
     assert stopped == -signal.SIGKILL
-    assert survivor.startswith("stage 0, iteration 9: waited for RECV:B0<1 for 3.")
+    assert survivor.startswith("pipeline rank 0, stage 0, iteration 9: waited for RECV:B0<1 for 3.")
     assert "; the link is lost: " in survivor
     said = (tmp_path / "said-0").read_text().splitlines()
     assert 2 <= len(said) <= 3  # after 0.5, 1 and 2 seconds

@@ -51,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     def cost_for(layout: Layout) -> Cost:
         return _cost(arguments, layout, joined)
 
-    wanted = JobRequest(arguments.tp, arguments.cp, arguments.pp, arguments.dp)
+    pp = arguments.pp
+    if pp is None and len(arguments.memory_budget_gib or ()) > 1:  # one for every pipeline rank
+        pp = len(arguments.memory_budget_gib)
+    wanted = JobRequest(arguments.tp, arguments.cp, pp, arguments.dp)
     found = list(layouts(the_model, devices, node_devices, documents, wanted))
     if not found:
         raise UsageError(

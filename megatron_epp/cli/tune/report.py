@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron_epp.cli.compare import COLUMNS, PAYS
-from megatron_epp.planner.partition import layout_flags
-from megatron_epp.planner.tuning.placements import placement_name
+from megatron_epp.planner.choose.choice import placement_name
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, Choice, Survey
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text

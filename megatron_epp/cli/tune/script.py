@@ -4,7 +4,7 @@ import argparse
 import shlex
 
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
 
 _HEAD = """\
@@ -136,7 +136,8 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     if levers != "default":
         flags.append(["--epp-levers", levers])
     if arguments.memory_budget_gib:
-        flags.append(["--epp-memory-budget-gib", f"{arguments.memory_budget_gib[0]:g}"])
+        budgets = [f"{each:g}" for each in arguments.memory_budget_gib]
+        flags.append(["--epp-memory-budget-gib", *budgets])
     if arguments.effort is not None:
         flags.append(["--epp-effort", str(arguments.effort)])
     if arguments.overlong != "truncate":

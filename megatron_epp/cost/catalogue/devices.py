@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,11 @@ from megatron_epp.cost.catalogue.named import pick
 MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
+# How --epp-memory-budget-gib of training and --memory-budget-gib of the other commands read alike.
+BUDGET_HELP = (
+    "memory budget of a device in GiB, model states included (on a CPU without them: what chunks "
+    "hold between forward and backward); one number, or one for every pipeline rank"
+)
 
 # Least and most of each figure, far around any machine: beyond, times leave what numbers can say.
 _RATE = (1.0, 1e24)
@@ -167,6 +172,32 @@ def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
             f"device {text!r}: of {given} ranks, and the pipeline has {ranks}; {_LIST}"
         )
     return tuple(each for name, count in runs for each in (device(name),) * count)
+
+
+def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> tuple[float, ...]:
+    """Return the memory budget of every pipeline rank's device, in bytes.
+
+    Args:
+        flag: The name of the flag that gave ``gib``, for the error message.
+        gib: One number for all ranks, or one for every pipeline rank. One for every stage is
+            accepted where ranks have several stages, if it is the same for all stages of a rank.
+        rank_of: The pipeline rank of every stage.
+
+    Raises:
+        ValueError: Another number of budgets, or two for one rank.
+    """
+    ranks = 1 + max(rank_of)
+    budgets = tuple(gib) * ranks if len(gib) == 1 else tuple(gib)
+    if ranks < len(rank_of) == len(budgets):
+        by_rank = dict(zip(rank_of, budgets, strict=True))
+        if all(by_rank[rank] == each for rank, each in zip(rank_of, budgets, strict=True)):
+            budgets = tuple(by_rank[rank] for rank in range(ranks))
+    if len(budgets) != ranks:
+        raise ValueError(
+            f"{flag}: {len(gib)} numbers for {ranks} pipeline ranks; expected one, or one for each "
+            "of them"
+        )
+    return tuple(each * GIB for each in budgets)
 
 
 def device(name: str) -> Device:

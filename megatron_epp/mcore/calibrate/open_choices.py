@@ -11,7 +11,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 from megatron_epp.mcore.flags.config import ANALYTIC, AUTO, Config
-from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
+from megatron_epp.mcore.job.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
@@ -43,8 +43,8 @@ def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
         setattr(trial, part.CHOICE, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
-            kept = kept_budgets(args, len(layers)) or cost.budget_bytes
-            cost = dataclasses.replace(cost, budget_bytes=kept)
+            kept = kept_budgets(args, cost.rank_of) or cost.device_budget_bytes
+            cost = dataclasses.replace(cost, device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)

@@ -127,14 +127,14 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     plans of the iterations before were made with it; else measured now and kept with --save.
     """
     if config.epp_cost_model == ANALYTIC:
-        from megatron_epp.mcore.job_cost import analytic
+        from megatron_epp.mcore.job.job_cost import analytic
 
         return analytic(args)
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job_cost import training_levers
+    from megatron_epp.mcore.job.job_cost import training_levers
     from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
     from megatron_epp.mcore.model.vocabulary.shard import whole_output_layer
     from megatron_epp.runtime.consensus import broadcast_text

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar
 
-from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP, MOST_GIB
+from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
+from megatron_epp.planner.settings import shared_setting
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
 # although gradient_accumulation_fusion is off.
@@ -45,12 +45,8 @@ class Config:
     TITLE: ClassVar = "elastic pipeline parallelism"
 
     epp: bool = flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
-    epp_planner: str = flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
-    epp_levers: str = flag(
-        "default",
-        "What the epp planner may use: default (all that this job's layers can run, but offload), "
-        "all, none, or names joined by commas; default,-name takes one away.",
-    )
+    epp_planner: str = shared_setting("planner")
+    epp_levers: str = shared_setting("levers", "; what this job's layers cannot run is left out")
     epp_plan: str | None = flag(
         None,
         "Run these plans instead of planning: a file (one plan for every iteration, refused when "
@@ -59,10 +55,8 @@ class Config:
     )
     epp_memory_budget_gib: tuple[float, ...] | None = flag(
         None,
-        "GiB per device that plans must stay within, one number or one for every pipeline rank: on "
-        "a GPU all that training holds (default: the device less a margin), on a CPU what chunks "
-        "hold between forward and backward (default: 0.8 of the available memory, shared by the "
-        "local ranks).",
+        f"Plans stay within this {BUDGET_HELP} (default: a GPU less a margin; on a CPU 0.8 of the "
+        "available memory, shared by the local ranks).",
         ("GIB", float),
         nargs="+",
     )
@@ -72,12 +66,11 @@ class Config:
         "of that size; training then goes on with plans that need less (default: none).",
         metavar="GIB",
     )
-    epp_host_memory_gib: float | None = flag(
-        None,
-        "GiB of its host's memory that a rank may take for what its layers offload (the lever "
-        "offload, or letter o of a plan), pinned where there is a GPU (default: half of what is "
-        "available, without a GPU 0.15 of it, shared by the local ranks).",
-        metavar="GIB",
+    epp_host_memory_gib: float | None = shared_setting(
+        "host_memory_gib",
+        ", pinned where there is a GPU (default: half of what is available, without a GPU 0.15 of "
+        "it, shared by the local ranks)",
+        type=float,
     )
     epp_attention: str = flag(
         "auto",
@@ -93,52 +86,34 @@ class Config:
         "model.",
         choices=MLA_KEEPS,
     )
-    epp_cost_model: str | None = flag(
-        None,
-        "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "
-        "the model's shape and the device's name. Default: the file kept beside the checkpoint "
-        "that is loaded, else measured at start, which takes seconds, and kept with --save.",
-        metavar="FILE",
+    epp_cost_model: str | None = shared_setting(
+        "cost_model",
+        ", or `analytic`: from the model's shape and the device's name (default: the file kept "
+        "next to the checkpoint that is loaded, else measured at start, which takes seconds, and "
+        "kept with --save)",
     )
-    epp_effort: int = flag(4, "How much work the planner's search may do; 0: first good plan.")
-    epp_overlong: str = flag(
-        "truncate",
-        "Documents with more inputs than --seq-length: truncate them, drop them, or split them "
-        "into documents of their own.",
-        choices=OVERLONG,
-    )
+    epp_effort: int = shared_setting("effort", type=int)
+    epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
     epp_record: str | None = flag(
         None,
         "Folder for the plans, timed records and traces of every iteration.",
         metavar="DIR",
     )
-    epp_partition: str = flag(
-        "flags",
-        "Layers of the stages: flags: as Megatron's own say (default); auto: by time on the "
-        "corpus's lengths (of --hybrid-layer-pattern, where its | go), with the cost model of "
-        "--epp-cost-model, else the device's figures. A run that resumes keeps its checkpoint's.",
-        choices=("flags", PARTITION_AUTO),
+    epp_partition: str = shared_setting(
+        "partition",
+        " (in --hybrid-layer-pattern: where its | go) by --epp-cost-model, else the device's "
+        "coefficients; flags (default): as Megatron's own say; a run that resumes keeps its own",
+        default="flags",
+        type=one_of("flags", PARTITION_AUTO),
     )
-    epp_placement: str = flag(
-        "even",
-        "Stages of each pipeline rank: even (default): one, stage i on rank i; interleaved N: N, "
-        "dealt in turn; v: two, there and back, the model's ends on the last rank; auto: what "
-        "takes least on the corpus's lengths, with layers by time; flags: interleaved as "
-        "Megatron's flags of virtual stages say; or a file with a line 'place 1 0 0 1', the rank "
-        "of every stage, or 'rank 0: 1 2' for each rank, and 'layers ...' if wanted. Checkpoints "
-        "load whatever the placement.",
-        metavar="PLACEMENT",
-        nargs="+",
-        action=JoinedWords,
+    epp_placement: str = shared_setting(
+        "placement",
+        "; flags: as Megatron's flags of virtual stages say. Checkpoints load whatever it is",
     )
-    epp_vocab_parallel: str = flag(
-        AUTO,
-        "on: the output layer's words lie over all stages, each of which computes its part of the "
-        "loss and of the gradients (ops H and G of a plan); off: the last stage has them all; auto "
-        "(default): on where that runs and is faster on the corpus's lengths, by the cost model of "
-        "--epp-cost-model, else the device's figures (on a CPU off); a run that resumes keeps its "
-        "checkpoint's. Checkpoints' weights load either way.",
-        choices=(AUTO, ON, OFF),
+    epp_vocab_parallel: str = shared_setting(
+        "vocab_parallel",
+        " by --epp-cost-model, else the device's coefficients (on a CPU off); a run that resumes "
+        "keeps its own. Checkpoints' weights load either way",
     )
     epp_plan_ahead: bool = flag(
         True,

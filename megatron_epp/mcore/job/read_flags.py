@@ -30,10 +30,10 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import partition
     from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
+    from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -50,7 +50,7 @@ def read_flags() -> Namespace:
             parser = prepare_parser(parser)
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted) | part_defaults(wanted))
-                parser.set_defaults(**partition.placeholder(wanted))
+                parser.set_defaults(**placeholder(wanted))
             return parser
 
         # Megatron warns of a default that is overridden, so only where it will be used.

@@ -395,7 +395,10 @@ class LoopSchedule:
         pipeline.current_op.enter("what became of the call on all ranks of the replica")
         refusal = str(error) if isinstance(error, ValueError) else None
         if failure is not None:
-            error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
+            error = MemoryError(
+                f"{failure.op} of stage {failure.stage} on pipeline rank {failure.rank}: out of "
+                f"memory ({failure.reason})"
+            )
         words = None if error is None else error_text(error)
         rates = [learnt.rates for learnt in pipeline.seconds]
         measured = all(learnt.measured for learnt in pipeline.seconds)

@@ -87,8 +87,8 @@ def placed_values(
 ) -> dict[str, Any]:
     """Values on Megatron's args for stages of ``layers``, the last of which predicts ``further``
     tokens; ``pattern``: of a HybridModel. To Megatron's checks a rank has the layers of all its
-    stages."""
-    from megatron_epp.planner.partition import layout_text
+    stages; where stage i lies on rank i, no others are needed."""
+    from megatron_epp.planner.choose.partition import layout_text
 
     of_ranks = [0] * placement.ranks
     for stage, rank in enumerate(placement.place):
@@ -96,4 +96,6 @@ def placed_values(
     borders = {"pipeline_model_parallel_layout": layout_text(of_ranks, further)}
     if pattern is not None:
         borders = {"hybrid_layer_pattern": with_borders(pattern, of_ranks)}
+    if placement.is_even:
+        return borders
     return {PLACE: list(placement.place), STAGE_LAYERS: list(layers), **borders}

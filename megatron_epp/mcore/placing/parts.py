@@ -83,7 +83,7 @@ class _Parts:
         own.transformer = config = copy.copy(whole.transformer)
         config.pipeline_model_parallel_size = stages = len(layers)
         if getattr(whole, "hybrid_layer_pattern", None) is None:
-            from megatron_epp.planner.partition import layout_text
+            from megatron_epp.planner.choose.partition import layout_text
 
             text = layout_text(layers, config.mtp_num_layers or 0)
             config.pipeline_model_parallel_layout = PartLayout(text, stages, stage)

@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
@@ -80,7 +81,8 @@ def train(
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_epp.mcore import partition
+    from megatron_epp.mcore.choose.choices import choose
+    from megatron_epp.mcore.choose.kept import keep_choices
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
@@ -91,10 +93,9 @@ def train(
     _require_iterations(args)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    choices = partition.choose_vocabulary(args, hooks), partition.choose_partition(args)
-    for said in filter(None, choices):
-        if rank() == 0:
-            print(said, flush=True)
+    choices = choose(args, hooks)
+    for line in choices.lines if rank() == 0 else ():
+        print(line, flush=True)
     with refusals_as_value_errors():
         model = described(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
@@ -104,10 +105,8 @@ def train(
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
         if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
-            # Behind the hooks that claim the folder.
-            model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT_VOCABULARY))
-            if partition.chosen(args):
-                model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT))
+            # After the hooks that claim the folder.
+            model.pre_wrap_hooks.append(partial(keep_choices, args, choices.placement))
     elif cpu_host.is_cpu_host():
         mend_layer_spec(model)
     with refusals_as_value_errors():

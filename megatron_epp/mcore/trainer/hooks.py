@@ -17,7 +17,7 @@ from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
 from megatron_epp.mcore.data.item_documents import VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.job_cost import make_planning
+from megatron_epp.mcore.job.job_cost import make_planning
 from megatron_epp.mcore.model.attention import Attention, attention_for
 from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.mcore.model.stage import ModelStage

@@ -22,8 +22,8 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
-from megatron_epp.mcore.job_cost import host_budget_bytes
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
@@ -63,7 +63,7 @@ class Job:
         self._data = JobData(config.epp_overlong, hooks)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
-        self._current_op = CurrentOp(0)  # its stage is known when the model is built
+        self._current_op = CurrentOp(0)  # its rank is known when the model is built
         self._place: JobContext | None = None
         self._schedule: ElasticSchedule | None = None
 
@@ -97,7 +97,7 @@ class Job:
         layers = self._layers_of_stages(stages, groups)
         settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
         self._install_in_models(stages, attention, place, device)
-        self._current_op.stage = groups.pipeline_rank
+        self._current_op.rank = groups.pipeline_rank
         self._claim_folders(groups)
         if self._reads_chats:
             self._data.chats = converted_chats(self.args, groups.control)

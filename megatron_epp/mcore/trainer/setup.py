@@ -7,8 +7,8 @@ from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.config import AUTO, OFF, Config
+from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
-from megatron_epp.mcore.job_cost import host_budget_bytes
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales

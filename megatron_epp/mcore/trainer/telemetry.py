@@ -30,8 +30,9 @@ def scalars(
         "planner-wait-seconds": planning_seconds,
         "truncated-documents": truncated,
     }
-    for stage, peak in enumerate(report.peak_bytes):
-        values[f"peak-gib-stage-{stage}"] = peak / GIB
+    for rank, peak in enumerate(report.peak_bytes):
+        values[f"peak-gib-rank-{rank}"] = peak / GIB
+        values[f"peak-gib-stage-{rank}"] = peak / GIB  # its name before ranks had several stages
     predictions = [plan.predicted for plan in step.plans if plan.predicted is not None]
     if predictions:
         values["predicted-seconds"] = max(one.seconds for one in predictions)

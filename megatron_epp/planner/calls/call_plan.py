@@ -79,7 +79,7 @@ def _fits(
     alone = CallChunks.of([[spans]], lengths)
     cost = options.memory.cost(layers)
     table = byte_table(alone, rates_SK3, cost, np.zeros((1, 1)))
-    problem = problem_of_call(alone, table, np.array(cost.budget_bytes))
+    problem = problem_of_call(alone, table, np.array(cost.device_budget_bytes))
     return given_order(problem, alone.sizes).schedule.over_bytes <= 0
 
 

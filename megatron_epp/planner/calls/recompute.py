@@ -88,7 +88,7 @@ class RecomputeFit:
 
     def _problem(self, call: CallChunks, again: np.ndarray) -> ScheduleProblem:
         table = byte_table(call, self.rates_SK3, self.cost, again)
-        return problem_of_call(call, table, np.array(self.cost.budget_bytes))
+        return problem_of_call(call, table, np.array(self.cost.device_budget_bytes))
 
     def _least(self, call: CallChunks, kept: ScheduleProblem, law: np.ndarray) -> np.ndarray | None:
         """Layers [stages, chunks] to recompute under the window law; None where none are enough."""

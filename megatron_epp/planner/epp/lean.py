@@ -43,21 +43,21 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
 
 
 def _filled(found: Candidate) -> float:
-    """The share of its room that the fullest stage takes."""
-    room = np.maximum(found.prepared.work.room_bytes, 1.0)
-    return float((found.schedule.peak_bytes / room).max())
+    """The share of its headroom that the fullest stage takes."""
+    headroom = np.maximum(found.prepared.work.headroom_bytes, 1.0)
+    return float((found.schedule.peak_bytes / headroom).max())
 
 
 def _within(search: Search, found: Candidate, share: float) -> Candidate:
-    """``found``'s chunks and policy, had every stage only that share of its room."""
+    """``found``'s chunks and policy, had every stage only that share of its headroom."""
     work = found.prepared.work
-    smaller = dataclasses.replace(work, room_bytes=work.room_bytes * share)
+    smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * share)
     policy = policy_of(
         found.policy, smaller, found.prepared.chunking.sizes, found.prepared.min_in_flight
     )
     search.effort.spend(work.stages * work.chunks * (3 if found.policy.split else 2))
     schedule = list_schedule(smaller, policy)
-    over = max(0.0, float((schedule.peak_bytes - work.room_bytes).max()))
+    over = max(0.0, float((schedule.peak_bytes - work.headroom_bytes).max()))
     return dataclasses.replace(
         found,
         seconds=schedule.seconds,

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
+from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
@@ -18,8 +19,6 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
-from megatron_epp.planner.order.problem import rank_room_bytes
-from megatron_epp.planner.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.published import chunkflow, packing, seq1f1b
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
@@ -39,8 +38,8 @@ FAR = 1.05
 # Skip the split-backward search of a variant that is more than 1% slower without it.
 FAR_BEHIND = 1.01
 
-# By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
-# within one batch.
+# By whether it offloads, layers of the stages and bytes of headroom: what tables of a search rest
+# on, within one batch.
 SharedChunkings = defaultdict[
     tuple[bool, tuple[int, ...], tuple[float, ...], HostRoom], PreparedChunkings
 ]
@@ -62,7 +61,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     best = min(candidates, key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
         peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
-        if (peaks > np.array(best.cost.rank_budget_bytes)).any():
+        if (peaks > np.array(best.cost.device_budget_bytes)).any():
             raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
     return best
 
@@ -186,10 +185,10 @@ def _own(
 def _on_devices(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
 ) -> ScoredDraft | None:
-    room = rank_room_bytes(cost)
+    headroom = cost.headroom_bytes
     for _ in range(EXACT_TRIES):
-        shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
-        search = Search(batch, cost, options, room, shared, host)
+        shared = tables["offload" in options.levers, cost.layers, tuple(headroom.tolist()), host]
+        search = Search(batch, cost, options, headroom, shared, host)
         found = search.run()
         if "lean" in options.levers:
             found = leanest(search, found)
@@ -197,8 +196,8 @@ def _on_devices(
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)
         exact = block_peaks(batch, made, cost, options)
-        over = exact - np.array(cost.rank_budget_bytes)
+        over = exact - np.array(cost.device_budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(found.seconds, 0.0, made, cost)
-        room = room - np.maximum(over, 0.0) * TIGHTENED_MORE
+        headroom = headroom - np.maximum(over, 0.0) * TIGHTENED_MORE
     return None

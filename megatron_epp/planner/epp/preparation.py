@@ -87,7 +87,7 @@ PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 class Preparation:
     """One batch on one machine, with the levers that are on.
 
-    room_bytes   per rank beside residents, if less than all of it
+    headroom_bytes   per rank next to residents, if less than all of it
     host         for what is offloaded, if less than all of it
     """
 
@@ -96,7 +96,7 @@ class Preparation:
         batch: SortedBatch,
         cost: Cost,
         options: Options,
-        room_bytes: np.ndarray | None = None,
+        headroom_bytes: np.ndarray | None = None,
         host: offload.HostRoom | None = None,
     ):
         self.host = offload.HostRoom(cost.host_budget_bytes) if host is None else host
@@ -104,15 +104,15 @@ class Preparation:
         self.levers = options.levers
         self.effort = Effort(options.effort)
         self.solver = Solver()
-        self.room_bytes = room_bytes
+        self.headroom_bytes = headroom_bytes
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
         self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
         work = problem_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
-        if self.room_bytes is not None:
-            work = dataclasses.replace(work, room_bytes=self.room_bytes)
+        if self.headroom_bytes is not None:
+            work = dataclasses.replace(work, headroom_bytes=self.headroom_bytes)
         return work
 
     def prepare(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
@@ -226,7 +226,7 @@ class Preparation:
             return shrinking_window(chunking.sizes, self.cost.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
         delta = (self.cost.stages - 1) * float(seconds.mean())
-        ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.room_bytes)
+        ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
         grouped = group(ilps, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
         return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
@@ -246,5 +246,5 @@ def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
     if work.place:
         everything = np.full_like(least, work.stages * work.chunks)
         peaks = list_schedule(work, Policy(np.zeros_like(least), least, everything)).peak_bytes
-        return (peaks <= work.room_bytes)[list(work.place)]
+        return (peaks <= work.headroom_bytes)[list(work.place)]
     return ilp.within(least, work.backward_order, *work.of_window)

@@ -57,11 +57,11 @@ class Search(Player):
         batch: SortedBatch,
         cost: Cost,
         options: Options,
-        room_bytes: np.ndarray | None = None,
+        headroom_bytes: np.ndarray | None = None,
         shared: PreparedChunkings | None = None,
         host: offload.HostRoom | None = None,
     ):
-        super().__init__(batch, cost, options, room_bytes, host)
+        super().__init__(batch, cost, options, headroom_bytes, host)
         self.rates = rates_of(cost)
         self.most = most_tokens(cost)
         if options.whole:  # where the longest does not fit, no plan will

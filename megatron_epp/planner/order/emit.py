@@ -140,7 +140,7 @@ def as_planned(
         peak_bytes=peaks,
         chunks=draft.chunking.count,
         pipelines=draft.pipelines,
-        fits=all(p <= b for p, b in zip(peaks, cost.rank_budget_bytes, strict=True)),
+        fits=all(p <= b for p, b in zip(peaks, cost.device_budget_bytes, strict=True)),
         levers=tuple(sorted(options.levers)),
         note=draft.note,
     )

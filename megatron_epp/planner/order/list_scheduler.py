@@ -85,7 +85,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         work.backward_order,
         work.last_of_group,
         np.array(work.place, np.int64) if work.place else None,
-        np.full(len(work.room_bytes), np.inf) if fixed else work.room_bytes,
+        np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
         policy.least,
         policy.first,
         policy.most,
@@ -94,5 +94,5 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         patience,
         policy.deep,
     )
-    over = max(0.0, float((peaks - work.room_bytes).max()))
+    over = max(0.0, float((peaks - work.headroom_bytes).max()))
     return Schedule(taken, peaks, over, *ops)

@@ -88,14 +88,14 @@ class ScheduleProblem:
     ops              seconds and bytes of every op, as the simulator plays them
     backward_order   chunks in the order of their backwards
     last_of_group    [chunks] the last chunk of each one's group
-    room_bytes       [ranks] what is left beside the residents
+    headroom_bytes   [ranks] what the budget of a device leaves next to the residents
     place            the rank of every stage; () where stage i lies on rank i
     """
 
     ops: OpArrays
     backward_order: np.ndarray
     last_of_group: np.ndarray
-    room_bytes: np.ndarray
+    headroom_bytes: np.ndarray
     place: tuple[int, ...] = ()
 
     @property
@@ -112,11 +112,11 @@ class ScheduleProblem:
 
     @property
     def of_window(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``room_bytes`` for whoever counts from F to B alone: what H leaves
-        for G is held from F on, and the most that an H or G needs while it runs is set aside."""
+        """``moved_bytes`` and ``headroom_bytes`` where only F to B is counted: what H leaves for G
+        is held from F on, and the most that an H or G needs while it runs is set aside."""
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
-            return moves, self.room_bytes
+            return moves, self.headroom_bytes
         head, head_weight = (KIND_CODE[kind] for kind in OF_HEAD)
         left = moves[head, 0] - moves[head, 1]
         moves = moves.copy()
@@ -124,7 +124,7 @@ class ScheduleProblem:
         for kind in BACKWARDS:
             moves[KIND_CODE[kind], 1] += left
         aside = np.maximum(moves[head, 1], moves[head_weight, 0]).max(axis=1, initial=0.0)
-        return moves, self.room_bytes - aside
+        return moves, self.headroom_bytes - aside
 
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
@@ -152,12 +152,6 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
         ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
         backward_order=chunking.backward,
         last_of_group=chunking.last_of_group,
-        room_bytes=rank_room_bytes(cost),
+        headroom_bytes=cost.headroom_bytes,
         place=cost.place,
     )
-
-
-def rank_room_bytes(cost: Cost) -> np.ndarray:
-    """Return what the budget of every rank's device leaves beside the states of its stages,
-    [ranks]."""
-    return np.array(cost.rank_budget_bytes) - np.array(cost.of_ranks(cost.states_bytes))

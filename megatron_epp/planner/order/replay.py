@@ -32,7 +32,7 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
             schedule.chunks,
         )
     )
-    over = max(0.0, float((peaks - work.room_bytes).max()))
+    over = max(0.0, float((peaks - work.headroom_bytes).max()))
     kept = schedule.kinds, schedule.chunks, schedule.stages
     return Schedule(seconds, peaks, over, *kept, start, stop)
 

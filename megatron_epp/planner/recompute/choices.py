@@ -73,19 +73,19 @@ def diagonal_counts(
     *,
     integer: bool,
     steps: Ladders | None = None,
-    room_bytes: np.ndarray | None = None,
+    headroom_bytes: np.ndarray | None = None,
     layers: Sequence[np.ndarray] | None = None,
 ) -> Counts | None:
     """The cheapest recompute that fits under the order ``least``; None where none does.
 
     kept           the work where nothing is recomputed
     steps          of every kind of layer, letters from KEEP up; default: :func:`whole_layers`
-    room_bytes     per stage beside residents; default: all of it
+    headroom_bytes per stage next to residents; default: all of it
     layers         by kind, [stages, chunks] that are left to recompute, the others being offloaded;
                    default: all of each stage
     """
-    moves, room = kept.of_window
-    room = room if room_bytes is None else room_bytes
+    moves, headroom = kept.of_window
+    headroom = headroom if headroom_bytes is None else headroom_bytes
     steps = whole_layers(cost) if steps is None else steps
     parts = []  # of every kind: letters, bytes freed, most layers of a slot, layers that are left
     for kind, letters in enumerate(steps):
@@ -123,7 +123,7 @@ def diagonal_counts(
         kept.backward_order,
         moves,
         np.concatenate([freed for _, freed, _, _ in parts]),
-        room,
+        headroom,
         np.concatenate([np.tile(most, len(letters) - 1) for letters, _, most, _ in parts]),
         weights,
         integer=integer,

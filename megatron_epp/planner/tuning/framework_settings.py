@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KEEP, Plan
+from megatron_epp.planner.choose.partition import layout_flags, layout_text
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.partition import layout_flags, layout_text
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK, Choice, Survey, heaviest_plan
 

@@ -9,7 +9,7 @@
 
 A plan is for the replica with most work, which the others wait for; where replicas share a layer's
 experts and run in lockstep, for the block of them that has most. The layers of the stages are
-even, or by time (planner.partition) where that is faster; the output layer is on the last stage, or
+even, or by time (planner.choose) where that is faster; the output layer is on the last stage, or
 cut over all where that is asked for, or pays.
 """
 
@@ -21,23 +21,29 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
-from megatron_epp.ir.placement import Placement, named_placement
-from megatron_epp.planner.epp.planner import can_be_local
-from megatron_epp.planner.lower_bound import least_seconds_per
-from megatron_epp.planner.options import Options
-from megatron_epp.planner.partition import (
+from megatron_epp.ir.placement import Placement
+from megatron_epp.planner.choose.choice import (
+    PLACEMENT_NAMES,
+    PLACEMENT_PAYS,
+    SKETCH_EFFORT,
+    VOCABULARY_PAYS,
+    heaviest,
+    placed_cost,
+    ruled_out,
+    with_placement,
+)
+from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
     layer_costs,
     with_layers,
 )
+from megatron_epp.planner.epp.planner import can_be_local
+from megatron_epp.planner.lower_bound import least_seconds_per
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
-from megatron_epp.planner.tuning.placements import NAMES, PLACED_PAYS, with_placement
-from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
-from megatron_epp.planner.tuning.vocabulary import ruled_out
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
@@ -278,9 +284,9 @@ def _best_of(made: Sequence[Choice]) -> list[Choice]:
         if key in best and choice.offload > best[key].offload:
             asked -= OFFLOAD_PAYS
         if key in best and choice.vocabulary_parallel > best[key].vocabulary_parallel:
-            asked -= CUT_PAYS
+            asked -= VOCABULARY_PAYS
         if key in best and bool(choice.place) > bool(best[key].place):
-            asked -= PLACED_PAYS
+            asked -= PLACEMENT_PAYS
         if key not in best or choice.seconds < best[key].seconds * asked:
             best[key] = choice
     return list(best.values())
@@ -313,13 +319,12 @@ def _placements(
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
     """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
     with the output layer on the last stage."""
-    for name in NAMES if cost.ranks > 1 else ():
-        made = named_placement(name, cost.ranks)
-        if made is None or made.stages > sum(cost.layers) - cost.pinned_layers + 1:
+    for name in PLACEMENT_NAMES if cost.ranks > 1 else ():
+        here = placed_cost(cost.with_vocabulary(False), name)
+        if here is None:
             continue
-        here = with_placement(cost.with_vocabulary(False), made)
         if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
-            yield layers, choice.offload, False, made.place
+            yield layers, choice.offload, False, here.place
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:

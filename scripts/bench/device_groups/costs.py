@@ -114,7 +114,7 @@ def group_costs(
         spread = dataclasses.replace(
             cost,
             layers=(layers,),
-            budget_bytes=(min(cost.budget_bytes),),
+            device_budget_bytes=(min(cost.device_budget_bytes),),
             cp=degree,
             dp=cost.dp * devices // degree,
             # As many devices of the replica share the experts as its stages did together.
@@ -133,7 +133,7 @@ def group_costs(
             # The same at every degree: pairs of all windows are spread alike.
             for part in (run, again):
                 part[1] += sum(part[at] for _, at in spread.window_columns)
-        room = spread.room_bytes[0]
+        headroom = spread.headroom_bytes[0]
         rows.append(
             (
                 degree,
@@ -144,7 +144,7 @@ def group_costs(
                 comm[2] + extra_gather,
                 again[0],
                 again[1],
-                max(0.0, room / token_bytes),
+                max(0.0, headroom / token_bytes),
                 token_bytes,
                 spread.states_bytes[0],
             )
@@ -243,6 +243,6 @@ def _flat(cost: Cost) -> Cost:
         cost,
         profile=profile,
         layers=(sum(cost.layers),),
-        budget_bytes=cost.budget_bytes[:1],
+        device_budget_bytes=cost.device_budget_bytes[:1],
         cp=cost.cp * cost.stages,
     )

@@ -36,7 +36,7 @@ from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
-from megatron_epp.planner.partition import layout_text
+from megatron_epp.planner.choose.partition import layout_text
 
 # The collectives that a call of a loop may issue: those of a schedule, over a replica.
 _OURS = (

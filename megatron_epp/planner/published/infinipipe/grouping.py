@@ -23,7 +23,7 @@ from megatron_epp.planner.recompute.ilp import Solver
 class RecomputeIlps:
     """The recompute programs of one chunking, by the paper's ledger.
 
-    room_bytes   per stage beside residents
+    headroom_bytes   per stage next to residents
     recompute    adaptive; none: no layer may be recomputed; full: every layer is
     """
 
@@ -33,10 +33,11 @@ class RecomputeIlps:
         chunking: Chunking,
         loads: Loads,
         cost: Cost,
-        room_bytes: np.ndarray,
+        headroom_bytes: np.ndarray,
         recompute: str = "adaptive",
     ):
-        self.solver, self.chunking, self.cost, self.room_bytes = solver, chunking, cost, room_bytes
+        self.solver, self.chunking, self.cost = solver, chunking, cost
+        self.headroom_bytes = headroom_bytes
         self.recompute = recompute
         self.moves = paper_moves(cost, loads)
         self.freed = paper_freed(cost, loads)
@@ -44,7 +45,7 @@ class RecomputeIlps:
         self.layer_seconds = forward / sum(cost.layers) / loads.chunks  # F_hat, eq. 17
 
     def layers(
-        self, first: int, stop: int, room_bytes: np.ndarray, *, integer: bool
+        self, first: int, stop: int, headroom_bytes: np.ndarray, *, integer: bool
     ) -> np.ndarray | None:
         """C of eqs 18 to 20 for the pipeline of groups first to stop; None where none fits."""
         chunking, cost = self.chunking, self.cost
@@ -58,7 +59,7 @@ class RecomputeIlps:
             chunking.backward[begin:end] - begin,
             np.ascontiguousarray(self.moves[..., begin:end]),
             np.ascontiguousarray(self.freed[None, :, begin:end]),
-            room_bytes,
+            headroom_bytes,
             most,
             integer=integer,
         )
@@ -68,16 +69,16 @@ class RecomputeIlps:
 
     def seconds(self, first: int, stop: int) -> float:
         """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""
-        layers = self.layers(first, stop, self.room_bytes, integer=False)
+        layers = self.layers(first, stop, self.headroom_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
-    def counts(self, cuts: Sequence[int], room_bytes: np.ndarray) -> Counts | None:
+    def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
         """The recompute choices of pipelines that begin at groups ``cuts``, as integers; None
-        where ``room_bytes`` are too few."""
+        where ``headroom_bytes`` are too few."""
         chunking, stages = self.chunking, self.cost.stages
         grid = np.zeros((stages, chunking.count))
         for first, stop in itertools.pairwise((0, *cuts, chunking.groups)):
-            layers = self.layers(first, stop, room_bytes, integer=True)
+            layers = self.layers(first, stop, headroom_bytes, integer=True)
             if layers is None:
                 return None
             begin, end = chunking.starts[first], chunking.starts[stop]

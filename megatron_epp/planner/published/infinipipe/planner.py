@@ -76,21 +76,21 @@ def draft(
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
-    whole = cost.room_bytes
-    room, solver = whole, Solver()
+    whole = cost.headroom_bytes
+    headroom, solver = whole, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):
-        counts = None if best is None else best.ilps.counts(best.cuts, room)
+        counts = None if best is None else best.ilps.counts(best.cuts, headroom)
         if counts is None:
-            best = best_grouping(solver, method, batch, cost, options, room)
-            counts = None if best is None else best.ilps.counts(best.cuts, room)
+            best = best_grouping(solver, method, batch, cost, options, headroom)
+            counts = None if best is None else best.ilps.counts(best.cuts, headroom)
         if best is None or counts is None:
             break
         note = f"{best.note}, predicted {best.seconds:.6g} s"
         played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
-        room = room - np.maximum(peaks - whole, 0.0) * TIGHTENED_BY
+        headroom = headroom - np.maximum(peaks - whole, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
 
@@ -148,7 +148,7 @@ def best_grouping(
     batch: SortedBatch,
     cost: Cost,
     options: Options,
-    room_bytes: np.ndarray,
+    headroom_bytes: np.ndarray,
 ) -> GroupedChunking | None:
     """The chunking and grouping with the least predicted time, None where none fits."""
     rates = rates_of(cost)
@@ -165,7 +165,7 @@ def best_grouping(
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
             continue  # recompute and more pipelines only add
-        ilps = RecomputeIlps(solver, chunking, loads, cost, room_bytes, method.recompute)
+        ilps = RecomputeIlps(solver, chunking, loads, cost, headroom_bytes, method.recompute)
         grouped = group(ilps, delta, below)
         if grouped is None:
             continue

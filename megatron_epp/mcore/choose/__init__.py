@@ -1,0 +1,1 @@
+"""Choices that flags leave to ``auto``, made once per run before Megatron builds the model."""

@@ -1,0 +1,243 @@
+"""Vocabulary parallelism, layers and placement of a run where their flags say ``auto``.
+
+They are chosen before Megatron builds the model, by the plans of the first batches
+(planner/choose). What is known then are the corpus's lengths, from its ``.idx`` files, and the cost
+model of --epp-cost-model, or the device's coefficients by name; every rank reads the same and
+computes the same. A run that resumes has its checkpoint's choices (kept.py).
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_epp.control.given_steps import first_given
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir.placement import Placement
+from megatron_epp.mcore.capabilities.refusals import whole_words
+from megatron_epp.mcore.capabilities.table import limit_for
+from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.flags.config import (
+    ANALYTIC,
+    AUTO,
+    OFF,
+    ON,
+    PARTITION_AUTO,
+    Config,
+    layers_by_time,
+    placement_by_time,
+)
+from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing.asked import place_of, placed_values
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.options import Options
+
+AMPLE_BYTES = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class JobChoices:
+    """Choices of a run.
+
+    lines       that rank 0 prints
+    placement   with the layers of its stages; None where Megatron's flags say them
+    """
+
+    lines: tuple[str, ...]
+    placement: Placement | None
+
+
+def choose(args: Any, parts: Any = None) -> JobChoices:
+    """Set on ``args``, which Megatron has validated, what their flags leave to ``auto``.
+
+    ``parts``: replacements of parts of the trainer (setup.py: TrainerHooks), if there are any.
+    ValueError: a corpus, a cost model, --epp-plan, or what was kept next to the checkpoint cannot
+    be read.
+    """
+    vocabulary = choose_vocabulary(args, parts)
+    placement, line = choose_placement(args)
+    return JobChoices(tuple(filter(None, (vocabulary, line))), placement)
+
+
+def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
+    """Set --epp-vocab-parallel to on or off where it is auto; return the line on it, if any.
+
+    Weights load either way, but not the optimizer's states in every format, so a run that resumes
+    has its checkpoint's choice. What cannot run, or whose gain is not known, is off.
+    """
+    if args.epp_vocab_parallel != AUTO:
+        return None
+    args.epp_vocab_parallel = OFF
+    if not args.epp or args.pipeline_model_parallel_size == 1:
+        return None
+    args.epp_vocab_parallel, why = _vocabulary_and_reason(args, parts)
+    return f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {why}"
+
+
+def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
+    refused, unlike = whole_words(args), limit_for("epp", args)
+    args.epp_vocab_parallel = ON
+    if (said := limit_for("epp", args)) not in (None, unlike):
+        refused = said, ""
+    args.epp_vocab_parallel = OFF
+    if parts is not None and parts.pre_wrap is not None:
+        refused = "a script changes the model before it is wrapped, as adapters do", ""
+    if refused is not None:
+        return OFF, refused[0]
+    if args.epp_plan is not None:
+        planned = first_given(args.epp_plan).vocabulary_parallel
+        return (ON if planned else OFF), "as the plans of --epp-plan have it"
+    if resumes(args):
+        return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
+    if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
+        return OFF, "--pipeline-model-parallel-layout has placed the output layer"
+    if place_of(args) or placement_by_time(args):
+        return OFF, "ranks may have several stages; give on"
+    if parts is not None and parts.items is not None:
+        return OFF, "no lengths are known of documents from Python"
+    from megatron_epp.planner.choose.choice import ruled_out, vocabulary_of
+
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
+    if args.epp_partition != PARTITION_AUTO:
+        layers = tuple(stage_layers(args, len(layers), None))
+    try:
+        cost, options = _cost_and_options(args, layers)
+        if (refusal := ruled_out(cost)) is not None:
+            return OFF, refusal
+        choice = vocabulary_of(cost, _first_batches(args), options, args.epp_planner)
+    except (OSError, ValueError) as unknown:
+        return OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"
+    return choice.key, f"{choice.comparison} by {_source_of_costs(args)} (simulated)"
+
+
+def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
+    """Set the layers of the stages where they are chosen; return the choice and the line on it.
+
+    They are chosen alone or with a placement, and lie in Megatron's layout, or in the | of the
+    pattern of a HybridModel.
+    """
+    if not (args.epp and layers_by_time(args)):
+        return None, None
+    both = placement_by_time(args)
+    flag = f"--epp-{'placement' if both else 'partition'} auto"
+    stages = args.pipeline_model_parallel_size
+    if stages == 1:
+        return None, f"{flag} has no effect with one stage"
+    even = even_layers(args.num_layers, stages)
+    if resumes(args):
+        kept = kept_placement(args)
+        placement = kept or Placement(tuple(range(stages)), even)
+        whence = "its flags made it even" if kept is None else "kept next to it"
+        why = f"the checkpoint's, as it resumes ({whence})"
+    else:
+        placement, why = _placement_by_time(args, even)
+    values = placed_values(
+        placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
+    )
+    vars(args).update(values)
+    where = f"layers {' '.join(map(str, placement.layers))} of the stages"
+    if both:
+        where = f"stages on ranks {placement}, {where}"
+    if args.hybrid_layer_pattern is not None and placement.is_even:
+        where = f"{where}, {args.hybrid_layer_pattern}"
+    return placement, f"{flag}: {where}; {why}"
+
+
+def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
+    """Return the layers of the stages that take least, and why.
+
+    With --epp-placement auto they are those of the fastest placement.
+    """
+    from megatron_epp.planner.choose.choice import partition_of, placement_of
+
+    both = placement_by_time(args)
+    if both and args.epp_plan is not None:
+        plan = first_given(args.epp_plan)
+        place, layers = plan.place or tuple(range(plan.stages)), plan.layers
+        why = "as the plans of --epp-plan have it"
+    else:
+        cost, options = _cost_and_options(args, even)
+        plans = _first_batches(args), options, args.epp_planner
+        if both:
+            placed = placement_of(cost, *plans)
+            cost, why = placed.cost, f"{placed.comparison} by"
+        else:
+            partition = partition_of(cost, *plans)
+            cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
+        place, layers = cost.rank_of, cost.layers
+        why = f"{why} {_source_of_costs(args)} (simulated)"
+    *others, last = layers
+    return Placement(place, (*others, last - len(further_shapes(args)))), why
+
+
+# ------------------------------------------------------------------ lengths and costs
+
+
+def _source_of_costs(args: Any) -> str:
+    """Return the file of --epp-cost-model, or the device by whose figures costs are computed."""
+    measured = args.epp_cost_model not in (None, ANALYTIC)
+    return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
+
+
+def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+    """Return the job's cost with ``layers`` of the stages, and the options of its planner.
+
+    ValueError, OSError: the cost model cannot be read.
+    """
+    config = Config.of(args)
+    measured = config.epp_cost_model not in (None, ANALYTIC)
+    profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    layers = with_further(args, layers)
+    cost = training_cost(args, config, layers, profile)
+    if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
+        # What is available differs from rank to rank, and the partition must not.
+        cost = replace(cost, device_budget_bytes=(AMPLE_BYTES,) * cost.ranks)
+    options = Options(
+        context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
+    )
+    return cost, options
+
+
+def _first_batches(args: Any) -> list[list[int]]:
+    """Return the document lengths of the first global batches, on average over the corpora.
+
+    ValueError: there are none to read.
+    """
+    if args.sft or args.mock_data:
+        raise ValueError(
+            "lengths are read from the .idx files of --data-path, and chats and mock data have "
+            "none; for --epp-partition auto say with --pipeline-model-parallel-layout where layers "
+            "lie (`python -m megatron_epp tune` prints one)"
+        )
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if blend is None:
+        blend = next((part for part in per_split or () if part is not None), None)
+    if blend is None:
+        raise ValueError(
+            "no --data-path, so no lengths are known; --epp-partition auto chooses by them"
+        )
+    prefixes, weights = blend
+    corpora = [
+        open_corpus(f"{prefix}.idx", args.seq_length, args.epp_overlong) for prefix in prefixes
+    ]
+    # Without weights each corpus is read once.
+    parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
+    fractions = [part / sum(parts) for part in parts]
+    size = args.global_batch_size
+    if getattr(args, "step_batch_size_schedule", None):
+        size = scheduled_sizes()(sys.maxsize)  # as large as they get
+    batches = []
+    for number in range(FIRST_BATCHES):
+        lengths: list[int] = []
+        for corpus, fraction in zip(corpora, fractions, strict=True):
+            if count := min(round(fraction * size), len(corpus)):
+                lengths += corpus.batch(number % max(1, len(corpus) // count), count)
+        batches.append(lengths[:size])
+    return batches

@@ -1,0 +1,116 @@
+"""A run's choices in one file next to its checkpoint; the run that resumes takes them from there.
+
+Weights and optimizer states lie in files by stage, so a choice belongs to the checkpoint. Where the
+file is absent, those of earlier versions are read: layers and placement had one, vocabulary
+parallelism another.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.control.files import write_whole
+from megatron_epp.ir.placement import Placement
+from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
+from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
+
+CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
+# "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
+EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
+VOCABULARY_KEY = "epp_vocab_parallel"
+
+
+def resumes(args: Any) -> bool:
+    """Return whether the run continues another; one that only loads weights begins anew."""
+    return (
+        bool(args.load)
+        and not args.finetune
+        and (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
+    )
+
+
+def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
+    """Write the choices next to the checkpoint to come, as Megatron's pre-wrap hook.
+
+    ``placement``: with layers, where these were chosen. OSError: the folder cannot be written.
+    """
+    choices = {VOCABULARY_KEY: args.epp_vocab_parallel}
+    if placement is not None:
+        choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
+    write_whole(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
+    return models
+
+
+def kept_vocabulary(args: Any) -> bool:
+    """Return whether the checkpoint's run had vocabulary parallelism; False if it kept no choice.
+
+    ValueError: the file is damaged.
+    """
+    path, choices = _kept(args, VOCABULARY_KEY, EARLIER_VOCABULARY)
+    choice = OFF if choices is None else choices.get(VOCABULARY_KEY)
+    if choice not in (ON, OFF):
+        raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY, args)
+    return choice == ON
+
+
+def kept_placement(args: Any) -> Placement | None:
+    """Return the placement of the checkpoint's run with its layers, None where it kept none.
+
+    ValueError: the file is damaged, or this job has other layers or ranks.
+    """
+    path, choices = _kept(args, STAGE_LAYERS, EARLIER_PARTITION)
+    if choices is None:
+        return None
+    ranks = args.pipeline_model_parallel_size
+    place: Any = choices.get(PLACE, list(range(ranks)))
+    layers: Any = choices.get(STAGE_LAYERS)
+    for numbers, least in ((layers, 1), (place, 0)):
+        if not isinstance(numbers, list) or not all(type(n) is int and n >= least for n in numbers):
+            raise _damaged(path, "no partition (expected layers by stage)", STAGE_LAYERS, args)
+    kept = Placement(tuple(place), tuple(layers))
+    unfit = len(layers) != len(place) or sum(layers) != args.num_layers
+    if unfit or set(place) != set(range(ranks)):
+        raise ValueError(
+            f"{path}: layers {layers} are not {args.num_layers} on {ranks} stages; leave "
+            f"--epp-{'partition' if kept.is_even else 'placement'} auto out "
+            "to load this checkpoint into another pipeline"
+        )
+    if not kept.is_even and not placement_by_time(args):
+        raise ValueError(
+            f"{path}: stages lie on ranks {kept}; expected --epp-placement auto as the run began, "
+            "or leave --epp-partition auto out"
+        )
+    return kept
+
+
+def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | None]:
+    """Return the file that has the choice ``key``, and all choices in it; None: no file has it.
+
+    ``earlier`` names the file of earlier versions.
+    """
+    for name in (CHOICES_FILE, earlier):
+        path = Path(args.load) / name
+        if not path.exists():
+            continue
+        try:
+            choices = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+            if name == earlier and not isinstance(choices, dict):
+                choices = {key: choices}
+            if not isinstance(choices, dict):
+                raise ValueError("expected an object")
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, f"no choices ({error})", key, args) from error
+        if key in choices or name == earlier:
+            return path, choices
+    return path, None
+
+
+def _damaged(path: Path, what: str, key: str, args: Any) -> ValueError:
+    flag = "--pipeline-model-parallel-layout"
+    if key == VOCABULARY_KEY:
+        flag = "--epp-vocab-parallel"
+    elif args.hybrid_layer_pattern is not None:
+        flag = "| in --hybrid-layer-pattern"
+    return ValueError(
+        f"{path}: {what}; delete the file, and say with {flag} what the checkpoint was made with"
+    )

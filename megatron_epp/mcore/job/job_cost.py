@@ -1,0 +1,318 @@
+"""Inputs of planning in a job: the cost of its model on its devices, its levers, its memory
+budget."""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from megatron_epp.control.fallbacks import Fallbacks
+from megatron_epp.control.files import write_whole
+from megatron_epp.control.planned_steps import PlannedSteps
+from megatron_epp.cost.analytic import STATES, without_states
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.profile import Profile, States
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.model.early_head import block_tokens, early_head
+from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
+from megatron_epp.mcore.model.quantisation import weight_bytes
+from megatron_epp.mcore.model.shape import model_shape
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing.asked import place_of
+from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
+DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, there, too
+CPU_SHARE = 0.8  # of the available memory, for chunks
+UNBROKEN = 0.97  # of a GPU's: the rest lies in pieces between blocks
+# Of the available memory, for what is offloaded: pinned memory cannot be swapped out, and data,
+# planner and checkpoints need theirs. Without a GPU it comes out of the memory of chunks' own host.
+HOST_SHARE, CPU_HOST_SHARE = 0.5, 0.15
+HOST_PLANNED = 0.95  # of the budget; copies lie in blocks, and predictions are a little off
+
+
+def make_planning(
+    args: Any,
+    config: Config,
+    layers: tuple[int, ...],
+    multiple: int,
+    groups: Groups,
+    profile: Profile,
+) -> PlannedSteps:
+    """The job's planner, within budgets that are rank 0's on every rank. Collective."""
+    from megatron_epp.planner import Options, planner_of
+
+    whole = whole_documents(args)
+    planner = planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
+    options = Options(
+        context=args.seq_length,
+        levers=training_levers(config.epp_levers, args),
+        effort=config.epp_effort,
+        multiple=multiple,
+        lockstep=groups.lockstep,
+        whole=whole,
+    )
+    named = {word.strip() for word in config.epp_levers.split(",")}
+    if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
+        why = "in lockstep all documents are spread" if groups.lockstep > 1 else "there is one rank"
+        raise ValueError(
+            f"--epp-levers {config.epp_levers}: no document can be left to one context-parallel "
+            f"rank, as {why}; leave local out"
+        )
+    if "offload" in named:
+        _require_rate(profile, config)
+    elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
+        logger.warning("--epp-host-memory-gib has no effect without the lever offload")
+    cost = training_cost(args, config, layers, profile)
+    planner.require_place(cost.rank_of)
+    # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
+    # that go by other names.
+    unlike: tuple[float, ...] = ()
+    if config.epp_memory_budget_gib is None:
+        own = (groups.pipeline_rank, device_name(), cost.device_budget_bytes[0])
+        every: list = [None] * groups.control.size()
+        dist.all_gather_object(every, own, group=groups.control)
+        unlike = unlike_budgets(every)
+    folders = [folder for folder in (args.save, config.epp_record) if folder]
+    host = HOST_PLANNED * host_budget_bytes(config)
+    budgets, error, fallbacks = json.dumps([cost.device_budget_bytes, host]), None, None
+    if groups.control.rank() == 0:
+        try:
+            devices = unlike or cost.device_budget_bytes
+            if config.epp_memory_budget_gib is None:
+                devices = kept_budgets(args, cost.rank_of) or devices
+                if args.save:
+                    stages = [devices[rank] for rank in cost.rank_of]
+                    write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
+            if "offload" in options.levers and config.epp_host_memory_gib is None:
+                (host,) = _kept_bytes(args, DEFAULT_HOST_BUDGET) or (host,)
+                if args.save:
+                    write_whole(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
+            budgets = json.dumps([devices, host])
+            fallbacks = Fallbacks(folders, None if args.finetune else args.load)
+        except ValueError as refusal:
+            error = str(refusal)
+        except OSError as failure:
+            error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
+    devices, host = json.loads(broadcast_text(budgets, error, groups.control))
+    cost = replace(cost, device_budget_bytes=tuple(devices))
+    if "offload" in options.levers:
+        cost = replace(cost, host_budget_bytes=host)
+    ahead = config.epp_plan_ahead
+    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
+
+
+def training_levers(text: str, args: Any) -> frozenset[str]:
+    """The levers that --epp-levers ``text`` stands for in this job.
+
+    What the job cannot run is left out of default and all; a ValueError where it is named itself.
+    Left out of both, too, but run where it is named: the split backward of Transformer Engine's
+    linears, which no GPU has run yet.
+    """
+    from megatron_epp.planner.options import SIMULATION_ONLY, parse_levers
+
+    levers = parse_levers(text)
+    unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
+    unusable |= unusable_levers(args)
+    named = {word.strip() for word in text.split(",")}
+    for name in sorted(named & unusable.keys()):
+        raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
+    unproven = set() if args.transformer_impl == "local" else {"wsplit"}
+    return frozenset(levers - unusable.keys() - (unproven - named))
+
+
+def unusable_levers(args: Any) -> dict[str, str]:
+    """Levers that plans of this job's layers must do without, each with the reason: fused gradient
+    accumulation of Megatron's linears has no W (mcore/model/split_backward.py); a document that
+    routers see all of is spread over all ranks."""
+    unusable = {}
+    if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
+        unusable["wsplit"] = "fused gradient accumulation runs no I and W"
+    if whole_documents(args):
+        unusable["local"] = "sinkhorn compares a document's tokens over all ranks"
+    return unusable
+
+
+# ------------------------------------------------------------------ cost
+
+
+def analytic(args: Any) -> Profile:
+    """Profile of --epp-cost-model analytic: the model's shape on the device's name."""
+    early = early_head(args)
+    made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
+    attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
+    return replace(
+        made,
+        stores_last_slice=attention.stores_last_slice,
+        # A block of this rank's rows, of which each context-parallel rank takes one at a time.
+        last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
+        if early
+        else 0.0,
+    )
+
+
+def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
+    """The cost of this job's chunks; on a CPU the budget covers what chunks hold and no states."""
+    if cpu_host.has_gpu():
+        profile = replace(profile, states=training_states(args))
+    else:
+        profile = without_states(profile)
+    place = place_of(args)
+    budgets = config.epp_memory_budget_gib
+    if budgets is None:
+        budgets = (default_budget_bytes(args) / GIB,)
+    rank_of = place or tuple(range(len(layers)))
+    return Cost(
+        profile,
+        layers,
+        device_budgets("--epp-memory-budget-gib", budgets, rank_of),
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        zero=1,
+        **cost_sizes(args),
+        layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
+        vocabulary_parallel=vocabulary_parallel(args),
+        place=place,
+    )
+
+
+def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
+    """Default bytes of every pipeline rank, the least of its devices', where devices go by
+    different names; none where all have one. ``every`` rank: its pipeline rank, name, bytes."""
+    if len({name for _, name, _ in every}) == 1:
+        return ()
+    least: dict[int, float] = {}
+    for rank, _, bytes_ in every:
+        least[rank] = min(bytes_, least.get(rank, bytes_))
+    return tuple(least[rank] for rank in sorted(least))
+
+
+def training_states(args: Any) -> States:
+    """Bytes per parameter that Megatron's ``args`` hold between iterations: the weight, its place
+    in a gradient bucket, and the optimizer's, of which a replica holds its part or the whole."""
+    weight = args.params_dtype.itemsize
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
+    optimizer = 0.0 if weight == 4 else args.main_params_dtype.itemsize  # the weight in full
+    if args.optimizer == "sgd":
+        optimizer += 4 if args.sgd_momentum else 0
+    else:  # Adam's two; others keep no more
+        optimizer += args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    if args.optimizer_cpu_offload:
+        optimizer *= 1 - args.optimizer_offload_fraction
+    sharded = optimizer if args.use_distributed_optimizer else 0.0
+    held = weight_bytes(args) + gradient + optimizer - sharded
+    return replace(STATES, zero1_resident=held, zero1_sharded=sharded)
+
+
+def device_name() -> str:
+    """The planner's name of the device that this process trains on."""
+    if not cpu_host.has_gpu():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if properties.total_memory > 100 * GIB:
+        return "h200-141g"
+    if properties.major >= 9:
+        return "h100-80g"
+    return "a100-80g" if properties.total_memory > 50 * GIB else "a100-40g"
+
+
+def default_budget_bytes(args: Any) -> float:
+    """On a GPU what its name's budget is, or what context, communicators (all have spoken) and
+    other processes leave of it; on a CPU a share of the memory, for a rank's chunks."""
+    if cpu_host.has_gpu():
+        free, _ = torch.cuda.mem_get_info()
+        there = free + torch.cuda.memory_reserved()
+        return min(device(device_name()).budget_bytes, UNBROKEN * there)
+    return CPU_SHARE * _available_bytes()
+
+
+def host_budget_bytes(config: Config) -> float:
+    """Bytes of the host's memory for what this rank offloads: --epp-host-memory-gib, or a share of
+    what is available now. ValueError: the host has not as much for each of its ranks."""
+    wanted = config.epp_host_memory_gib
+    if wanted is None:
+        return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
+    whole = _of_each_rank(psutil.virtual_memory().total)
+    if wanted * GIB > whole:
+        raise ValueError(
+            f"--epp-host-memory-gib {wanted:g}: this host has {whole / GIB:.4g} GiB for each of "
+            f"its {_local_ranks()} ranks; expected less"
+        )
+    return wanted * GIB
+
+
+def _available_bytes() -> float:
+    """Available bytes of the host's memory, for each local rank."""
+    return _of_each_rank(psutil.virtual_memory().available)
+
+
+def _of_each_rank(bytes_: float) -> float:
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        bytes_ = min(bytes_, int(text))
+    return bytes_ / _local_ranks()
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _require_rate(profile: Profile, config: Config) -> None:
+    """A ValueError where the lever offload was asked for and could never be used."""
+    if not profile.host_bytes_per_second:
+        raise ValueError(
+            f"--epp-levers {config.epp_levers}: the cost model of {profile.provenance.device} has "
+            "no rate to the host's memory, so nothing would be offloaded; measure one with "
+            "`python -m megatron_epp profile`, or leave offload out"
+        )
+
+
+def kept_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
+    """Return the default budget of every pipeline rank's device in the run that is resumed: its
+    plans were made within them. None where it had another number of stages.
+
+    ``rank_of``: the pipeline rank of every stage; the file names each rank's budget for every
+    stage. ValueError: the file is damaged.
+    """
+    budgets = _kept_bytes(args, DEFAULT_BUDGETS)
+    if budgets is None or len(budgets) != len(rank_of):
+        return None
+    return tuple(budgets[rank_of.index(rank)] for rank in range(1 + max(rank_of)))
+
+
+def _kept_bytes(args: Any, name: str) -> tuple[float, ...] | None:
+    """The list of bytes in the file ``name`` beside the checkpoint that is loaded, if any."""
+    path = Path(args.load or "") / name
+    if not args.load or not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        budgets = json.loads(text)
+        if not isinstance(budgets, list) or not all(
+            isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
+            for one in budgets
+        ):
+            raise ValueError("expected a list of bytes by stage")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: no memory budgets ({error}); delete the file: budgets then follow from the "
+            "memory that is available now, or give --epp-memory-budget-gib"
+        ) from error
+    return tuple(budgets)

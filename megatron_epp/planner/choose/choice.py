@@ -1,0 +1,297 @@
+"""Choices made once per run by the plans of its first batches.
+
+    partition_of     layers of every stage: by time, or as flags give them
+    placement_of     stages of every rank: one, or several, each way with layers by time
+    vocabulary_of    the LM head: on the last stage, or sharded over all
+
+Weights do not move between iterations, so a choice is for a whole run. All three plan the batches
+with every candidate and take the fastest (:func:`fastest`); each is a pure function of its
+arguments.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.analytic import is_of_cpu
+from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir.placement import EVENLY, Placement, named_placement
+from megatron_epp.planner.choose.partition import (
+    expected_features,
+    fastest_layers,
+    stage_layer_seconds,
+    with_layers,
+)
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.problem import rates_of
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import balance_replicas
+
+SKETCH_EFFORT = 1  # of the plans that candidates are compared by
+MOST_TRIED = 10  # partitions that are planned for, over all rounds
+# Fractions of the time that a candidate must save: no cost model is more exact.
+PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
+PLACEMENT_NAMES = ("interleaved 2", "v")  # besides one stage a rank
+OFF, ON = "off", "on"
+
+
+@dataclass(frozen=True, slots=True)
+class RunChoice[K: Hashable]:
+    """The fastest candidate.
+
+    cost      with the chosen candidate
+    key       its name, or its layers
+    seconds   of plans for all batches, by candidate; None where some batch does not fit. The first
+              candidate is the one that a run without this choice has
+    """
+
+    cost: Cost
+    key: K
+    seconds: dict[K, float | None]
+
+    @property
+    def gain(self) -> float:
+        """Fraction of the first candidate's time that the chosen one saves."""
+        return self.gain_of(self.key)
+
+    def gain_of(self, key: K) -> float:
+        """Return the fraction of the first candidate's time that ``key`` saves.
+
+        Below 0 where it costs; 0 where one of the two does not fit.
+        """
+        (first, *_), taken = self.seconds.values(), self.seconds.get(key)
+        return 1 - taken / first if first and taken else 0.0
+
+    @property
+    def comparison(self) -> str:
+        """Text on every candidate against the first one."""
+        (first, first_seconds), *others = self.seconds.items()
+        parts = []
+        for key, seconds in others:
+            gain = self.gain_of(key)
+            if seconds is None:
+                parts.append(f"{key} fits no plan")
+            elif first_seconds is None:
+                parts.append(f"{key} fits, {first} does not")
+            else:
+                parts.append(f"{key} takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} time")
+        return f"compared with {first}, {', '.join(parts)}"
+
+
+def fastest[K: Hashable](
+    candidates: Iterable[tuple[K, Cost, float | None]], pays: float
+) -> RunChoice[K]:
+    """Return the candidate of (key, cost, seconds) that takes least.
+
+    Any but the first must save the fraction ``pays`` of the first one's time. Seconds are None
+    where some batch does not fit.
+    """
+    first, *others = candidates
+    key, cost, least = first
+    for other in others:
+        required = 1 - pays if key == first[0] else 1.0
+        if other[2] is not None and (least is None or other[2] < least * required):
+            key, cost, least = other
+    return RunChoice(cost, key, {name: seconds for name, _, seconds in (first, *others)})
+
+
+# ------------------------------------------------------------------ plans of the first batches
+
+
+def sketched_seconds(
+    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+) -> float | None:
+    """Return the seconds of plans with little effort for all ``batches`` of one replica.
+
+    None: one does not fit.
+    """
+    sketch = dataclasses.replace(
+        options,
+        effort=min(options.effort, SKETCH_EFFORT),
+        levers=options.levers - {"uneven"},
+        open_layers=False,
+    )
+    total = 0.0
+    for lengths in batches:
+        try:
+            planned = PLANNERS[planner](lengths, cost, sketch)
+        except ValueError:
+            return None
+        if not planned.fits:
+            return None
+        total += planned.seconds
+    return total
+
+
+def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
+    """Return the documents of the replica with most work; of the group of ``lockstep`` replicas."""
+    if cost.dp == lockstep:
+        return list(lengths)
+    rates = rates_of(cost)
+    deals = balance_replicas(lengths, cost, cost.dp // lockstep, least=lockstep)
+    of_replicas = [[lengths[document] for document in deal] for deal in deals]
+    return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
+
+
+# ------------------------------------------------------------------ the three choices
+
+
+def partition_of(
+    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+) -> RunChoice[tuple[int, ...]]:
+    """Return the layers of the stages whose plans by ``planner`` take least over ``batches``.
+
+    Of a batch of the job the replica with most work counts.
+    """
+    held = [heaviest(lengths, cost) for lengths in batches]
+    return partition_by_time(cost, held, lambda c: sketched_seconds(c, held, options, planner))
+
+
+def partition_by_time(
+    cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
+) -> RunChoice[tuple[int, ...]]:
+    """Return the layers of the stages that take least, as far as ``MOST_TRIED`` plans show.
+
+    ``seconds_of`` plans all ``batches`` with a cost; None: some do not fit. The first candidate is
+    ``cost.layers``.
+    """
+    tried: dict[tuple[int, ...], float | None] = {}
+
+    def seconds(layers: tuple[int, ...]) -> float:
+        if layers not in tried and len(tried) < MOST_TRIED:
+            moved = with_layers(cost, layers)
+            tried[layers] = None if moved is None else seconds_of(moved)
+        taken = tried.get(layers)
+        return np.inf if taken is None else taken
+
+    at = cost.layers
+    seconds(at)
+    features = expected_features(cost, batches)
+    by_sums = fastest_layers(cost, features)
+    if by_sums is not None and seconds(by_sums) < seconds(at):
+        at = by_sums
+    moved = True
+    while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
+        moved = False
+        for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
+            if seconds(other) < seconds(at):
+                at, moved = other, True
+                break
+    candidates = (
+        (layers, dataclasses.replace(cost, layers=layers), taken) for layers, taken in tried.items()
+    )
+    return fastest(candidates, PARTITION_PAYS)
+
+
+def _neighbours(
+    layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
+) -> Iterator[tuple[int, ...]]:
+    """Yield ``layers`` with one moved from a stage of the slowest rank, or the next slowest.
+
+    It goes to a stage of a faster rank. ``seconds`` [stages, layers].
+    """
+    ends = np.cumsum(layers)
+    least = [1] * (len(layers) - 1) + [cost.pinned_layers]
+    parts = [
+        own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
+    ]
+    taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
+    for slow in np.argsort(-taken, kind="stable")[:2]:
+        # Along the boundaries to each of the others, the fastest first.
+        for fast in np.argsort(taken, kind="stable")[:2]:
+            for give in np.flatnonzero(on == slow):
+                for take in np.flatnonzero(on == fast):
+                    if slow == fast or layers[give] <= least[give]:
+                        continue
+                    moved = list(layers)
+                    moved[give] -= 1
+                    moved[take] += 1
+                    yield tuple(moved)
+
+
+def placement_of(
+    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+) -> RunChoice[str]:
+    """Return the placement whose plans by ``planner`` take least over ``batches``.
+
+    Candidates are one stage a rank and ``PLACEMENT_NAMES``, each with layers by time.
+    ``cost``: of one stage a rank.
+    """
+
+    def candidates() -> Iterator[tuple[str, Cost, float | None]]:
+        for name in (EVENLY, *PLACEMENT_NAMES):
+            placed = cost if name == EVENLY else placed_cost(cost, name)
+            if placed is None or (name != EVENLY and with_layers(placed, placed.layers) is None):
+                yield name, cost, None
+                continue
+            partition = partition_of(placed, batches, options, planner)
+            yield name, partition.cost, partition.seconds[partition.key]
+
+    return fastest(candidates(), PLACEMENT_PAYS)
+
+
+def placed_cost(cost: Cost, name: str) -> Cost | None:
+    """Return ``cost`` with the placement ``name`` on even layers; None where they are too few."""
+    placement = named_placement(name, cost.ranks)
+    assert placement is not None
+    if placement.stages > sum(cost.layers) - cost.pinned_layers + 1:
+        return None
+    return with_placement(cost, placement)
+
+
+def placement_name(place: tuple[int, ...]) -> str:
+    """Return the name in ``PLACEMENT_NAMES`` of ``place``, the rank of every stage."""
+    placements = {name: named_placement(name, max(place) + 1) for name in PLACEMENT_NAMES}
+    return next(name for name, made in placements.items() if made and made.place == place)
+
+
+def with_placement(cost: Cost, placement: Placement) -> Cost:
+    """Return ``cost`` of one stage a rank with the stages of ``placement`` instead.
+
+    Their layers are those of ``placement``, or even. ValueError: more stages than layers.
+    """
+    further = cost.pinned_layers - 1
+    *others, last = even_layers(sum(cost.layers) - further, placement.stages)
+    return dataclasses.replace(
+        cost,
+        layers=placement.layers or (*others, last + further),
+        place=() if placement.is_even else placement.place,
+    )
+
+
+def ruled_out(cost: Cost) -> str | None:
+    """Return why vocabulary parallelism cannot pay, so that no plan is needed; None: it may."""
+    if cost.stages == 1:
+        return "there is one stage"
+    if cost.ep > cost.tp * cost.cp:
+        return "experts are spread over replicas"
+    if is_of_cpu(cost.profile):
+        # scripts/bench/results/2026-11-22-cpu-vocab.md: 24% less time was promised.
+        return "on a CPU it took 1.16 of the time (measured)"
+    return None
+
+
+def vocabulary_of(
+    cost: Cost,
+    batches: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
+    cut: Cost | None = None,
+) -> RunChoice[str]:
+    """Return ``cost`` with vocabulary parallelism off or on, whichever takes less time.
+
+    Of ``batches``, planned by ``planner``, the replica with most work counts. ``cut``: the cost
+    with it on, where its stages have other layers than those of ``cost``.
+    """
+    whole = cost.with_vocabulary(False)
+    if ruled_out(cost) is not None:
+        return RunChoice(whole, OFF, {OFF: None})
+    held = [heaviest(lengths, whole) for lengths in batches]
+    candidates = {OFF: whole, ON: (cut or cost).with_vocabulary(True)}
+    return fastest(
+        ((k, c, sketched_seconds(c, held, options, planner)) for k, c in candidates.items()),
+        VOCABULARY_PAYS,
+    )

@@ -1,0 +1,169 @@
+"""Layers of every stage by time: the partition whose slowest stage is fastest, within memory.
+
+Of contiguous parts (AdaPtis, arXiv 2509.23722, moves such borders too). A partition is chosen once
+for a run, as weights do not move between iterations, so it is chosen on the lengths that the corpus
+leads one to expect: by their sums first, exactly; then by planning whole batches, because memory
+and late slices of long documents want another partition than sums do.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Kind
+
+# Chunks per stage that constants are counted for before there is a plan. By hand.
+LIKELY_CHUNKS = 8
+
+
+def layer_costs(cost: Cost) -> Cost:
+    """``cost`` with a stage for every layer, the ends at the first and last of them."""
+    layers = sum(cost.layers)
+    budget = max(cost.device_budget_bytes)
+    return cost.on_devices(layers=(1,) * layers, device_budget_bytes=(budget,) * layers, place=())
+
+
+def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
+    """[layers] of forward and backward of a load with these ``features`` (Cost.features)."""
+    single = layer_costs(cost)
+    return (single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD)) @ features
+
+
+def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
+    """[stages, layers] of :func:`layer_seconds`, each layer on that stage's device."""
+    if not cost.unlike_devices:
+        seconds = layer_seconds(cost, features)
+        return np.broadcast_to(seconds, (cost.stages, len(seconds)))
+    on = [layer_seconds(cost.on_device_of(stage), features) for stage in range(cost.stages)]
+    return np.stack(on)
+
+
+def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
+    """[features] of one batch, on average over ``batches`` of document lengths."""
+    chunks = float(LIKELY_CHUNKS * cost.stages)
+    every = [cost.whole_features(np.array(lengths), chunks) for lengths in batches]
+    return np.mean(every, axis=0)
+
+
+def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
+    """Return the layers of every stage, at least one, whose slowest stage takes least.
+
+    Among those, the ones whose squares add up to least, so that the other stages are even, too.
+    None: states fit nowhere. Where ranks have several stages, the slowest rank counts
+    (:func:`_fastest_on_ranks`).
+    """
+    seconds = stage_layer_seconds(cost, features)
+    if cost.place:
+        return _fastest_on_ranks(cost, seconds)
+    states = np.array(layer_costs(cost).states_bytes)
+    stages, layers = seconds.shape
+    if stages == 1:
+        return (layers,)
+    before = _before(seconds)
+    states_before = np.concatenate(([0.0], np.cumsum(states)))
+    # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
+    best = np.full((stages, layers + 1, 2), np.inf)
+    came = np.zeros((stages, layers + 1), np.int64)
+    for j in range(1, layers - cost.pinned_layers + 1):
+        if states_before[j] < cost.device_budget_bytes[0]:
+            best[0, j] = before[0, j], before[0, j] ** 2
+    for s in range(1, stages):
+        for j in range(s + 1, layers + 1):
+            if s < stages - 1 and j > layers - cost.pinned_layers:
+                break
+            i = np.arange(s, j)
+            fits = states_before[j] - states_before[i] < cost.device_budget_bytes[s]
+            mine = before[s, j] - before[s, i]
+            slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
+            squares = best[s - 1, i, 1] + mine**2
+            least = slowest.min()
+            if not np.isfinite(least):
+                continue
+            ties = np.flatnonzero(slowest <= least * (1 + 1e-12))
+            at = ties[squares[ties].argmin()]
+            best[s, j] = slowest[at], squares[at]
+            came[s, j] = i[at]
+    if not np.isfinite(best[-1, layers, 0]):
+        return None
+    ends = [layers]
+    for s in range(stages - 1, 0, -1):
+        ends.append(int(came[s, ends[-1]]))
+    borders = [0, *reversed(ends)]
+    return tuple(int(b - a) for a, b in pairwise(borders))
+
+
+def _before(seconds: np.ndarray) -> np.ndarray:
+    """[stages, layers + 1]: the sum over the layers in front of each."""
+    return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
+
+
+def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
+    """Return the layers whose slowest rank takes least, then whose slowest stage does.
+
+    From those of ``cost`` on, one layer after another is moved from any stage to any other.
+    ``seconds`` [stages, layers].
+    """
+    before, each = _before(seconds), np.arange(cost.stages)
+    on = np.array(cost.rank_of)
+    least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
+
+    def price(layers: np.ndarray) -> tuple[float, float]:
+        ends = np.cumsum(layers)
+        taken = before[each, ends] - before[each, ends - layers]
+        return float(np.bincount(on, weights=taken).max()), float((taken**2).sum())
+
+    at = np.array(cost.layers)
+    best = price(at)
+    while True:
+        moves = []
+        for give in np.flatnonzero(at > least):
+            for take in range(cost.stages):
+                moved = at.copy()
+                moved[give] -= 1
+                moved[take] += 1
+                moves.append((price(moved), tuple(moved.tolist())))
+        if not moves or min(moves)[0] >= (best[0] * (1 - 1e-12), best[1]):
+            break
+        best, layers = min(moves)
+        at = np.array(layers)
+    layers = tuple(at.tolist())
+    return layers if with_layers(cost, layers) is not None else None
+
+
+def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
+    """``cost`` with these layers of its stages; None where their states do not fit."""
+    moved = dataclasses.replace(cost, layers=layers)
+    states = moved.of_ranks(moved.states_bytes)
+    fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
+    return moved if fits else None
+
+
+def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
+    """Return Megatron's flags for these layers of the stages; none where they are even.
+
+    The last ``further`` layers are MTP layers, which do not count.
+    """
+    layers = (*layers[:-1], layers[-1] - further)
+    if len(set(layers)) == 1:
+        return []
+    first, *middle, last = layers
+    if len(set(middle)) == 1:
+        return [
+            *("--decoder-first-pipeline-num-layers", str(first)),
+            *("--decoder-last-pipeline-num-layers", str(last)),
+        ]
+    return ["--pipeline-model-parallel-layout", layout_text(layers, further)]
+
+
+def layout_text(layers: Sequence[int], further: int = 0) -> str:
+    """Return the text of Megatron's --pipeline-model-parallel-layout.
+
+    The embedding is first, the loss last, and before it ``further`` MTP layers.
+    """
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * further + "L"
+    return "|".join(stages)

@@ -1,0 +1,81 @@
+"""Settings that training (``--epp-NAME``) and the commands that plan (``--NAME``) share."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron_epp.corpus.overlong import OVERLONG
+from megatron_epp.flag_fields import JoinedWords, flag, one_of, positive, whole_number
+from megatron_epp.planner.options import MOST_EFFORT, Options
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSettings:
+    """Defaults, units and help, stated once; :func:`shared_setting` makes a field of each."""
+
+    planner: str = flag(
+        "epp", "planner: epp (default), infinipipe, seq1f1b, packing, ...", ("NAME", str)
+    )
+    levers: str = flag(
+        "default",
+        "what the epp planner may use: default (what training runs by default), all, none, or "
+        "names joined by commas; default,-NAME takes one away",
+        ("LIST", str),
+    )
+    host_memory_gib: float | None = flag(
+        None,
+        "GiB of the host's memory for what one device offloads (lever offload)",
+        ("GIB", positive("GiB")),
+    )
+    cost_model: str | None = flag(
+        None,
+        "cost-model file (JSON) as `python -m megatron_epp profile` writes it",
+        ("FILE", str),
+    )
+    effort: int = flag(
+        Options().effort,
+        "how much work the planner's search may do, in proportion; 0 takes the first good plan "
+        f"(default: {Options().effort})",
+        ("N", whole_number(0, MOST_EFFORT)),
+    )
+    overlong: str = flag(
+        "truncate",
+        "documents longer than the context: truncate (default), drop, or split into documents of "
+        "their own",
+        ("HOW", one_of(*OVERLONG)),
+    )
+    partition: str = flag(
+        "even",
+        "layers of the stages; auto: by time on the corpus's expected lengths",
+        ("HOW", one_of("even", "auto")),
+    )
+    placement: str = flag(
+        "even",
+        "stages of every pipeline rank: even (default), one; interleaved N; v: two, there and "
+        "back, the model's ends on the last rank; auto: what takes least on the corpus's first "
+        "batches, with layers by time; 'place 1 0 0 1': the rank of every stage; or a file with "
+        "such a line, or a line 'rank 0: 1 2' for each rank, and 'layers ...' if wanted",
+        nargs="+",
+        metavar="PLACEMENT",
+        action=JoinedWords,
+    )
+    vocab_parallel: str = flag(
+        "auto",
+        "vocabulary parallelism, the LM head sharded over the stages: on, off, or auto "
+        "(default): on where training runs it and takes at least 1%% less time on the corpus's "
+        "first batches",
+        ("HOW", one_of("auto", "on", "off")),
+    )
+
+
+_FIELDS = {each.name: each for each in fields(SharedSettings)}
+
+
+def shared_setting(name: str, more: str = "", **changes: Any) -> Any:
+    """Return a field like ``name`` of :class:`SharedSettings`, whose help goes on with ``more``.
+
+    ``changes``: another ``default``, or other arguments of ``add_argument``.
+    """
+    setting = _FIELDS[name]
+    how = {"default": setting.default, **setting.metadata, **changes}
+    default, help_ = how.pop("default"), how.pop("help")
+    return field(default=default, metadata={**how, "help": help_ + more})
