@@ -72,7 +72,7 @@ def test_groups_compute_every_document_once(name, lengths, cost) -> None:
         assert all(group for group in batch.documents)
     assert planned.seconds == pytest.approx(sum(max(b.seconds) for b in planned.batches))
     assert planned.fits
-    assert max(planned.peak_bytes) <= cost.budget_bytes[0] + 1
+    assert max(planned.peak_bytes) <= cost.device_budget_bytes[0] + 1
     assert planned.lower_bound_seconds <= planned.seconds
 
 

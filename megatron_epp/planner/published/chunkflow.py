@@ -19,8 +19,8 @@ from megatron_epp.planner.order.problem import Counts, loads_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.planner.recompute.uniform import (
     ScoredDraft,
+    best_schedule,
     better,
-    fastest,
     one_f_one_b,
     scored_draft,
 )
@@ -47,7 +47,7 @@ def draft(
             if not better(best, bound, below):
                 break
             counts = discarded(cost, chunking, kept)
-            schedule, how = fastest(chunking, loads, counts, policies, cost)
+            schedule, how = best_schedule(chunking, loads, counts, policies, cost)
             played = scored_draft(chunking, counts, schedule, cost, f"size {size}, K {kept}", how)
             best = played if best is None else min(best, played, key=lambda made: made.rank)
     return best

@@ -59,7 +59,7 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
     return [(strict(least), "")]
 
 
-def fastest(
+def best_schedule(
     chunking: Chunking, loads: Loads, counts: Counts, policies: Sequence[NotedPolicy], cost: Cost
 ) -> tuple[Schedule, str]:
     """Play ``policies``; return the best schedule, and the text on its policy."""
@@ -97,7 +97,7 @@ def uniform_draft(
     def play(letter: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layers), layers)[:, None]
         counts = cost.kinds.first(letter, np.tile(grid, (1, chunking.count)))
-        return counts, *fastest(chunking, loads, counts, policies, cost)
+        return counts, *best_schedule(chunking, loads, counts, policies, cost)
 
     said = ""
     counts, schedule, how = play(letters[0], 0)
