@@ -17,6 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 # Every module of a kind has one: commands, programs, planners; every command and planner a module.
 ENTRIES = {"main", "run", "draft", "plan", "install", "add_arguments"}
 ENTRY_MODULES = {"command", "planner"}
+# Every layer kind is a folder of mcore/kinds with the same modules (CONTRIBUTING, "Add a kind of
+# layer").
+KIND_MODULES = {"kind", "module", "local", "certificate"}
 
 FIELD_TERMS = {"Timed": "a line of a .timed file"}
 IRREGULAR = "Ran Told Held Given Drawn Written Made Kept Meant Lent Taken Found Known Shown Split"
@@ -68,7 +71,8 @@ def modules_twice(root: Path) -> dict[str, list[str]]:
     """Names of modules that a folder at the top has several of, anywhere in it."""
     where = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
-        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES:
+        of_kind = path.stem in KIND_MODULES and path.parts[-3] == "kinds"
+        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES and not of_kind:
             where[path.stem].append(str(path.relative_to(root)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
 

@@ -74,7 +74,7 @@ def profile(
     link_seconds  whether messages between stages cost time. Default: not for the published
                   constants, since InfiniPipe takes them as negligible
     logits_held   whether logits live from F to B; else only while F runs, and the output layer's
-                  backward with it (layers.early_loss), as training runs it
+                  backward with it (layers.lm_head.fused_loss), as training runs it
     kv_read       whether a slice pays for reading the K and V of its context, and for adding up
                   their gradients, beside the pairs. Not with the published constants: their a1
                   was measured on whole documents

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Kind
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.layers.attention import window
+from megatron_epp.layers import window
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.tails import Tails

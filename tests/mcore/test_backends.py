@@ -14,12 +14,12 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job.job_cost import training_levers, unusable_levers
+from megatron_epp.mcore.kinds.positions import PositionedRotary
+from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
+from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
-from megatron_epp.mcore.model.early_head import rows_at_once
 from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
-from megatron_epp.mcore.model.kinds.registry import heads_of, part_defaults
-from megatron_epp.mcore.model.positions import PositionedRotary
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
@@ -263,7 +263,7 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.multi_latent_attention = True
-    assert part_defaults(wanted)["apply_rope_fusion"] is False
+    assert kind_defaults(wanted)["apply_rope_fusion"] is False
     wanted.multi_latent_attention, wanted.transformer_impl = False, "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)

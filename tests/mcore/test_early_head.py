@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.mcore.model import early_head
-from megatron_epp.mcore.model.early_head import EarlyHead
+from megatron_epp.mcore.lm_head import fused_head
+from megatron_epp.mcore.lm_head.fused_head import FusedHead
 
 ROWS, HIDDEN, VOCABULARY = 12, 6, 20
 MINE = slice(0, ROWS // 2)  # this rank's rows of the chunk
@@ -34,7 +34,7 @@ def run(output: Output, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tens
     def losses(these: Tensor, logits: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits[:, 0], these[0], reduction="none")[None]
 
-    return EarlyHead(weights)(
+    return FusedHead(weights)(
         hidden_states=hidden,
         output_layer=output,
         output_weight=None,
@@ -60,9 +60,9 @@ def rows(monkeypatch) -> Tensor:
         assert group is GROUP and gradient.shape == x.shape
         return gradient[MINE].clone()
 
-    monkeypatch.setattr(early_head, "gather_from_sequence_parallel_region", gather)
-    monkeypatch.setattr(early_head, "reduce_scatter_to_sequence_parallel_region", scatter)
-    monkeypatch.setattr(early_head, "CPU_BLOCK_TOKENS", 5)
+    monkeypatch.setattr(fused_head, "gather_from_sequence_parallel_region", gather)
+    monkeypatch.setattr(fused_head, "reduce_scatter_to_sequence_parallel_region", scatter)
+    monkeypatch.setattr(fused_head, "CPU_BLOCK_TOKENS", 5)
     return x
 
 

@@ -12,7 +12,8 @@ from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.kinds.experts import MegatronExperts
+from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, inject
 from tests.mcore.models import QWEN3, WINDOWS
@@ -233,9 +234,9 @@ def test_a_cost_model_is_measured_with_experts(six) -> None:
     ],
 )
 def test_experts_that_do_not_divide_are_one_line(changes, says) -> None:
-    MegatronExperts().require(given(), 1)
+    MoEKind().require(given(), 1)
     with pytest.raises(ValueError) as error:
-        MegatronExperts().require(given(**changes), 1)
+        MoEKind().require(given(**changes), 1)
     assert str(error.value) == says
 
 
@@ -272,15 +273,15 @@ def given(**changes) -> Namespace:
 
 
 def test_experts_are_scaled_down_with_their_structure() -> None:
-    made = MegatronExperts().small(given(), 64, 1, 8)
+    made = MoECertificate().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
     latents = given(moe_latent_size=512)
-    assert MegatronExperts().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
+    assert MoECertificate().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
     groups = given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4)
-    grouped = MegatronExperts().small(groups, 64, 1, 8)
+    grouped = MoECertificate().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
     assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
-    assert MegatronExperts().small(given(num_experts=None), 64, 1, 8) == {}
+    assert MoECertificate().small(given(num_experts=None), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(

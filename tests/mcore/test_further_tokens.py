@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_epp.mcore.data.further_tokens import (
+from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
-    further_tokens,
+    mtp_tokens,
     target_counts,
 )
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
@@ -47,7 +47,7 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
     for start, stop in pairwise(borders):
         targets = TargetRows(predictions, stop - start)
         targets.fill(slice(0, stop - start), document, 0, (start, stop), length, lambda: counts)
-        tokens.append(further_tokens(document, 0, (start, stop), length, predictions.depths))
+        tokens.append(mtp_tokens(document, 0, (start, stop), length, predictions.depths))
         labels.append(targets.labels)
         weights.append(targets.weights)
         means.append(targets.means)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.mcore.model.kinds.latents import MegatronLatents
+from megatron_epp.mcore.kinds.mla.certificate import MLACertificate
 from tests.mcore.certified import certified
 from tests.mcore.models import V3
 from tests.mcore.resumes import (
@@ -114,19 +114,17 @@ def sizes(**others) -> Namespace:
 
 
 def test_the_small_model_has_the_heads_proportions() -> None:
-    assert MegatronLatents().small(sizes(), 64, 2, 8) == {
+    assert MLACertificate().small(sizes(), 64, 2, 8) == {
         "q_lora_rank": 14,
         "kv_lora_rank": 8,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 8,
     }
-    assert (
-        MegatronLatents().small(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"]
-        == 12
-    )
-    assert "q_lora_rank" not in MegatronLatents().small(sizes(q_lora_rank=None), 64, 1, 8)
-    assert MegatronLatents().small(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
+    kind = MLACertificate()
+    assert kind.small(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"] == 12
+    assert "q_lora_rank" not in kind.small(sizes(q_lora_rank=None), 64, 1, 8)
+    assert MLACertificate().small(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(
@@ -148,5 +146,5 @@ def test_the_small_model_has_the_heads_proportions() -> None:
 )
 def test_sizes_that_cannot_be(wrong, line) -> None:
     with pytest.raises(ValueError) as refusal:
-        MegatronLatents().small(sizes(**wrong), 64, 2, 8)
+        MLACertificate().small(sizes(**wrong), 64, 2, 8)
     assert str(refusal.value) == line

@@ -23,7 +23,7 @@ from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_share import RowShare  # noqa: E402
-from megatron_epp.mcore.model.shape import kinds_of_stage  # noqa: E402
+from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;

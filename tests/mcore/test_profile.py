@@ -24,8 +24,8 @@ from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # 
 from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
 from megatron_epp.mcore.flags.config import Config  # noqa: E402
 from megatron_epp.mcore.job import job_cost  # noqa: E402
-from megatron_epp.mcore.model import early_head  # noqa: E402
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
+from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
@@ -96,7 +96,7 @@ def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> 
     blocks = [
         job_cost.analytic(args(context_parallel_size=cp)).last_workspace_tokens for cp in (1, 2, 4)
     ]
-    assert blocks == [cp * early_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
+    assert blocks == [cp * fused_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
 
 
 def test_every_pipeline_rank_may_have_its_own_budget() -> None:
@@ -221,7 +221,7 @@ def test_every_size_of_a_layer_is_read_from_flags() -> None:
     every = args(
         **latent, **states, multi_latent_attention=True, num_experts=8, window_size=(16, 0)
     )
-    read = {name for part in MEGATRON_PARTS for name in {**part.sizes(every), **part.ABSENT}}
+    read = {name for part in LAYER_KINDS for name in {**part.sizes(every), **part.ABSENT}}
     assert {field.name for field in dataclasses.fields(LayerShape)} - read == {"ffn_hidden"}
 
 

@@ -5,7 +5,8 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_epp.mcore.model.kinds.sparse import MegatronSparse
+from megatron_epp.mcore.kinds.dsa.certificate import DSACertificate
+from megatron_epp.mcore.kinds.dsa.kind import DSAKind
 from tests.mcore.resumes import require_megatrons_own_numbers
 from tests.mcore.test_latents import MODEL, latent_flags
 
@@ -55,13 +56,13 @@ def given(**others) -> Namespace:
 
 
 def test_the_small_indexer() -> None:
-    assert MegatronSparse().small(given(), 64, 2, 8) == {
+    assert DSACertificate().small(given(), 64, 2, 8) == {
         "dsa_indexer_n_heads": 32,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 7,
         "dsa_indexer_rotate_activation": False,
     }
-    assert MegatronSparse().small(Namespace(), 64, 2, 8) == {}
+    assert DSACertificate().small(Namespace(), 64, 2, 8) == {}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_the_small_indexer() -> None:
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, line) -> None:
-    MegatronSparse().refuse(given(dsa_indexer_rotate_activation=False))
+    DSAKind().refuse(given(dsa_indexer_rotate_activation=False))
     with pytest.raises(ValueError) as refusal:
-        MegatronSparse().refuse(given(**wrong))
+        DSAKind().refuse(given(**wrong))
     assert line in str(refusal.value) and "\n" not in str(refusal.value)

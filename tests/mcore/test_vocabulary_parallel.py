@@ -13,9 +13,9 @@ from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.command import main
-from megatron_epp.mcore.model.vocabulary.head import head_for
-from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
-from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
+from megatron_epp.mcore.lm_head.head import head_for
+from megatron_epp.mcore.lm_head.messages import MessageShapes
+from megatron_epp.mcore.lm_head.shard import VocabularyShard
 from megatron_epp.runtime.memory_meter import NoMeter
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, inject, names, require_shown

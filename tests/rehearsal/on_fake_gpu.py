@@ -37,12 +37,12 @@ from megatron_epp.layers.attention import varlen  # noqa: E402
 from megatron_epp.layers.attention.flash import FlashKernel  # noqa: E402
 from megatron_epp.layers.chunk_state import chunk_rows  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
+from megatron_epp.mcore.kinds.attention.module import ElasticAttention  # noqa: E402
+from megatron_epp.mcore.lm_head.fused_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
-    elastic_attention,
     forward,
 )
-from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
 from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
@@ -288,7 +288,7 @@ BREAKS = (
     ),
     (
         fault(
-            elastic_attention.ElasticAttention,
+            ElasticAttention,
             "__call__",
             lambda plain, self, q, *call, **named: plain(self, q.float(), *call, **named),
         ),

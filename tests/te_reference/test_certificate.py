@@ -16,7 +16,7 @@ from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.model.kinds.window import WINDOW
+from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown

@@ -19,28 +19,36 @@ from megatron_epp.cost.kinds.base import (
     require_flags,
     require_sizes,
 )
-from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
-from megatron_epp.cost.kinds.latents import LatentPart
-from megatron_epp.cost.kinds.mlp import MlpPart
-from megatron_epp.cost.kinds.prediction import PredictionPart, PredictionSizes
-from megatron_epp.cost.kinds.sparse import SparsePart, SparseSizes
-from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
+from megatron_epp.cost.kinds.dsa import DSAPart, DSASizes
+from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
+from megatron_epp.cost.kinds.mlp import MLPPart
+from megatron_epp.cost.kinds.moe import MoEPart, MoESizes
+from megatron_epp.cost.kinds.mtp import MTPPart, MTPSizes
+from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart, SSMSizes
+from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
 
 PARTS: tuple[type[Part], ...] = (
-    PredictionPart,
+    MTPPart,
     AttentionPart,
-    LatentPart,
-    SparsePart,
+    MLAPart,
+    DSAPart,
     MambaPart,
-    DeltaPart,
-    MlpPart,
-    ExpertPart,
+    GatedDeltaNetPart,
+    MLPPart,
+    MoEPart,
 )
 
 
 @dataclass(frozen=True)
-class LayerShape(PredictionSizes, StateSizes, SparseSizes, ExpertSizes):
+class LayerShape(
+    MTPSizes,
+    SSMSizes,
+    DSASizes,
+    MLASizes,
+    WindowSizes,
+    MoESizes,
+):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 

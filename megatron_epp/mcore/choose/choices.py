@@ -33,7 +33,7 @@ from megatron_epp.mcore.flags.config import (
     placement_by_time,
 )
 from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
-from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
+from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
@@ -174,7 +174,7 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
         place, layers = cost.rank_of, cost.layers
         why = f"{why} {_source_of_costs(args)} (simulated)"
     *others, last = layers
-    return Placement(place, (*others, last - len(further_shapes(args)))), why
+    return Placement(place, (*others, last - len(mtp_shapes(args)))), why
 
 
 # ------------------------------------------------------------------ lengths and costs
@@ -194,7 +194,7 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
-    layers = with_further(args, layers)
+    layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.

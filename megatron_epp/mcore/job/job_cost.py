@@ -26,8 +26,8 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.model.early_head import block_tokens, early_head
-from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, whole_documents
+from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
@@ -186,7 +186,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
         zero=1,
-        **cost_sizes(args),
+        ep=expert_ranks_of(args),
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
         vocabulary_parallel=vocabulary_parallel(args),
         place=place,

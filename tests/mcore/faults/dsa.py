@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_epp.layers.attention import sparse
-from megatron_epp.mcore.model import sparse_attention
-from megatron_epp.mcore.model.sparse_attention import SparseLayer
+from megatron_epp.layers import dsa as sparse
+from megatron_epp.mcore.kinds.dsa import module as sparse_attention
+from megatron_epp.mcore.kinds.dsa.module import DSALayer
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 from tests.mcore.faults import mla
 
@@ -41,7 +41,7 @@ def scale_the_loss_by_the_chunk(attend_chosen, q, key, index, state, layer, how,
     return attend_chosen(q, key, index, state, layer, of_mean, *others)
 
 
-def turn_by_the_row(index, layer: SparseLayer, x, queries, params):
+def turn_by_the_row(index, layer: DSALayer, x, queries, params):
     places = torch.arange(len(params.positions), device=params.positions.device)
     return index(layer, x, queries, replace(params, positions=places))
 
@@ -60,7 +60,7 @@ FAULTS: Faults = {
         sparse_attention, "attend_chosen", scale_the_loss_by_the_chunk
     ),
     # The indexer's positions count from 0 in every chunk.
-    "turn by the row": fault(SparseLayer, "_index", turn_by_the_row),
+    "turn by the row": fault(DSALayer, "_index", turn_by_the_row),
     "nothing again": nothing,
 }
 around = in_turn(FAULTS)

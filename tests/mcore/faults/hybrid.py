@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_epp.mcore.model.hybrid.stack import LocalHybridStack
-from megatron_epp.mcore.model.positions import PositionedRotary
+from megatron_epp.mcore.kinds.positions import PositionedRotary
+from megatron_epp.mcore.model.hybrid_stack import LocalHybridStack
 from megatron_epp.runtime.kv_store import Store
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan
-from megatron_epp.layers.experts.router_stats import RouterStats
+from megatron_epp.layers.moe.router_stats import RouterStats
 from megatron_epp.mcore.certify.rank import DrawnSteps, InMemory
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 

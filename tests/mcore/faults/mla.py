@@ -5,12 +5,12 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.attention import latents
+from megatron_epp.layers import mla as latents
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.attention.latents import LatentsAttention
+from megatron_epp.layers.mla import LatentsAttention
 from megatron_epp.layers.recompute import outputs
 from megatron_epp.mcore.certify.scale_down import HEAD_SIZE
-from megatron_epp.mcore.model.latent_attention import LatentLayer
+from megatron_epp.mcore.kinds.mla.module import MLALayer
 from megatron_epp.runtime.kv_store import Store
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
@@ -45,7 +45,7 @@ FAULTS: Faults = {
     "scale by kv channels": scale_by_kv_channels,
     # Rotary positions from 0 in every chunk.
     "turn by the row": fault(
-        LatentLayer,
+        MLALayer,
         "_table",
         lambda table, layer, state, positions: table(layer, state, torch.arange(len(positions))),
     ),

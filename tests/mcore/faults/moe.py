@@ -4,8 +4,8 @@ from importlib import import_module
 
 import torch
 
-from megatron_epp.layers.experts import current_chunk
-from megatron_epp.layers.experts.router_stats import RouterStats
+from megatron_epp.layers.moe import current_chunk
+from megatron_epp.layers.moe.router_stats import RouterStats
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 # Megatron's package has a function of this name, too.

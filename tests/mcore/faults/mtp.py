@@ -4,7 +4,7 @@ import numpy
 
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore.data import chunk_batches
-from megatron_epp.mcore.data.further_tokens import TargetRows
+from megatron_epp.mcore.data.mtp_targets import TargetRows
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 
@@ -19,8 +19,8 @@ FAULTS: Faults = {
     # A slice's last rows read no token of the next one.
     "roll at the end of a slice": fault(
         chunk_batches,
-        "further_tokens",
-        lambda further_tokens, documents, sample, span, length, depths: further_tokens(
+        "mtp_tokens",
+        lambda mtp_tokens, documents, sample, span, length, depths: mtp_tokens(
             documents, sample, span, span[1], depths
         ),
     ),

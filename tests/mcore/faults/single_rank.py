@@ -8,7 +8,7 @@ from unittest.mock import patch
 from megatron_epp.layers.attention import local
 from megatron_epp.mcore.data import chunk_batches
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
-from megatron_epp.mcore.model import elastic_attention
+from megatron_epp.mcore.kinds.attention import module as elastic_attention
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 

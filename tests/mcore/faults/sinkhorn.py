@@ -2,8 +2,8 @@
 
 import torch
 
-from megatron_epp.layers.experts import sinkhorn
-from megatron_epp.mcore.model.experts import router
+from megatron_epp.layers.moe import sinkhorn
+from megatron_epp.mcore.kinds.moe import router
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.states import carried
-from megatron_epp.layers.states.carried import CarriedStates
-from megatron_epp.mcore.model.states import mamba
+from megatron_epp.layers.ssm import carried
+from megatron_epp.layers.ssm.carried import CarriedStates
+from megatron_epp.mcore.kinds.ssm import mamba
 from megatron_epp.mcore.patching import cpu_kernels
 from tests.mcore.fault_injection import Fault, Faults, fault, in_turn, nothing
 

@@ -5,10 +5,10 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.vocabulary import Statistics, WeightRows
-from megatron_epp.mcore.model.vocabulary import shard
-from megatron_epp.mcore.model.vocabulary.head import ShardedHead
-from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
+from megatron_epp.layers.lm_head.vocabulary import Statistics, WeightRows
+from megatron_epp.mcore.lm_head import shard
+from megatron_epp.mcore.lm_head.head import ShardedHead
+from megatron_epp.mcore.lm_head.shard import VocabularyShard
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 

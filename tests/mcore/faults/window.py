@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_epp.layers.attention import cpu, window
+from megatron_epp.layers import window
+from megatron_epp.layers.attention import cpu
 from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.runtime.kv_store import Store
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing

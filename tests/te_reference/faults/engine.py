@@ -7,7 +7,7 @@ import torch
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.model.positions import PositionedRotary
+from megatron_epp.mcore.kinds.positions import PositionedRotary
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 from tests.mcore.faults import executor
 
