@@ -12,7 +12,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.layers.test_carried_states import Keep, Take, mixed
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
@@ -21,17 +20,16 @@ from megatron_epp.mcore.kinds.base import KindModule, LayerKind
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.patching import cpu_host
-from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes
-from tests.ir.edited_copy import run_with
 
 cpu_host.install_cpu_host()
 
 from megatron_epp.mcore.kinds.attention.module import AttentionModule  # noqa: E402
 from megatron_epp.mcore.kinds.modules import KIND_MODULES  # noqa: E402
 from scripts.kind_files import put_back, take_out  # noqa: E402
+from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes  # noqa: E402
 from tests.forks import run_with_torch  # noqa: E402
-from tests.ir.edited_copy import PACKAGE  # noqa: E402
-from tests.mcore.test_latents import V3  # noqa: E402
+from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
+from tests.mcore.models import V3  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
@@ -43,14 +41,57 @@ HEADS, TAPS = 2, 3
 {inspect.getsource(SumSizes).removeprefix("@dataclass(frozen=True)")}
 {inspect.getsource(DecayedSum)}
 """
-ON_CHUNKS = f"""import torch
+ON_CHUNKS = '''import torch
 from torch import Tensor
 from megatron_epp.runtime.kv_store import Store
-TAPS, LAYER = 2, 0  # rows in front of a border; of the stage
-{inspect.getsource(mixed)}
-{inspect.getsource(Take)}
-{inspect.getsource(Keep)}
-"""
+TAPS, LAYER = 2, 0  # rows before a boundary; of the stage
+
+
+def mixed(x_TS: Tensor, decay_S: Tensor, state_S: Tensor, tail_PS: Tensor) -> tuple[Tensor, ...]:
+    """A convolution over rows and what stands before them, and a decaying sum: the outputs, and
+    what the next slice begins with."""
+    rows_S = torch.cat((tail_PS, x_TS))
+    outputs = []
+    for row in range(len(x_TS)):
+        state_S = decay_S * state_S + rows_S[row : row + TAPS + 1].sum(0).tanh()
+        outputs.append(state_S)
+    return torch.stack(outputs), state_S, rows_S[len(rows_S) - TAPS :]
+
+
+class Take(torch.autograd.Function):
+    """The state at border ``border``, from the store; its gradient goes there."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, store: Store, border: int):
+        ctx.store, ctx.border = store, border
+        return tuple(part[0].clone() for part in store.context(LAYER, 0, border + 1, border))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        ctx.store.add_window_gradient(LAYER, 0, ctx.border, *(g[None] for g in gradients))
+        return None, None, None
+
+
+class Keep(torch.autograd.Function):
+    """``outputs`` as they are, the state behind them into the store; backward finds what the next
+    slice left for it."""
+
+    @staticmethod
+    def forward(ctx, outputs: Tensor, state: Tensor, tail: Tensor, store: Store, border: int):
+        ctx.store, ctx.border = store, border
+        rows = len(store.borders[0])
+        store.append(LAYER, 0, border, state[None], tail[None], rows)
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        store, border = ctx.store, ctx.border
+        found = store.gradient(LAYER, 0, border, border + 1)
+        of_state, of_tail = (part[0].clone() for part in found)
+        if border == 0:
+            store.release(LAYER, 0)
+        return gradient, of_state, of_tail, None, None
+'''
 KIND = """
 from megatron_epp.cost.kinds.sums import DecayedSum
 from megatron_epp.mcore.kinds.base import LayerKind

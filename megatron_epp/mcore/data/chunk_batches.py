@@ -31,7 +31,7 @@ class ChunkBatch:
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
     means            float64 [D, t], last stage: weights of depths' losses in their documents' means
     documents        that begin in these rows
-    known_gradient   of every token's loss, where backward of the head runs early (model.early_head)
+    known_gradient   of every token's loss, where the LM head is fused with it (lm_head.fused_head)
     hidden_only      whether the model ends behind its last norm, as the plan's H and G do the rest;
                      labels and loss mask are then every stage's
 

@@ -1,0 +1,23 @@
+"""Megatron-Bridge: mappings with tokens [B, S], the borders of packed documents beside them.
+
+``megatron/bridge/training/gpt_step.py`` knows two names for the borders; behind the last one the
+older is filled up with -1.
+"""
+
+from typing import Any
+
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import lengths_between
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+def bridge_reader(caller: Caller) -> Reader | None:
+    def read(micro_batch: Any) -> MicrobatchShape | None:
+        samples, rows = micro_batch["tokens"].shape
+        borders = micro_batch.get("cu_seqlens_q")
+        borders = micro_batch.get("cu_seqlens") if borders is None else borders
+        if borders is None:
+            return MicrobatchShape(rows, samples)
+        return MicrobatchShape(rows * samples, 1, lengths_between(borders))
+
+    return read

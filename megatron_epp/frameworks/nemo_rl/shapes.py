@@ -1,0 +1,21 @@
+"""NeMo-RL: ProcessedMicrobatches, whose tokens are padded and packed before they are drawn.
+
+``nemo_rl/models/megatron/data.py``. ``input_ids`` are those of all context-parallel ranks.
+"""
+
+from typing import Any
+
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import lengths_between
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+def nemo_rl_reader(caller: Caller) -> Reader | None:
+    def read(micro_batch: Any) -> MicrobatchShape | None:
+        samples, rows = micro_batch.input_ids.shape
+        borders = micro_batch.cu_seqlens_padded
+        if borders is None or samples > 1:  # models that pack by themselves are given samples
+            return MicrobatchShape(rows, samples)
+        return MicrobatchShape(rows, 1, lengths_between(borders))
+
+    return read

@@ -1,0 +1,110 @@
+"""Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
+
+What these frameworks run is Megatron's own schedule with whole documents packed (in any order, by
+level 0): of the survey's choices the fastest that needs no more, and what its plans recompute.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import KEEP, Plan
+from megatron_epp.planner.choose.partition import layout_flags
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.survey import STOCK, Choice, Survey, heaviest_plan
+
+
+@dataclass(frozen=True, slots=True)
+class StockSettings:
+    """A job that Megatron's own schedule runs.
+
+    layers       of the stages
+    recomputed   of each, the most in any micro-batch
+    tokens       of a micro-batch, over all ranks that share it
+    ep           ranks that share a layer's experts
+    """
+
+    layout: Layout
+    layers: tuple[int, ...]
+    recomputed: int
+    tokens: int
+    ep: int = 1
+
+
+def recomputed_layers(plans: Iterable[Plan]) -> int:
+    """Most layers that a stage recomputes of any micro-batch."""
+    return max(
+        len(letters) - letters.count(KEEP)
+        for plan in plans
+        for of_stage in plan.recompute
+        for letters in of_stage
+    )
+
+
+def stock_choice(
+    made: Survey,
+    batches: Sequence[Sequence[int]],
+    cost_for: Callable[[Layout], Cost],
+    options: Options,
+    tokens: int,
+) -> tuple[Choice, StockSettings]:
+    """The fastest choice that Megatron's own schedule runs, and its settings. ValueError: no layout
+    does without --epp."""
+    choice = next((one for one in made.choices if one.planner == STOCK), None)
+    if choice is None:
+        raise ValueError(
+            "no layout fits by Megatron's own schedule with documents packed, and frameworks run "
+            "no other; without --for, tune looks at --epp"
+        )
+    cost = cost_for(choice.layout).replace(layers=choice.layers)
+    plans = (heaviest_plan(lengths, cost, options, STOCK)[0].plan for lengths in batches)
+    recomputed = recomputed_layers(plans)
+    return choice, StockSettings(choice.layout, choice.layers, recomputed, tokens, choice.ep)
+
+
+def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
+    """Yield names, as TransformerConfig has them, and values of the degrees."""
+    layout = job.layout
+    yield "tensor_model_parallel_size", str(layout.tp)
+    yield "pipeline_model_parallel_size", str(layout.pp)
+    yield "context_parallel_size", str(layout.cp)
+    if job.ep > 1:
+        yield "expert_model_parallel_size", str(job.ep)
+        yield "expert_tensor_parallel_size", "1"
+
+
+def recompute(layers: int) -> Iterator[tuple[str, str]]:
+    """Yield names and values of full recompute of ``layers`` of every stage."""
+    if layers:
+        yield "recompute_granularity", "full"
+        yield "recompute_method", "block"
+        yield "recompute_num_layers", str(layers)
+
+
+def megatron_flags(job: StockSettings) -> Iterator[str]:
+    """Yield Megatron's own flags."""
+    for name, value in (*degrees(job), *recompute(job.recomputed)):
+        yield f"--{name.replace('_', '-')} {value}"
+    if job.layout.tp > 1:
+        yield "--sequence-parallel"
+    if found := layout_flags(job.layers):
+        pairs = zip(found[::2], found[1::2], strict=True)
+        yield from (
+            f"{name} '{value}'" if "|" in value else f"{name} {value}" for name, value in pairs
+        )
+
+
+def ends_of(layers: Sequence[int], framework: str) -> tuple[int, ...]:
+    """Return the layers of the first and last stage, none where all are even.
+
+    ValueError: others differ.
+    """
+    if len(set(layers)) == 1:
+        return ()
+    if len(set(layers[1:-1])) > 1:
+        raise ValueError(
+            f"--for {framework}: stages of {' '.join(map(str, layers))} layers; it is told those "
+            "of the first and the last alone: give --partition even"
+        )
+    return layers[0], layers[-1]

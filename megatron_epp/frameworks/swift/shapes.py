@@ -1,0 +1,27 @@
+"""ms-swift: mappings with input_ids [1, T] or [B, S], padded by its collator.
+
+Documents in a row begin where positions do (``swift/megatron/trainers/utils.py``, prepare_batch).
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import lengths_between
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+def swift_reader(caller: Caller) -> Reader | None:
+    def read(micro_batch: Any) -> MicrobatchShape | None:
+        samples, rows = micro_batch["input_ids"].shape
+        positions = micro_batch.get("text_position_ids")
+        positions = micro_batch.get("position_ids") if positions is None else positions
+        trainer = caller.brings("self")
+        in_row = getattr(getattr(trainer, "args", None), "padding_free", samples == 1)
+        if not in_row or positions is None or positions.dim() != 2:
+            return MicrobatchShape(rows, samples)
+        starts = (positions.flatten() == 0).nonzero().flatten().tolist()
+        return MicrobatchShape(rows * samples, 1, lengths_between(torch.tensor([*starts, rows])))
+
+    return read

@@ -1,0 +1,45 @@
+"""verl: TensorDicts of nested tokens, made THD or BSHD by its engine.
+
+Rules of ``verl/models/mcore/util.py`` (preprocess_thd_engine, preprocess_bshd_engine).
+"""
+
+import math
+from typing import Any
+
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import beside, in_a_row, multiple_of
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+def verl_reader(caller: Caller) -> Reader | None:
+    settings = getattr(caller.brings("self"), "engine_config", None)
+    if settings is None or getattr(settings, "dynamic_context_parallel", False):
+        return None  # ranks of one pipeline have micro-batches of their own
+    if getattr(caller.config, "experimental_attention_variant", None) == "dsv4_hybrid":
+        return None  # cut in one piece a rank, and at least a window of rows
+    quantised = getattr(caller.config, "fp8", None) in ("e4m3", "hybrid")
+
+    def packed(micro_batch: Any) -> MicrobatchShape | None:
+        each, whole = caller.aligned, 1
+        if quantised:
+            each, whole = math.lcm(16, each), each * 128
+        if getattr(settings, "pad_to_length", False):
+            whole = math.lcm(whole, settings.pad_to_length_bucket, caller.cp)
+        return in_a_row(_lengths(micro_batch), each, whole)
+
+    def padded(micro_batch: Any) -> MicrobatchShape | None:
+        lengths, forced = _lengths(micro_batch), micro_batch.get("forced_max_seqlen", None)
+        longest = max(lengths) if forced is None else int(getattr(forced, "data", forced))
+        rows = multiple_of(longest, caller.aligned)
+        if quantised:
+            whole = 128 * caller.tp * caller.cp
+            rows = multiple_of(
+                rows, math.lcm(whole // math.gcd(len(lengths), whole), caller.aligned)
+            )
+        return beside(lengths, rows)
+
+    return packed if getattr(settings, "use_remove_padding", True) else padded
+
+
+def _lengths(micro_batch: Any) -> list[int]:
+    return micro_batch["input_ids"].offsets().diff().tolist()
