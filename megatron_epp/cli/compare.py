@@ -14,7 +14,8 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import GROUPS, PLANNERS, Options, makes_plans
+from megatron_epp.planner import COMPARED, PLANNERS, Options
+from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text
 
@@ -27,13 +28,14 @@ _WARM_UP = 24  # documents
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or PLANNERS)]
+    default = (*COMPARED, *comparison_methods())
+    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
-    pipelines = [name for name in names if makes_plans(name, cost, options)]
+    pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
     cost, ours = chosen_costs(arguments, batches, cost, options, chosen_by)
     costs = {name: ours if name == _OURS else cost for name in names}
@@ -80,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
+    if not arguments.planner and not comparison_methods():
+        _say(ABSENT)
     return 0
 
 
@@ -135,7 +139,7 @@ def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
     if faster:
         told += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
     told += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
-    if best in GROUPS:
+    if best not in PLANNERS:
         told += f" Training runs pipeline plans, which {best} does not make."
     return told
 

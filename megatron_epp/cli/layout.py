@@ -1,7 +1,6 @@
 """``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +10,7 @@ from megatron_epp.cli.flags import AUTO
 from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, makes_plans, plan_step
+from megatron_epp.planner import PLANNERS, Options, plan_step
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
@@ -49,7 +48,7 @@ def chosen_costs(
     is planned.
     """
     asked = arguments.vocab_parallel
-    if asked == "on" and not makes_plans(planner, cost, options):
+    if asked == "on" and planner not in PLANNERS:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
@@ -58,8 +57,7 @@ def chosen_costs(
         cost = _partitioned(cost, batches, options, planner)
     chosen = cost
     if arguments.placement == AUTO_PLACEMENT:
-        closed = dataclasses.replace(options, open_layers=False)
-        _require_open("--placement", arguments, cost, closed, planner)
+        _require_open("--placement", arguments, cost, options, planner)
         placement = placement_of(cost, _first(batches), options, planner)
         chosen = placement.cost
         print(
@@ -67,7 +65,7 @@ def chosen_costs(
             f"{placement.comparison} (simulated)",
             file=sys.stderr,
         )
-    if asked != "auto" or cost.layout.stages == 1 or not makes_plans(planner, cost, options):
+    if asked != "auto" or cost.layout.stages == 1 or planner not in PLANNERS:
         return cost, chosen
     why = ruled_out(cost)
     if why is None:
@@ -100,7 +98,7 @@ def _require_open(
             f"{flag} auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
-    if not makes_plans(planner, cost, options):
+    if planner not in PLANNERS:
         raise UsageError(f"{flag} auto has no effect on {planner}, which makes no pipeline plan")
     if cost.layout.stages == 1:
         raise UsageError(f"{flag} auto has no effect with one stage; leave it out")

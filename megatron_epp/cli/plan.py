@@ -17,7 +17,7 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
-from megatron_epp.planner import Options, evaluation_step, parse_levers
+from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_share, offloaded_ratio
@@ -184,13 +184,14 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.device_budget_bytes))
     offloaded, host = 0.0, ""
-    if found.plan is not None:
-        cost = cost.replace(layers=found.plan.layers)  # moved by the lever uneven
-        offloaded = offloaded_ratio(found.plan)
-        taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
+    plan = found.plan if isinstance(found, PlannedReplica) else None
+    if plan is not None:
+        cost = cost.replace(layers=plan.layers)  # moved by the lever uneven
+        offloaded = offloaded_ratio(plan)
+        taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
-    local = 0.0 if found.plan is None else local_share(found.plan)
-    overlapped = [] if found.plan is None else _overlapped(found.plan, cost)
+    local = 0.0 if plan is None else local_share(plan)
+    overlapped = [] if plan is None else _overlapped(plan, cost)
     lines = [
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",

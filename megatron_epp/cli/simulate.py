@@ -74,7 +74,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     if not plan.forward_only:
         local = any(chunk.has_local for chunk in plan.chunks)
         documents = np.array(plan.documents)
-        bound = lower_bound_seconds(documents, cost, local=local, place=plan.place)
+        bound = lower_bound_seconds(documents, cost, local=local)
         facts["lower_bound_seconds"] = bound
         facts["gap"] = max(0.0, 1 - bound / played.seconds) if played.seconds else 0.0
     if plan.predicted is not None:

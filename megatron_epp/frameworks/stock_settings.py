@@ -4,7 +4,6 @@ What these frameworks run is Megatron's own schedule with whole documents packed
 level 0): of the survey's choices the fastest that needs no more, and what its plans recompute.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

@@ -14,7 +14,6 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import NOTHING, Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
 from megatron_epp.planner.order.problem import rates_of, with_kept
-from megatron_epp.planner.virtual.placed import evaluation_stages
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
@@ -78,6 +77,22 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     return kinds, chunks
 
 
+def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
+    """For ``kinds`` [stages, ops], the same on every stage: the stage and the op's place there of
+    each op of a rank, [ranks, ops]; a stage behind another runs each a step later."""
+    stages, ops = kinds.shape
+    rows = []
+    for rank in range(cost.layout.placement.ranks):
+        own = [stage for stage in range(stages) if cost.layout.placement.place[stage] == rank]
+        rows.append(sorted((at + stage, stage, at) for stage in own for at in range(ops)))
+    most = max(map(len, rows))
+    found = np.full((2, len(rows), most), -1, np.int64)
+    for rank, row in enumerate(rows):
+        for number, (_, stage, at) in enumerate(row):
+            found[:, rank, number] = stage, at
+    return found[0], found[1]
+
+
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
 ) -> tuple[tuple[Share, ...], np.ndarray]:
@@ -95,7 +110,7 @@ def _shares(
     kinds, chunks = _order(chunking.count, cost)
     draft = Draft(chunking, {}, kinds, chunks)
     if cost.layout.place:
-        stages, at = evaluation_stages(kinds, cost)
+        stages, at = _turns(kinds, cost)
         own = [np.where(at < 0, NOTHING, each[0, at]) for each in (kinds, chunks)]
         draft = Draft(chunking, {}, own[0], own[1], stages=stages)
     shares = shares_of(batch, draft, cost, options)

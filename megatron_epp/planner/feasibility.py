@@ -52,11 +52,12 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """The largest chunk of whole documents that every stage can hold with all recomputed."""
-    budgets = np.array(cost.device_budget_bytes)[list(cost.layout.placement.place)]
-    fixed = _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
-    headroom = budgets - np.array(cost.memory.states_bytes) - fixed
-    per_token = _alone(cost, _MANY, 1) / _MANY
+    """The largest chunk of whole documents that every rank can hold with all recomputed."""
+    # What an op needs whatever its chunk's size is not left.
+    headroom = cost.headroom_bytes - np.array(
+        cost.layout.placement.of_ranks(_alone(cost, 0, 1).tolist())
+    )
+    per_token = np.array(cost.layout.placement.of_ranks(_alone(cost, _MANY, 1).tolist())) / _MANY
     return max(1, int((headroom / np.maximum(per_token, 1e-9)).min()))
 
 

@@ -15,7 +15,6 @@ def lower_bound_seconds(
     cost: Cost,
     forward_only: bool = False,
     local: bool = False,
-    place: tuple[int, ...] = (),
 ) -> float:
     """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
 
@@ -24,12 +23,12 @@ def lower_bound_seconds(
     has come through the stages in front of it; after its last op that others wait for, a gradient
     has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
     takes the cheaper of running it there and not. Where the cost has the output layer on all
-    stages, so has the bound: H before the last B of its stage, G as a W.
+    stages, so has the bound: H before the last B of its stage, G as a W. A rank that has several
+    stages does the work of all of them, and hands messages between them over at once.
 
     local   whether documents may be local to a context-parallel rank: then no row need be exchanged
-    place   the rank of every stage, where a rank has several: it does the work of all of them, and
-            hands messages between them over at once
     """
+    place = cost.layout.place
     whole = cost.layout.whole_features(lengths, 1.0)
     least = cost.layout.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.layout.links_per_token + cost.layout.profile.link_latency_seconds
@@ -73,10 +72,10 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
     lengths   sorted, longest first
     local     of one replica alone: those in lockstep have no local documents
     """
-    whole = lower_bound_seconds(lengths, cost, local=local, place=cost.layout.place)
+    whole = lower_bound_seconds(lengths, cost, local=local)
     if width == 1:
         return whole
-    return max(whole / width, lower_bound_seconds(lengths[:1], cost, place=cost.layout.place))
+    return max(whole / width, lower_bound_seconds(lengths[:1], cost))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

@@ -34,7 +34,7 @@ HEADERS = [
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """By planner, its plan of the batch."""
     from megatron_epp.corpus.lengths import open_corpus
-    from megatron_epp.planner import PIPELINES, Options, parse_levers
+    from megatron_epp.planner import Options, parse_levers, planner_of
 
     corpus = open_corpus(arguments.lengths, arguments.context)
     lengths = corpus.batch(arguments.batch, arguments.documents)
@@ -42,7 +42,7 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
         context=arguments.context, levers=parse_levers(arguments.levers), effort=arguments.effort
     )
     print(f"{len(lengths)} documents of {sum(lengths)} tokens, longest {max(lengths)}", flush=True)
-    return {name: PIPELINES[name](lengths, cost, options) for name in arguments.planners}
+    return {name: planner_of(name)(lengths, cost, options) for name in arguments.planners}
 
 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:

@@ -9,10 +9,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
-from megatron_epp.planner.device_groups import flexsp
-from megatron_epp.planner.device_groups.costs import group_costs
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -124,74 +122,6 @@ def test_the_diagonal_program_says_when_nothing_helps() -> None:
     assert ilp.solve_rows(ilp.Solver(), rows, np.array([60, 60])).sum() == 100
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_flexsp_is_within_two_percent_of_its_milp(seed) -> None:
-    """Eight devices, a dozen documents: degrees, groups and assignment in one program."""
-    random = Random(seed)
-    cost = machine(pp=1)
-    costs = group_costs(cost)
-    lengths = np.array(
-        sorted((int(random.lognormvariate(7.7, 0.9)) + 50 for _ in range(12)), reverse=True)
-    )
-    solved = flexsp.solve(lengths, costs)
-    assert solved is not None
-    optimum = flexsp_milp(lengths, costs)
-    assert optimum * (1 - 1e-6) <= solved[2] <= 1.02 * optimum
-
-
-def flexsp_milp(lengths: np.ndarray, costs) -> float:
-    """Variables: C, whether group g is there, whether document k is on g."""
-    groups = [
-        which for which, degree in enumerate(costs.degrees) for _ in range(costs.devices // degree)
-    ]
-    documents = len(lengths)
-    pairs = lengths * (lengths + 1) / 2
-    width = 1 + len(groups) * (1 + documents)
-
-    def at(group: int, document: int | None = None) -> int:
-        return 1 + group * (1 + documents) + (0 if document is None else 1 + document)
-
-    rows, low, high = [], [], []
-    for number, which in enumerate(groups):
-        time, memory, there = np.zeros((3, width))
-        time[0], time[at(number)] = -1, costs.chunk_seconds[which]
-        for k in range(documents):
-            time[at(number, k)] = (
-                costs.token_seconds[which] * lengths[k] + costs.pair_seconds[which] * pairs[k]
-            )
-            memory[at(number, k)] = lengths[k] / costs.most_tokens[which]
-            there[at(number, k)] = 1
-        there[at(number)] = -documents
-        rows += [time, memory, there]
-        low += [-np.inf] * 3
-        high += [0, 1, 0]
-    devices = np.zeros(width)
-    for number, which in enumerate(groups):
-        devices[at(number)] = costs.degrees[which]
-    rows.append(devices)
-    low.append(-np.inf)
-    high.append(costs.devices)
-    for k in range(documents):
-        once = np.zeros(width)
-        for number in range(len(groups)):
-            once[at(number, k)] = 1
-        rows.append(once)
-        low.append(1)
-        high.append(1)
-    cost = np.zeros(width)
-    cost[0] = 1
-    integrality = np.ones(width)
-    integrality[0] = 0
-    found = milp(
-        cost,
-        constraints=LinearConstraint(np.array(rows), low, high),
-        bounds=Bounds(0, np.where(integrality, 1, np.inf)),
-        integrality=integrality,
-        options={"mip_rel_gap": 1e-3, "time_limit": 20},
-    )
-    return float(found.mip_dual_bound)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_dealing_against_every_dealing(seed) -> None:
     """Longest first is within 4/3 of the best of all dealings; each replica gets one."""
@@ -294,8 +224,8 @@ def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
     """And are left alone where the user fixed them."""
     cost = machine(pp=4, head_seconds=True)
     lengths = [20_000, 9_000] + [3_000] * 40
-    even = PIPELINES["epp"](lengths, cost, Options(levers=ALL))
-    moved = PIPELINES["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
+    even = PLANNERS["epp"](lengths, cost, Options(levers=ALL))
+    moved = PLANNERS["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
     assert even.plan.layers == cost.layout.layers
     assert sum(moved.plan.layers) == sum(cost.layout.layers)
     assert moved.plan.layers[-1] < cost.layout.layers[-1]
@@ -362,12 +292,12 @@ def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     """One letter for so many layers of every stage and chunk, within the same budget."""
     lengths = [2_676, 16_384, 3_507, 16_384]
     ample = machine(pp=4, room_gib=1e6)
-    kept = PIPELINES["epp"](lengths, ample, Options())
+    kept = PLANNERS["epp"](lengths, ample, Options())
     states = np.array(ample.memory.states_bytes)
     for share in (0.75, 0.5):
         budget = states + share * (np.array(kept.peak_bytes) - states)
         cost = ample.replace(device_budget_bytes=tuple(budget.tolist()))
-        ours = PIPELINES["epp"](lengths, cost, Options())
+        ours = PLANNERS["epp"](lengths, cost, Options())
         assert ours.fits and ours.recompute_ratio > 0
         for letter, layers in itertools.product("nbf", range(1, max(cost.layout.layers) + 1)):
             choice = letter * layers + KEEP * (cost.layout.layers[0] - layers)

@@ -10,7 +10,7 @@ import pytest
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.profile import layer_coefficients
 from megatron_epp.ir import Kind
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import equal_points
 from megatron_epp.planner.order.emit import SortedBatch
@@ -122,7 +122,7 @@ def test_two_kinds_that_hardly_differ_give_the_plan_of_one() -> None:
     )
     assert (alike.layout.kinds.number, apart.layout.kinds.number) == (1, 2)
     options = Options(levers=ALL - {"offload"})
-    plans = [PIPELINES["epp"](lengths, cost, options) for cost in (one, alike, apart)]
+    plans = [PLANNERS["epp"](lengths, cost, options) for cost in (one, alike, apart)]
     assert str(plans[0].plan) == str(plans[1].plan)
     assert plans[2].seconds == pytest.approx(plans[0].seconds, rel=0.02)
     assert plans[0].recompute_ratio > 0

@@ -23,7 +23,7 @@ from megatron_epp.ir import (
     check_ranks,
     slices_in,
 )
-from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options, plan_step
+from megatron_epp.planner import COMPARED, PLANNERS, TRAINING_LEVERS, Options, plan_step
 from megatron_epp.planner.chunks.local import rank_seconds
 from megatron_epp.planner.chunks.params import UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Rates
@@ -157,10 +157,10 @@ def test_bytes_are_those_of_the_fullest_rank() -> None:
 def test_epp_leaves_documents_local_where_that_is_faster(multiple: int) -> None:
     cost = machine()
     options = Options(effort=1, multiple=multiple)
-    without = PIPELINES["epp"](
+    without = PLANNERS["epp"](
         BATCH, cost, dataclasses.replace(options, levers=TRAINING_LEVERS - {"local"})
     )
-    local = PIPELINES["epp"](BATCH, cost, options)
+    local = PLANNERS["epp"](BATCH, cost, options)
     check(local.plan)
     check_ranks(local.plan, 8)
     assert any(chunk.has_local for chunk in local.plan.chunks)
@@ -184,9 +184,9 @@ def test_nothing_is_local_where_nothing_is_exchanged_or_replicas_run_in_step() -
 
 
 def test_baselines_leave_all_spread() -> None:
-    for name in PIPELINES:
+    for name in COMPARED:
         if name != "epp":
-            plan = PIPELINES[name](BATCH, machine(), Options(effort=0)).plan
+            plan = PLANNERS[name](BATCH, machine(), Options(effort=0)).plan
             assert not any(chunk.has_local for chunk in plan.chunks)
 
 

@@ -15,7 +15,7 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Step, check, check_skeletons
 from megatron_epp.planner import (
     ALL,
-    PIPELINES,
+    COMPARED,
     TRAINING_LEVERS,
     Options,
     evaluation_step,
@@ -49,7 +49,7 @@ def require_runs(step: Step, lengths: list[int], width: int) -> None:
             assert any(plan.chunks[number].spans for plan in step.block(block))
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("planner", COMPARED)
 @pytest.mark.parametrize(("width", "replicas"), [(2, 2), (2, 4), (3, 3)])
 def test_every_planner_plans_blocks(planner, width, replicas) -> None:
     lengths = heavy_tailed(1, 40)
@@ -69,7 +69,7 @@ def test_every_planner_plans_blocks(planner, width, replicas) -> None:
 def test_nobody_is_without_a_document(documents) -> None:
     """However few there are, and if one alone has all the work."""
     lengths = [60_000, *([7] * (documents - 1))]
-    for planner in PIPELINES:
+    for planner in COMPARED:
         options = Options(effort=0, lockstep=2)
         made = plan_step(lengths, machine(pp=2), options, planner, 2)
         require_runs(made.step, lengths, 2)
@@ -210,7 +210,7 @@ def test_epp_is_never_slower_in_lockstep_either() -> None:
         lengths = heavy_tailed(seed, 40)
         cost = machine(pp=3, room_gib=room)
         options = Options(effort=1, lockstep=2)
-        taken = {name: plan_step(lengths, cost, options, name, 2) for name in PIPELINES}
+        taken = {name: plan_step(lengths, cost, options, name, 2) for name in COMPARED}
         best = min(made.seconds for made in taken.values() if all(p.fits for p in made.planned))
         assert taken["epp"].seconds <= best * (1 + 1e-9)
         assert all(found.fits for found in taken["epp"].planned)

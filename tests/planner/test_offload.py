@@ -12,7 +12,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
@@ -131,7 +131,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
 
 def test_where_memory_is_tight_layers_are_offloaded() -> None:
     cost = machine(pp=4, room_gib=3)
-    without, tight = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    without, tight = (PLANNERS["epp"](LONG, cost, options) for options in (OFF, ON))
     assert OFFLOAD not in letters(without.plan)
     assert without.recompute_ratio > 0
     assert OFFLOAD in letters(tight.plan)
@@ -144,9 +144,9 @@ def test_where_memory_is_tight_layers_are_offloaded() -> None:
 @pytest.mark.parametrize("room_gib", [3.5, 4])
 def test_with_any_rate_recompute_is_gone(room_gib) -> None:
     """And the time is that of ample memory, but for what a shorter window costs."""
-    ample = PIPELINES["epp"](LONG, machine(pp=4, room_gib=1e6), OFF)
+    ample = PLANNERS["epp"](LONG, machine(pp=4, room_gib=1e6), OFF)
     cost = at_rate(machine(pp=4, room_gib=room_gib), 1e15)
-    plain, free = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    plain, free = (PLANNERS["epp"](LONG, cost, options) for options in (OFF, ON))
     assert plain.recompute_ratio > 0
     assert free.recompute_ratio == 0
     assert ample.seconds * (1 - 1e-12) <= free.seconds < plain.seconds
@@ -159,11 +159,11 @@ def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     for room_gib in (3.5, 6, 60):
         cost = machine(pp=3, room_gib=room_gib)
         lengths = [random.randint(10, 30_000) for _ in range(40)]
-        plain = PIPELINES["epp"](lengths, cost, OFF).plan
-        assert PIPELINES["epp"](lengths, at_rate(cost, 0.0), ON).plan == plain
-        assert PIPELINES["epp"](lengths, at_rate(cost, 1e15), OFF).plan == plain
+        plain = PLANNERS["epp"](lengths, cost, OFF).plan
+        assert PLANNERS["epp"](lengths, at_rate(cost, 0.0), ON).plan == plain
+        assert PLANNERS["epp"](lengths, at_rate(cost, 1e15), OFF).plan == plain
         if not letters(plain) - {"k"}:
-            assert PIPELINES["epp"](lengths, cost, ON).plan == plain
+            assert PLANNERS["epp"](lengths, cost, ON).plan == plain
 
 
 @given(
@@ -193,7 +193,7 @@ def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers
 def test_recompute_fills_what_offloading_leaves() -> None:
     """A link so slow that few layers hide: both letters in one plan, and all of it plays."""
     cost = at_rate(machine(pp=4, room_gib=3.5), 6e9)
-    planned = PIPELINES["epp"](LONG, cost, ON)
+    planned = PLANNERS["epp"](LONG, cost, ON)
     proves(planned, LONG, cost)
     assert OFFLOAD in letters(planned.plan) and letters(planned.plan) - {"k", OFFLOAD}
 
@@ -203,9 +203,9 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
     """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
     without the lever."""
     cost = machine(pp=4, room_gib=3)
-    free, without = (PIPELINES["epp"](LONG, cost, options) for options in (ON, OFF))
+    free, without = (PLANNERS["epp"](LONG, cost, options) for options in (ON, OFF))
     budget = share * max(host_peak_bytes(cost, free.plan))
-    planned = PIPELINES["epp"](LONG, cost.replace(host_budget_bytes=budget), ON)
+    planned = PLANNERS["epp"](LONG, cost.replace(host_budget_bytes=budget), ON)
     proves(planned, LONG, cost)
     assert max(host_peak_bytes(cost, planned.plan)) <= budget
     assert free.seconds <= planned.seconds <= without.seconds

@@ -9,7 +9,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, check
 from megatron_epp.ir.placement import read_placement
-from megatron_epp.planner import Options, evaluation_plan, plan_step, planner_of
+from megatron_epp.planner import PLANNERS, Options, evaluation_plan, plan_step, planner_of
 
 LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 
@@ -36,6 +36,21 @@ def test_planned_for_any_placement(placement: str, planner: str, parallel: bool)
     assert Plan.parse(str(plan)) == plan
     assert found.fits and len(found.peak_bytes) == 2 and max(found.peak_bytes) <= 70 * GIB
     assert 0 < found.lower_bound_seconds <= found.seconds
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("placement", ["v", "interleaved 2"])
+def test_epp_beats_published_schedules(placement: str, parallel: bool) -> None:
+    cost, options = machine(placement, parallel), Options(context=16384, effort=1)
+    ours = planner_of("epp")(LENGTHS, cost, options)
+    for row in PLANNERS.values():
+        if row.takes(cost.layout.place):
+            assert ours.seconds <= row(LENGTHS, cost, options).seconds * 1.005  # lean
+
+
+def test_infinipipe_is_for_one_stage_a_rank() -> None:
+    with pytest.raises(ValueError, match=r"expected the placement one stage a rank$"):
+        planner_of("infinipipe")(LENGTHS, machine("v"), Options())
 
 
 def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:

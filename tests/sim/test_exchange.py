@@ -9,7 +9,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, walk
 from megatron_epp.ir.random_plan import placed
-from megatron_epp.planner import PIPELINES, Options
+from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
 
@@ -18,7 +18,7 @@ LENGTHS = (20000, 9000, 4000, 3000, 2000, 1000)
 
 def planned(**how) -> tuple[Cost, Plan]:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=4, topology="nodes", **how)
-    return cost, PIPELINES["packing"](LENGTHS, cost, Options()).plan
+    return cost, PLANNERS["packing"](LENGTHS, cost, Options()).plan
 
 
 def test_the_exchange_is_the_bytes_over_the_ring() -> None:
@@ -51,7 +51,7 @@ def test_computation_hides_what_is_overlapped_and_only_that() -> None:
 
 def test_one_copy_of_every_weight_exchanges_nothing() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, topology="nodes")
-    plan = PIPELINES["packing"](LENGTHS, cost, Options()).plan
+    plan = PLANNERS["packing"](LENGTHS, cost, Options()).plan
     assert exchange(cost, play(plan, cost.table(plan))).seconds == 0
 
 

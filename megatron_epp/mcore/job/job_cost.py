@@ -60,7 +60,7 @@ def make_planning(
     from megatron_epp.planner import Options, planner_of
 
     whole = whole_documents(args)
-    planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
+    planner = planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
@@ -81,6 +81,7 @@ def make_planning(
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile)
+    planner.require_place(cost.layout.placement.place)
     # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
     # that go by other names.
     unlike: tuple[float, ...] = ()

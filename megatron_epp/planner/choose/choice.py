@@ -27,7 +27,7 @@ from megatron_epp.planner.choose.partition import (
 )
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.registry import EXECUTED
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_replicas
 
 SKETCH_EFFORT = 1  # of the plans that candidates are compared by
@@ -117,7 +117,7 @@ def sketched_seconds(
     total = 0.0
     for lengths in batches:
         try:
-            planned = EXECUTED[planner](lengths, cost, sketch)
+            planned = PLANNERS[planner](lengths, cost, sketch)
         except ValueError:
             return None
         if not planned.fits:

@@ -10,17 +10,17 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
-from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
-from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
+from megatron_epp.planner.published import chunkflow, packing, seq1f1b
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -51,7 +51,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     A PlanError where the batch as a whole fits no plan.
     """
     candidates = _searched(batch, cost, options)
-    if not options.whole:
+    if not options.whole and not cost.layout.place:
         candidates.append(infinipipe.draft(batch, cost, options))
     for module in (packing,) if options.whole else HINDSIGHT:
         fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
@@ -174,7 +174,9 @@ def _own(
         taken = max(
             bytes_
             for share in shares_of(batch, best.draft, cost, options)
-            for bytes_ in host_peak_bytes(cost, share.plan, share.loads)
+            for bytes_ in cost.layout.placement.of_ranks(
+                host_peak_bytes(cost, share.plan, share.loads)
+            )
         )
         if taken <= cost.host_budget_bytes:
             return best

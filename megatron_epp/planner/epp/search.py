@@ -16,7 +16,6 @@ from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.player import STRICT, Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
 from megatron_epp.planner.feasibility import most_tokens
-from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
@@ -24,6 +23,7 @@ from megatron_epp.planner.order.problem import (
     left_layers,
     rates_of,
 )
+from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.local_search import trimmed
 
@@ -167,13 +167,7 @@ class Search(Player):
     def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
         offloaded = offload.offload_of(found.prepared.counts)
         left = left_layers(self.cost, offloaded, found.prepared.chunking.count)
-        # The first layers of a stage, whatever their kinds, as far as they are not offloaded.
-        first = np.minimum(np.sum(left, axis=0), layers)
-        by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
-        return {
-            **offloaded,
-            **{(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)},
-        }
+        return {**offloaded, **self.first_layers(left, letter, layers)}
 
     def _trimmed(self, found: Candidate) -> Candidate:
         slot = np.empty(found.prepared.chunking.count, dtype=np.int64)
@@ -207,7 +201,9 @@ class Search(Player):
 
     def _grid(self) -> Candidate:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
-        ideal = ideal_chunks(total / self.options.lockstep, self.rates, self.cost.layout.stages)
+        ideal = ideal_chunks(
+            total / self.options.lockstep, self.rates, self.cost.layout.placement.ranks
+        )
         factors = GRID if "chunks" in self.levers else (1.0,)
         whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.

@@ -15,6 +15,7 @@ from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, I, W
+from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import Simulation
@@ -94,20 +95,24 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     )
 
 
-def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np.ndarray:
-    """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
+def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
+    """Kinds of split orders with a B where the first stage runs W right behind I and B takes
     no longer.
 
     Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
     nothing for its W. On other stages an I hands its gradient on before its W.
     """
-    follows = (kinds[0, :-1] == I) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
+    rank = work.place[0] if work.place else 0
+    ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
+    follows = (ran[:-1] == I) & (ran[1:] == W) & (of[:-1] == of[1:])
+    if work.place:
+        follows &= (stages[:-1] == 0) & (stages[1:] == 0)
     seconds = work.ops.seconds[:, 0]
     halves = seconds[I] + seconds[W]
     pays = seconds[B] <= halves * (1 + 1e-9)  # alike but for rounding
-    at = np.flatnonzero(follows & pays[chunks[0, :-1]])
-    kinds = kinds.copy()
-    kinds[0, at], kinds[0, at + 1] = B, NOTHING
+    at = np.flatnonzero(follows & pays[of[:-1]])
+    kinds = schedule.kinds.copy()
+    kinds[rank, at], kinds[rank, at + 1] = B, NOTHING
     return kinds
 
 

@@ -154,4 +154,5 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
         backward_order=chunking.backward,
         last_of_group=chunking.last_of_group,
         headroom_bytes=cost.headroom_bytes,
+        place=cost.layout.place,
     )

@@ -71,9 +71,14 @@ class HostRoom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it."""
+    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it, and
+    so has each stage of a rank that has several, whatever their order."""
     hidden = hidden_layers(cost, loads)
-    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
+    parts = len(hidden)
+    if cost.layout.place:
+        parts *= max(map(cost.layout.place.count, cost.layout.place))
+        least = np.full((cost.layout.stages, loads.chunks), loads.chunks)
+    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / parts)
     return {
         (kind, letter): part.fitting(
             grid, cost.memory.saved_bytes((kind, KEEP), loads), least, backward

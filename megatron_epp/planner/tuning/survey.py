@@ -42,7 +42,7 @@ from megatron_epp.planner.choose.partition import (
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import BLOCKS
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.sim.exchange import exchange
@@ -421,7 +421,9 @@ def heaviest_plan(
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
     lockstep = max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
     held = heaviest(lengths, cost, lockstep)
-    block = BLOCKS[planner](held, cost, dataclasses.replace(options, lockstep=lockstep))
+    block = PLANNERS[planner].plan_block(
+        held, cost, dataclasses.replace(options, lockstep=lockstep)
+    )
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")

@@ -15,12 +15,30 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.result import GroupMicroBatch, PlannedGroups
+from megatron_epp.planner.result import PlannerResult
 
 # Gathers run among all devices of the replica, not inside a node as a pipeline stage's do. The
 # published constant was measured so; the pipelines' is a fifth of it (cost.analytic, b1_divisor).
 ACROSS_NODES = 5.0
 NODE_DEVICES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMicroBatch:
+    """Device groups that work side by side: degrees[g] devices hold documents[g]."""
+
+    degrees: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]  # of every group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroups(PlannerResult):
+    """The work of a method without a pipeline: micro-batches of device groups, one after another;
+    bubble_ratio is the groups' waiting."""
+
+    batches: tuple[GroupMicroBatch, ...]
+
 
 # The degree number of every group, and the documents on each.
 MicroBatch = tuple[np.ndarray, Sequence[np.ndarray]]
@@ -206,6 +224,7 @@ def planned_groups(
     return PlannedGroups(
         planner=planner,
         batches=tuple(made),
+        chunks=sum(len(batch.degrees) for batch in made),
         seconds=total,
         lower_bound_seconds=min(total, lower_bound_seconds(lengths, _flat(cost))),
         bubble_ratio=1 - busy / whole,

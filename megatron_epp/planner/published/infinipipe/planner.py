@@ -19,7 +19,6 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens
-from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -32,6 +31,7 @@ from megatron_epp.planner.order.problem import (
     rates_of,
 )
 from megatron_epp.planner.order.warmup import pipelines
+from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
 

@@ -13,9 +13,9 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, Kind
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.infinipipe.memory import paper_freed, paper_moves
 from megatron_epp.planner.order.problem import Counts
 from megatron_epp.planner.order.warmup import pipelines
+from megatron_epp.planner.published.infinipipe.memory import paper_freed, paper_moves
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.ilp import Solver
 
