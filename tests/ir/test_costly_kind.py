@@ -30,17 +30,17 @@ CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.H
     ],
     "cost/seconds.py": [
         (
-            "        return {**result, **self.output_layer.head_seconds()}",
+            "        return {**result, **self.ends.head_seconds()}",
             "        result[Kind.LATE] = 1.5 * result[Kind.WEIGHT]\n",
         ),
         (
-            "        return {**result, **self.output_layer.head_comm_seconds()}",
+            "        return {**result, **self.ends.head_comm_seconds()}",
             "        result[Kind.LATE] = 1.5 * result[Kind.WEIGHT]\n",
         ),
     ],
     "cost/cost.py": [
         (
-            "        seconds = {kind: self.seconds(kind, loads) for kind in workspace}\n",
+            "        seconds = {kind: self.seconds.of(kind, loads) for kind in workspace}\n",
             "        workspace[Kind.LATE] = 2 * workspace[Kind.WEIGHT]\n",
         )
     ],
@@ -113,7 +113,7 @@ timeline = timeline_of(pictured)
 assert "L0" in text_gantt(timeline, 120) and '"name":"L0"' in to_trace(timeline)
 assert "late" in to_html(timeline)
 compute = Mock()
-executor = Executor((), compute, *[None] * 5)
+executor = Executor((), compute, *[None] * 4, Mock())
 executor._do[Kind.LATE](Op.parse("L1"))
 assert set(executor._do) == set(Kind)
 compute.late.assert_called_once_with(1)
