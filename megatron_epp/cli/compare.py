@@ -64,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     _say(f"lengths  {batches}")
     _say(
-        f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
+        f"machine  {cost.layout}, layers {_layers(cost.layout.layers)}{_kinds(cost)}"
         f"{_of_ours(cost, costs.get(_OURS, cost))}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
@@ -91,19 +89,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _kinds(cost: Cost) -> str:
     """Notes on layers of several kinds, on experts, and on the output layer."""
-    kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
-    experts = f", ep {cost.ep}" if cost.ep > 1 else ""
-    return kinds + experts + (", vocabulary over the stages" * cost.vocabulary_parallel)
+    kinds = f", of the kinds {cost.layout.kinds_text}" if cost.layout.kinds_text else ""
+    experts = f", ep {cost.layout.ep}" if cost.layout.ep > 1 else ""
+    return kinds + experts + (", vocabulary over the stages" * cost.layout.vocabulary_parallel)
 
 
 def _of_ours(cost: Cost, ours: Cost) -> str:
     """Text on what only epp has."""
     parts = []
-    if ours.layers != cost.layers:
-        parts.append(f"layers {_layers(ours.layers)}")
-    if ours.place != cost.place:
-        parts.append(f"stages on ranks {' '.join(map(str, ours.rank_of))}")
-    if ours.vocabulary_parallel != cost.vocabulary_parallel:
+    if ours.layout.layers != cost.layout.layers:
+        parts.append(f"layers {_layers(ours.layout.layers)}")
+    if ours.layout.place != cost.layout.place:
+        parts.append(f"stages on ranks {' '.join(map(str, ours.layout.placement.place))}")
+    if ours.layout.vocabulary_parallel != cost.layout.vocabulary_parallel:
         parts.append("the vocabulary over the stages")
     return f"; epp with {' and '.join(parts)}" if parts else ""
 

@@ -80,7 +80,7 @@ class Planner:
             ValueError: the planner does not plan stages on these ranks.
         """
         began = time.perf_counter()
-        self.require_place(cost.rank_of)
+        self.require_place(cost.layout.placement.place)
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
         made = self.draft(batch, cost, options)

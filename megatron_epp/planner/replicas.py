@@ -96,7 +96,7 @@ def plan_step(
     deals, planned = _planned(lengths, cost, options, plan, replicas)
     if len({found.plan.layers for found in planned}) > 1:
         slowest = max(planned, key=lambda found: (not found.fits, found.seconds))
-        layers = dict.fromkeys((slowest.plan.layers, cost.layers))
+        layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
         deals, planned = _with_layers(lengths, cost, options, plan, replicas, layers)
     named = tuple(
         dataclasses.replace(
@@ -139,7 +139,7 @@ def _with_layers(
     closed = dataclasses.replace(options, open_layers=False)
     made, reasons = [], []
     for each in layers:
-        fixed = dataclasses.replace(cost, layers=each)
+        fixed = cost.replace(layers=each)
         try:
             made.append(_planned(lengths, fixed, closed, plan, replicas))
         except PlanError as error:  # a replica whose documents fit only with other layers

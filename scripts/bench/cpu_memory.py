@@ -89,7 +89,7 @@ class Tasks:
         self.tasks, self.groups = tasks, place.groups
         profile = obtain(args, config, model, place.groups, place.share)
         cost = training_cost(args, config, place.layers, profile)
-        self.cost = dataclasses.replace(cost, device_budget_bytes=(1e15,) * cost.stages)
+        self.cost = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
@@ -118,7 +118,9 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
 
     if task["planner"] == "random":
         letters = task.get("letters", EXECUTABLE)
-        drawn = arbitrary_plan(lengths, ample.layers, random.Random(task["seed"]), letters=letters)
+        drawn = arbitrary_plan(
+            lengths, ample.layout.layers, random.Random(task["seed"]), letters=letters
+        )
         played = play(drawn, ample.table(drawn))
         prediction = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
         return Step(
@@ -130,7 +132,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
     budget = tuple(task["share"] * peak for peak in kept.peak_bytes)
     within = dataclasses.replace(ample, device_budget_bytes=budget)
     if task.get("offload"):
-        free = dataclasses.replace(ample.profile, host_bytes_per_second=1e15)
+        free = dataclasses.replace(ample.layout.profile, host_bytes_per_second=1e15)
         within = dataclasses.replace(within, profile=free)
         options = dataclasses.replace(options, levers=options.levers | {"offload"})
     return plan_step(lengths, within, options, task["planner"]).step
@@ -337,6 +339,7 @@ def uniform(batches: int, place: Place) -> str:
     """epp's recompute against uniform settings, on the model that the budgets' run measured."""
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.layout import StageLayout
     from megatron_epp.cost.profile import Profile
     from megatron_epp.ir import Step
     from megatron_epp.planner import Options, plan_step
@@ -348,12 +351,12 @@ def uniform(batches: int, place: Place) -> str:
     lengths = list(dict.fromkeys(step.lengths for step in first))[:batches]
     rows = []
     for batch, of_batch in enumerate(lengths):
-        ample = Cost(profile, first[0].plans[0].layers, (1e15, 1e15))
+        ample = Cost(StageLayout(profile, first[0].plans[0].layers), (1e15, 1e15))
         options = Options(context=16384)
         kept = plan_step(of_batch, ample, options, "epp").planned[0]
         for share in SHARES[1:]:
             budget = tuple(share * peak for peak in kept.peak_bytes)
-            cost = dataclasses.replace(ample, device_budget_bytes=budget)
+            cost = ample.replace(device_budget_bytes=budget)
             ours = plan_step(of_batch, cost, options, "epp").planned[0]
             candidates = [
                 (seconds, what)

@@ -52,6 +52,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.layout import StageLayout
 
     profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
     bytes_per_token = alone.args.hidden_size * alone.args.params_dtype.itemsize
@@ -60,7 +61,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
         link_seconds_per_token=bytes_per_token / (arguments.link_gb_per_second * 1e9),
         link_latency_seconds=arguments.link_latency_us * 1e-6,
     )
-    return Cost(profile, layers, (arguments.budget_gib * GIB,) * len(layers))
+    return Cost(StageLayout(profile, layers), (arguments.budget_gib * GIB,) * len(layers))
 
 
 def replayed(

@@ -110,7 +110,7 @@ def main() -> None:
             pp, dp = LAYOUTS[name]
             cost = named_cost(name, DEVICE, pp=pp, tp=8, dp=dp)
             print(name, file=sys.stderr, flush=True)
-            said = f"{name}, pp {pp} tp 8 ep {cost.ep} dp {dp}"
+            said = f"{name}, pp {pp} tp 8 ep {cost.layout.ep} dp {dp}"
             print(f"| {' | '.join(row(said, cost, batches, args.context))} |", file=text)
         print(file=text)
     kinds = "; ".join(f"{name}: {format_kinds(MODELS[name].layer_kinds)}" for name in args.models)

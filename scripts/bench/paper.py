@@ -221,7 +221,7 @@ def against(work: Work, numbers: Sequence[int], names: Sequence[str]) -> dict[st
 
 def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> float:
     """By name; the two homogeneous methods set up as in InfiniPipe's evaluation."""
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     if name == "deepspeed":
         degree = 16 if work.model == "gpt-7b" else 32
         recompute = 36 if work.model == "gpt-30b" else 0
@@ -232,10 +232,9 @@ def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> flo
         # TP 8 inside a node; CP 2 or 4 across, whose ring is taken to hide behind attention.
         cp = 2 if work.model == "gpt-7b" else 4
         recompute = {"gpt-7b": 10, "gpt-13b": 20, "gpt-30b": 55}[work.model]
-        profile = dataclasses.replace(cost.profile, all_to_all_bytes_per_token=0.0)
-        devices = cost.stages * cost.cp
-        flat = dataclasses.replace(
-            cost,
+        profile = dataclasses.replace(cost.layout.profile, all_to_all_bytes_per_token=0.0)
+        devices = cost.layout.stages * cost.layout.cp
+        flat = cost.replace(
             profile=profile,
             layers=(layers,),
             device_budget_bytes=cost.device_budget_bytes[:1],
@@ -469,8 +468,8 @@ def offload(numbers: Sequence[int]) -> str:
         theirs = [PLANNERS["infinipipe"](held, cost, options(work)).seconds for held in batches]
         without: list[float] = []
         for rate in (0, 5, 10, 20):
-            profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate * 1e9)
-            machine = dataclasses.replace(cost, profile=profile)
+            profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=rate * 1e9)
+            machine = cost.replace(profile=profile)
             ours, took = zip(
                 *(timed(PLANNERS["epp"], held, machine, options(work)) for held in batches),
                 strict=True,
@@ -522,9 +521,9 @@ INTERLEAVED = {"interleaved": "1f1b", "adaptis": "adaptis", "slimpipe": "slimpip
 
 def interleaved(cost: Cost) -> Cost | None:
     """``cost`` with two stages a rank, even layers; None where there are too few."""
-    if 2 * cost.stages > sum(cost.layers):
+    if 2 * cost.layout.stages > sum(cost.layout.layers):
         return None
-    placement = named_placement("interleaved 2", cost.stages)
+    placement = named_placement("interleaved 2", cost.layout.stages)
     assert placement is not None
     return with_placement(cost, placement)
 
@@ -591,12 +590,12 @@ def partition(numbers: Sequence[int]) -> str:
             theirs = zip(seconds.get("interleaved", []), ours, strict=True)
             gains = [slow / fast for slow, fast in theirs]
             reached = "yes" if statistics.median(gains) >= goal else "no"
-        layers = " ".join(map(str, chosen.layers))
+        layers = " ".join(map(str, chosen.layout.layers))
         rows.append(
             (
                 f"{Path(name).stem} pp {pp} tp {tp} cp {cp}, wlb {thousands}K"
                 + (f", {budget:g} GiB" if budget else ""),
-                layers + (", vocabulary cut" if chosen.vocabulary_parallel else ""),
+                layers + (", vocabulary cut" if chosen.layout.vocabulary_parallel else ""),
                 spread(ours, "{:.3g}"),
                 percent(bubbles),
                 against("interleaved") + asked(goal),
@@ -855,7 +854,7 @@ def defaults(numbers: Sequence[int]) -> str:
         seen = [corpus.batch(number, documents) for number in range(2)]
         chosen = vocabulary_of(whole, seen, how, "epp").cost
         by_time = partition_of(chosen, seen, how, "epp")
-        other = chosen.with_vocabulary(not chosen.vocabulary_parallel)
+        other = chosen.with_vocabulary(not chosen.layout.vocabulary_parallel)
         ways = {
             f"without `{lever}`": (chosen, _without(how, lever)) for lever in sorted(how.levers)
         }
@@ -878,7 +877,7 @@ def defaults(numbers: Sequence[int]) -> str:
                 except ValueError:
                     ratios[way].append(float("nan"))
         room = "" if budget is None else f", {budget:g} GiB"
-        where = "over the stages" if chosen.vocabulary_parallel else "on the last stage"
+        where = "over the stages" if chosen.layout.vocabulary_parallel else "on the last stage"
         names.append(
             f"{name} {lengths} {thousands}K, pp {pp} tp {tp} cp {cp}{room}, output {where}"
         )

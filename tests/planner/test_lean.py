@@ -19,7 +19,7 @@ def test_less_memory_for_at_most_half_a_percent(lengths: str) -> None:
         for levers in (TRAINING_LEVERS, TRAINING_LEVERS - {"lean"})
     )
     assert lean.seconds <= plain.seconds * (1 + TIE)
-    room = cost.device_budget_bytes[0] - max(cost.states_bytes)
+    room = cost.device_budget_bytes[0] - max(cost.memory.states_bytes)
     assert max(lean.peak_bytes) <= max(plain.peak_bytes)
     assert max(plain.peak_bytes) - max(lean.peak_bytes) > 0.1 * room, "nothing was saved"
 

@@ -37,8 +37,8 @@ ON = Options(levers=ALL - {"local"})
 
 
 def at_rate(cost: Cost, rate: float) -> Cost:
-    profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate)
-    return dataclasses.replace(cost, profile=profile)
+    profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=rate)
+    return cost.replace(profile=profile)
 
 
 def letters(plan: Plan) -> set[str]:
@@ -54,7 +54,7 @@ def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chu
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    layers = np.array(cost.layers, float)[:, None]
+    layers = np.array(cost.layout.layers, float)[:, None]
 
     def seconds(aside: np.ndarray) -> np.ndarray:
         table = cost.table_of(loads, with_kept(cost, {(0, OFFLOAD): aside}, loads.chunks))
@@ -78,8 +78,8 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
     chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking_window(chunking.sizes, cost.stages)
-    layers = np.array(cost.layers, float)[:, None]
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    layers = np.array(cost.layout.layers, float)[:, None]
     aside = (
         offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
     )
@@ -110,13 +110,13 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     ample = at_rate(machine(pp=4, room_gib=1e6), 1e15)
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(ample), 10**9)
     search = Search(batch, ample, ON)
-    everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
+    everything = np.tile(np.array(ample.layout.layers, float)[:, None], (1, chunking.count))
     kept = search.prepare(chunking)
     aside = search.recounted(kept, {(0, OFFLOAD): everything})
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
-    tight = dataclasses.replace(
-        ample, device_budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
+    tight = ample.replace(
+        device_budget_bytes=tuple((np.array(ample.memory.states_bytes) + np.ceil(peaks)).tolist())
     )
     found = Search(batch, tight, ON)
     table = found.prepare(chunking)
@@ -215,9 +215,7 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
 @given(LENGTHS, st.integers(1, 4), st.sampled_from((0.05, 0.5, 2.0)), st.integers(0, 2))
 @settings(QUICK, max_examples=8)
 def test_no_plan_takes_more_of_the_host_than_there_is(lengths, pp, host_gib, effort) -> None:
-    cost = dataclasses.replace(
-        at_rate(machine(pp=pp, room_gib=3.0), 1e12), host_budget_bytes=host_gib * GIB
-    )
+    cost = at_rate(machine(pp=pp, room_gib=3.0), 1e12).replace(host_budget_bytes=host_gib * GIB)
     planned = planned_or_refused("epp", lengths, cost, Options(levers=ALL, effort=effort))
     if planned is not None:
         assert max(host_peak_bytes(cost, planned.plan)) <= host_gib * GIB
@@ -227,7 +225,7 @@ def test_the_hosts_memory_is_counted_by_hand() -> None:
     cost = machine(pp=1)
     text = "plan v1\ndocuments 100 50\nlayers 32\nchunk 0: 0[0:100]\nchunk 1: 1[0:50]\n"
     text += "recompute 0: 2o30k 30f2o\nstage 0: F0 F1 I1 B0 W1\n"
-    layer = cost.profile.saved_bytes["k"].per_token / cost.shards
+    layer = cost.layout.profile.saved_bytes["k"].per_token / cost.layout.shards
     (peak,) = host_peak_bytes(cost, Plan.parse(text))
     assert peak == pytest.approx(2 * layer * 150, abs=1)
     (peak,) = host_peak_bytes(cost, Plan.parse(text.replace("F0 F1 I1 B0 W1", "F0 B0 F1 B1")))

@@ -48,7 +48,7 @@ def proves(planned: PlannedReplica, lengths: list[int], cost: Cost) -> None:
     plan = planned.plan
     check(plan)
     assert plan.documents == tuple(lengths)
-    assert plan.layers == cost.layers
+    assert plan.layers == cost.layout.layers
     replay = Replay(plan, cost.table(plan))
     assert max(replay.stop.values()) == planned.seconds
     assert tuple(replay.peak) == planned.peak_bytes
@@ -153,7 +153,7 @@ def test_training_levers_give_plans_that_training_runs() -> None:
     cost = machine(pp=4, room_gib=3)
     planned = PLANNERS["epp"](lengths, cost, Options())
     assert not TRAINING_LEVERS & SIMULATION_ONLY
-    assert planned.plan.layers == cost.layers
+    assert planned.plan.layers == cost.layout.layers
     assert not any("o" in choice for stage in planned.plan.recompute for choice in stage)
     assert planned.recompute_ratio > 0  # where simulation would offload
 
@@ -230,7 +230,7 @@ def test_evaluation_charges_what_passes_through_a_forward() -> None:
     cost = machine(pp=1)
     one = evaluation_plan([15_962], cost)
     peak = max(play(one, cost.table(one)).peak_bytes)
-    tight = dataclasses.replace(cost, device_budget_bytes=(peak - 1,))
+    tight = cost.replace(device_budget_bytes=(peak - 1,))
     finer = evaluation_plan([15_962], tight)
     assert len(finer.chunks) > len(one.chunks)
     assert max(play(finer, tight.table(finer)).peak_bytes) < peak

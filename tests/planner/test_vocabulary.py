@@ -63,7 +63,7 @@ def test_a_ramp_fills_the_pipeline(local: float) -> None:
     cut = cost(8, vocabulary_parallel=True)
     lengths = np.array([2_000] * 300 + [500] * 400)
     params = ChunkingParams(20.0, ramp=10, local=local)
-    chunking = build_chunks(params, lengths, rates_of(cut), 10**9, 1, cut.cp)
+    chunking = build_chunks(params, lengths, rates_of(cut), 10**9, 1, cut.layout.cp)
     assert np.array_equal(np.bincount(chunking.spans.document, chunking.spans.tokens), lengths)
     filled = np.bincount(chunking.chunk, chunking.spans.tokens)
     full = np.median(filled[10:])
@@ -88,10 +88,10 @@ def test_tight_memory_is_kept_to() -> None:
     """What H leaves for G and the output layer's part are in the budget; recompute answers."""
     roomy = PLANNERS["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))
     cut = cost(vocabulary_parallel=True)
-    states = max(cut.states_bytes)
-    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.states_bytes, strict=True))
-    tight = dataclasses.replace(
-        cut, device_budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes)
+    states = max(cut.memory.states_bytes)
+    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.memory.states_bytes, strict=True))
+    tight = cut.replace(
+        device_budget_bytes=tuple(s + taken * 0.55 for s in cut.memory.states_bytes)
     )
     assert max(tight.device_budget_bytes) > states
     planned = PLANNERS["epp"](LENGTHS, tight, Options(effort=2))
@@ -127,16 +127,16 @@ def test_replicas_have_it_too() -> None:
 def test_auto_takes_what_is_faster() -> None:
     options = Options(effort=1)
     found = vocabulary_of(cost(), [LENGTHS], options, "epp")
-    assert found.cost.vocabulary_parallel and found.gain > 0.03
+    assert found.cost.layout.vocabulary_parallel and found.gain > 0.03
     assert found.gain == 1 - found.seconds["on"] / found.seconds["off"]
     # Without an output layer that takes time, messages alone are left of it.
-    light = dataclasses.replace(cost(), profile=_without_head(cost()))
+    light = cost().replace(profile=_without_head(cost()))
     found = vocabulary_of(light, [LENGTHS], options, "epp")
-    assert not found.cost.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
+    assert not found.cost.layout.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
     alone = vocabulary_of(cost(1), [[900]], options, "epp")
-    assert not alone.cost.vocabulary_parallel and alone.gain_of("on") == 0
+    assert not alone.cost.layout.vocabulary_parallel and alone.gain_of("on") == 0
 
 
 def _without_head(of: Cost):
-    none = {kind: type(each)() for kind, each in of.profile.last_seconds.items()}
-    return dataclasses.replace(of.profile, last_seconds=none)
+    none = {kind: type(each)() for kind, each in of.layout.profile.last_seconds.items()}
+    return dataclasses.replace(of.layout.profile, last_seconds=none)

@@ -24,10 +24,10 @@ def planned(**how) -> tuple[Cost, Plan]:
 def test_the_exchange_is_the_bytes_over_the_ring() -> None:
     cost, plan = planned(dp=4)
     told = exchange(cost, play(plan, cost.table(plan)))
-    assert cost.network is not None
-    dense, _ = cost.parameters
+    assert cost.layout.network is not None
+    dense, _ = cost.memory.parameters
     # 16 copies of every weight, 8 to a node: a ring that enters and leaves two nodes.
-    rate = min(350e9, 8 * cost.network.share_bytes_per_second)
+    rate = min(350e9, 8 * cost.layout.network.share_bytes_per_second)
     assert told.reduce_seconds == pytest.approx(dense * 4 * 15 / 16 / rate)
     assert told.gather_seconds == pytest.approx(dense * 2 * 15 / 16 / rate)
     assert told.seconds == pytest.approx(float(dense.max()) * 6 * 15 / 16 / rate)
@@ -40,12 +40,12 @@ def test_computation_hides_what_is_overlapped_and_only_that() -> None:
     whole = max(hidden.reduce_seconds) + max(hidden.gather_seconds)
     assert 0 <= hidden.exposed_seconds < 0.5 * whole
     # On a link a hundred times slower computation is too short.
-    assert cost.network is not None
+    assert cost.layout.network is not None
     slow = dataclasses.replace(
-        cost.network,
-        share_bytes_per_second=cost.network.share_bytes_per_second / 100,
+        cost.layout.network,
+        share_bytes_per_second=cost.layout.network.share_bytes_per_second / 100,
     )
-    late = exchange(dataclasses.replace(cost, network=slow), played)
+    late = exchange(cost.replace(network=slow), played)
     assert late.exposed_seconds > 0.5 * late.seconds
 
 

@@ -88,9 +88,11 @@ class Player(Preparation):
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
         tight, strict = bool(prepared.counts), "window" not in self.levers
-        placed = bool(self.cost.place)
+        placed = bool(self.cost.layout.place)
         chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
-        if self.cost.vocabulary_parallel:  # 1F1B as it stands has no slack for the way of an H
+        if (
+            self.cost.layout.vocabulary_parallel
+        ):  # 1F1B as it stands has no slack for the way of an H
             chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
         for policy in chosen:

@@ -107,7 +107,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunking.count)
         work = problem_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
@@ -123,9 +123,9 @@ class Preparation:
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
-            bare_law = group_by_group(chunking.sizes, self.cost.stages)
+            bare_law = group_by_group(chunking.sizes, self.cost.layout.stages)
             # Of several stages on a rank: as few forwards as run before any backward.
-            laws.append(np.zeros_like(min_in_flight) if self.cost.place else bare_law)
+            laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_law)
         counts: Counts | None = None
         for least in laws:
             counts = self._least_counts(chunking, loads, work, least)
@@ -154,7 +154,7 @@ class Preparation:
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
         ) -> Counts | None:
-            if self.cost.place:
+            if self.cost.layout.place:
                 return self._fewest_layers(chunking, loads, offloaded, least)
             return diagonal_counts(
                 self.solver,
@@ -193,7 +193,7 @@ class Preparation:
         are ``offloaded``, with which the law ``least`` fits; None where none does. Diagonals of the
         program are those of pipelines whose ranks have one stage."""
         left = left_layers(self.cost, offloaded, chunking.count)
-        low, high = 1, max(self.cost.layers)
+        low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
         while low <= high:
             middle = (low + high) // 2
@@ -208,7 +208,7 @@ class Preparation:
         """``letter`` for the first ``layers`` layers of every stage and chunk, whatever their
         kinds, as far as they are ``left``."""
         first = np.minimum(np.sum(left, axis=0), layers)
-        by_kind = self.cost.kinds.from_front(np.zeros_like(first), first)
+        by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
     def _ladders(self, loads: Loads) -> Ladders:
@@ -220,16 +220,16 @@ class Preparation:
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
     ) -> tuple[np.ndarray, int]:
         """Forwards before each backward, and the number of pipelines."""
-        if self.cost.place:
-            return placed_window(chunking.sizes, self.cost.place), 1
+        if self.cost.layout.place:
+            return placed_window(chunking.sizes, self.cost.layout.place), 1
         if "window" in self.levers:
-            return shrinking_window(chunking.sizes, self.cost.stages), 1
+            return shrinking_window(chunking.sizes, self.cost.layout.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
-        delta = (self.cost.stages - 1) * float(seconds.mean())
+        delta = (self.cost.layout.stages - 1) * float(seconds.mean())
         ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
         grouped = group(ilps, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
-        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
+        return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
         """``prepared`` with other recompute choices; None where the effort is spent."""

@@ -76,19 +76,19 @@ class Draft:
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     if draft.stages is not None:
         ran = ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
-        orders, turns = orders_of_ranks(ran, cost.stages)
+        orders, turns = orders_of_ranks(ran, cost.layout.stages)
         return Plan(
             documents=batch.documents,
-            layers=cost.layers,
+            layers=cost.layout.layers,
             chunks=draft.chunking.ir_chunks(batch.names),
             recompute=_recompute(draft.counts, cost, draft.chunking.count),
             orders=orders,
-            place=cost.place,
+            place=cost.layout.place,
             turns=turns,
         )
     return Plan(
         documents=batch.documents,
-        layers=cost.layers,
+        layers=cost.layout.layers,
         chunks=draft.chunking.ir_chunks(batch.names),
         recompute=_recompute(draft.counts, cost, draft.chunking.count),
         orders=orders_of_arrays(draft.kinds, draft.chunks),
@@ -182,7 +182,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
     """Letters per layer. Of the layers of every kind those of ``counts`` first, in its order; then
     what is kept; what is offloaded evenly among them."""
     rows = []
-    for stage, word in enumerate(cost.kinds.words):
+    for stage, word in enumerate(cost.layout.kinds.words):
         of_kinds = [
             _letters(
                 {letter: grid for (of, letter), grid in counts.items() if of == kind},
@@ -190,7 +190,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
                 int((word == kind).sum()),
                 chunks,
             )
-            for kind in range(cost.kinds.number)
+            for kind in range(cost.layout.kinds.number)
         ]
         rows.append(tuple(_woven(word.tolist(), each) for each in zip(*of_kinds, strict=True)))
     return tuple(rows)

@@ -15,5 +15,5 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return the best of its schedules."""
     chunking, note = packed(batch, cost, options)
-    policies = list(warm_up_policies(cost.rank_of, chunking.sizes, (True, False)))
+    policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (True, False)))
     return uniform_draft(batch, chunking, policies, cost, options, note)

@@ -40,7 +40,7 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
-        law = shrinking_window(chunking.sizes, cost.stages)
+        law = shrinking_window(chunking.sizes, cost.layout.stages)
         policies = one_f_one_b(law, chunking.sizes, cost)
         most = int(chunking.sizes.max())
         for kept in sorted({min(kept, most) for kept in KEPT}):
@@ -56,5 +56,5 @@ def draft(
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
     """Every layer of all but the last ``kept`` chunks of each group."""
     early = chunking.last_of_group - np.arange(chunking.count) >= kept
-    grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
-    return cost.kinds.first(FULL, grid)
+    grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
+    return cost.layout.kinds.first(FULL, grid)

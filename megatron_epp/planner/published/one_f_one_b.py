@@ -20,7 +20,7 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return its schedule."""
     chunking, note = packed(batch, cost, options)
-    ranks, stages = cost.ranks, cost.stages
+    ranks, stages = cost.layout.placement.ranks, cost.layout.stages
     alone = ranks - 1 - np.arange(ranks)
     warm = (alone if stages == ranks else interleaved_warm_up(ranks, stages)) + 1
     policies = list(held_policies(cost, chunking.count, warm, split=False))
@@ -35,7 +35,7 @@ def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Ite
     for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):
         flags = {"split": split, "deep": True, "strict": strict}
         said = f"{'split' if split else 'whole'} backwards, {warm[0]} forwards first{how}"
-        yield warm_up_policy(cost.rank_of, chunks, warm, **flags), said
+        yield warm_up_policy(cost.layout.placement.place, chunks, warm, **flags), said
 
 
 def is_interleaved(place: tuple[int, ...]) -> bool:

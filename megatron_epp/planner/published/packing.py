@@ -36,5 +36,5 @@ def draft(
     loads = loads_of(chunking, batch.lengths, options.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
-    policies = one_f_one_b(constant(chunking.sizes, cost.stages), chunking.sizes, cost)
+    policies = one_f_one_b(constant(chunking.sizes, cost.layout.stages), chunking.sizes, cost)
     return uniform_draft(batch, chunking, policies, cost, options, note)

@@ -21,16 +21,16 @@ MOST_SLICES = 2048
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return the fastest of a few numbers of slices."""
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
-    offloads = "offload" in options.levers and cost.profile.host_bytes_per_second > 0
+    offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
     drafts: list[ScoredDraft] = []
     for times in RANK_SLICES:
-        each = -(-context // (times * cost.ranks))
+        each = -(-context // (times * cost.layout.placement.ranks))
         size = -(-each // options.multiple) * options.multiple
         slices = fixed_chunks(batch.lengths, size, rates)
         if drafts and slices.count > MOST_SLICES:
             break
         chunking = folded(slices, options.lockstep, rates)
-        policies = list(warm_up_policies(cost.rank_of, chunking.sizes, (False,)))
+        policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (False,)))
         letters = (OFFLOAD, FULL) if offloads else (FULL,)
         drafts.append(
             uniform_draft(batch, chunking, policies, cost, options, f"slices of {size}", letters)

@@ -16,7 +16,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return its schedule."""
     chunking, note = packed(batch, cost, options)
-    warm = np.full(cost.ranks, 2 * cost.ranks)
+    warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
     policies = list(held_policies(cost, chunking.count, warm, split=True))
     return uniform_draft(batch, chunking, policies, cost, options, note)
 

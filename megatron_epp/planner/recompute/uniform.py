@@ -54,8 +54,8 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
 
     The window law ``least``, or, where ranks have several stages, shorter and longer warm-ups.
     """
-    if cost.place:
-        return list(warm_up_policies(cost.place, sizes, (False,)))
+    if cost.layout.place:
+        return list(warm_up_policies(cost.layout.place, sizes, (False,)))
     return [(strict(least), "")]
 
 
@@ -73,7 +73,7 @@ def scored_draft(
 ) -> ScoredDraft:
     """Return the draft of a schedule with its score and what ``notes`` say of it."""
     note = ", ".join(filter(None, notes))
-    stages = schedule.stages if cost.place else None
+    stages = schedule.stages if cost.layout.place else None
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)
     return ScoredDraft(schedule.seconds, schedule.over_bytes, draft, cost)
 
@@ -95,8 +95,8 @@ def uniform_draft(
     loads = loads_of(chunking, batch.lengths, options.multiple)
 
     def play(letter: str, layers: int) -> tuple[Counts, Schedule, str]:
-        grid = np.minimum(np.array(cost.layers), layers)[:, None]
-        counts = cost.kinds.first(letter, np.tile(grid, (1, chunking.count)))
+        grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]
+        counts = cost.layout.kinds.first(letter, np.tile(grid, (1, chunking.count)))
         return counts, *best_schedule(chunking, loads, counts, policies, cost)
 
     said = ""
@@ -104,7 +104,7 @@ def uniform_draft(
     for letter in letters:
         if schedule.over_bytes <= 0:
             break
-        low, high = 1, max(cost.layers)  # the fewest that fit lie in low..high
+        low, high = 1, max(cost.layout.layers)  # the fewest that fit lie in low..high
         while low < high:
             middle = (low + high) // 2
             if play(letter, middle)[1].over_bytes > 0:

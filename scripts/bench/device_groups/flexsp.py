@@ -34,7 +34,7 @@ def plan(
     """The best of several micro-batch counts and static recompute shares."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     best = None
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     for share in RECOMPUTE_SHARES:
         recompute = round(share * layers)
         costs = group_costs(cost, recompute, gather_factor)
@@ -52,8 +52,9 @@ def plan(
     if best is None:
         longest = int(batch.lengths[0])
         raise PlanError(
-            f"a document of {longest} tokens does not fit all {cost.stages * cost.cp} devices "
-            "together with everything recomputed: raise the memory budget or use more devices"
+            f"a document of {longest} tokens does not fit all "
+            f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed: "
+            "raise the memory budget or use more devices"
         )
     _, batches, costs, note = best
     return planned_groups("flexsp", batches, batch.lengths, batch.names, costs, cost, note)

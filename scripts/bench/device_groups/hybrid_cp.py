@@ -30,7 +30,7 @@ def plan(
 ) -> PlannedGroups:
     """The best of a few limits of tokens per device, with just enough static recompute."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     results = []
     for recompute in range(0, layers + 1, max(1, layers // 3)):
         costs = group_costs(cost, recompute, gather_factor)
@@ -56,7 +56,7 @@ def plan(
         return min(results, key=lambda found: found.seconds)
     raise PlanError(
         f"a document of {int(batch.lengths[0])} tokens does not fit all "
-        f"{cost.stages * cost.cp} devices together with everything recomputed"
+        f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed"
     )
 
 

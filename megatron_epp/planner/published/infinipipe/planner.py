@@ -161,7 +161,7 @@ def best_grouping(
             ).sum()
         )
         work += chunking.count * rates.chunk_seconds
-        delta = (cost.stages - 1) * work / chunking.count
+        delta = (cost.layout.stages - 1) * work / chunking.count
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
             continue  # recompute and more pipelines only add
@@ -186,7 +186,7 @@ def _play(
 ) -> tuple[ScoredDraft, np.ndarray]:
     """The plan, and its exact peaks by stage beside residents."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
-    law = pipelines(chunking.sizes, list(cuts), cost.stages)
+    law = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
     made = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
