@@ -66,7 +66,7 @@ def test_groups_compute_every_document_once(name, lengths, cost) -> None:
         return
     held = sorted(d for b in planned.batches for group in b.documents for d in group)
     assert held == list(range(len(lengths)))
-    devices = 2 ** ((cost.layout.stages * cost.cp).bit_length() - 1)
+    devices = 2 ** ((cost.layout.stages * cost.layout.cp).bit_length() - 1)
     for batch in planned.batches:
         assert sum(batch.degrees) <= devices
         assert all(group for group in batch.documents)
