@@ -118,7 +118,9 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
 
     if task["planner"] == "random":
         letters = task.get("letters", EXECUTABLE)
-        drawn = arbitrary_plan(lengths, ample.layers, random.Random(task["seed"]), letters=letters)
+        drawn = arbitrary_plan(
+            lengths, ample.layout.layers, random.Random(task["seed"]), letters=letters
+        )
         played = play(drawn, ample.table(drawn))
         prediction = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
         return Step(
@@ -130,7 +132,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
     budget = tuple(task["share"] * peak for peak in kept.peak_bytes)
     within = dataclasses.replace(ample, device_budget_bytes=budget)
     if task.get("offload"):
-        free = dataclasses.replace(ample.profile, host_bytes_per_second=1e15)
+        free = dataclasses.replace(ample.layout.profile, host_bytes_per_second=1e15)
         within = dataclasses.replace(within, profile=free)
         options = dataclasses.replace(options, levers=options.levers | {"offload"})
     return plan_step(lengths, within, options, task["planner"]).step

@@ -156,7 +156,7 @@ def partition_by_time(
     """Return the layers of the stages that take least, as far as ``MOST_TRIED`` plans show.
 
     ``seconds_of`` plans all ``batches`` with a cost; None: some do not fit. The first candidate is
-    ``cost.layers``.
+    ``cost.layout.layers``.
     """
     tried: dict[tuple[int, ...], float | None] = {}
 
