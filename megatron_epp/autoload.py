@@ -164,7 +164,7 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
         function = getattr(schedules, name)
         setattr(schedules, name, getattr(function, WAITS_FOR, function))
     try:
-        from megatron_epp.integrations.known import framework_of
+        from megatron_epp.frameworks.known import framework_of
 
         if isinstance(_package().install_schedule(), NoInstallation):
             return  # which has said why

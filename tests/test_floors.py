@@ -1,9 +1,11 @@
 """The house keeps its floors: imports point down, never sideways.
 
+    floor 7  frameworks/*/slices          adapters for slices
     floor 6  mcore                        the only folder that imports megatron
-    floor 5  certify  integrations        the judge of a trainer, frameworks' micro-batches; torch,
+    floor 5  certify  frameworks          the judge of a trainer, frameworks' micro-batches; torch,
                                           no megatron
-    floor 4  control                      the loop around an iteration; torch, no megatron
+    floor 4  control  frameworks/settings the loop around an iteration; torch, no megatron.
+                                          Settings for `tune --for`; no torch
     floor 3  planner  show     | layers   layers imports transformer_engine,
     floor 2  sim
     floor 1  corpus  cost      | runtime  te_reference: its kernels for CPU-only hosts
@@ -39,10 +41,14 @@ FLOORS = {
     "layers": 3,
     "control": 4,
     "certify": 5,
+    "frameworks": 5,
     "integrations": 5,
     "mcore": 6,
+    "frameworks.settings": 4,
+    "frameworks.slices": 7,
 }
-THINKING = {"corpus", "cost", "sim", "planner", "show"}
+THINKING = {"corpus", "cost", "sim", "planner", "show", "frameworks.settings"}
+COMPATIBLE = {"integrations"}  # import paths of before
 DOING = {"runtime", "layers", "te_reference"}
 # Light to import; the doing tower only inside functions. cli holds __main__'s commands.
 FRONT_DOORS = {"__init__", "__main__", "cli", "autoload", "adaptor", "plugin", "run"}
@@ -75,6 +81,18 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:
     yield from visit(ast.parse(source), False)
 
 
+def floor_of(module: str) -> str:
+    """The folder of a module of the package, or the file beside the folders; of frameworks, where
+    settings and slices have floors of their own, which of these."""
+    first, *others = module.split(".")
+    if first == "frameworks":
+        if others[-1:] in (["settings"], ["stock_settings"]) or others[1:2] == ["settings"]:
+            return "frameworks.settings"
+        if "slices" in others[1:2]:
+            return "frameworks.slices"
+    return first
+
+
 def refusal(own: str, imported: str, lazy: bool) -> str:
     """Why ``own`` (a folder, or a file beside the folders) may not import; empty if it may."""
     outer = imported.split(".")[0]
@@ -90,10 +108,10 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
             return f"{own} stands on the standard library only"
         return ""
 
-    target = imported.split(".")[1] if "." in imported else "__init__"
+    target = floor_of(imported.partition(".")[2]) if "." in imported else "__init__"
     if own in FRONT_DOORS and lazy:
         return ""
-    if target == own or own in ENTRY:
+    if target == own or own in ENTRY or (own in COMPATIBLE and target == "frameworks"):
         return ""
     if target not in FLOORS:
         # ``from megatron_epp import __version__`` names the package itself.
@@ -113,7 +131,7 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
 
 def violations(path: Path, source: str) -> list[str]:
     """Forbidden imports of the file at ``path``, relative to the package."""
-    own = path.parts[0].removesuffix(".py")
+    own = floor_of(".".join(path.with_suffix("").parts))
     if own not in FLOORS and own not in FRONT_DOORS | ENTRY:
         return [f"{path}: {own} has no floor"]
     module = ".".join([PACKAGE, *path.with_suffix("").parts])

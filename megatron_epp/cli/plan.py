@@ -14,14 +14,10 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.frameworks.settings import require_framework, settings_of
+from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
-from megatron_epp.planner.tuning.framework_settings import (
-    StockSettings,
-    recomputed_layers,
-    require_framework,
-    settings_of,
-)
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_share, offloaded_ratio

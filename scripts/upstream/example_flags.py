@@ -28,7 +28,8 @@ sys.path[:0] = [str(ROOT)]
 
 from framework_runs import found_in, mock
 
-from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
+from megatron_epp.frameworks.settings import settings_of
+from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 
 EXAMPLES = ROOT / "examples" / "integrations"

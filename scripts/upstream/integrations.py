@@ -30,8 +30,8 @@ import torch
 from framework_runs import found_in
 from torch.nn import functional
 
-from megatron_epp.integrations.framework import Caller
-from megatron_epp.integrations.known import FRAMEWORKS
+from megatron_epp.frameworks.caller import Caller
+from megatron_epp.frameworks.known import FRAMEWORKS
 
 CASES = 60
 DEGREES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (4, 2))  # tensor-, context-parallel

@@ -193,7 +193,7 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
 def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
     with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         attend_within_documents(model)
-        from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
+        from megatron_epp.frameworks.nemo_rl.slices import NemoSamples
 
         compare(
             rank,

@@ -44,7 +44,7 @@ from framework_runs import (
 )
 
 PACKAGE = "slime.backends.megatron_utils"
-HOOKS = "megatron_epp.mcore.loops.adapters.slime_samples"
+HOOKS = "megatron_epp.frameworks.slime.slices"
 MICRO_BATCHES, STEPS = 5, 4
 ORDER = "cp_utils", "data", "loss", "model"
 # As far as the steps and the loss ask slime's arguments.

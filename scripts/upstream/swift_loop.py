@@ -154,7 +154,7 @@ def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
     ARGS.context_parallel_size = cp
     with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
         attend_within_documents(model)
-        from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
+        from megatron_epp.frameworks.swift.slices import SwiftPacks
 
         trainer = trainer_around(its, wrapped(model))
         models = trainer.wrapped_models

@@ -99,20 +99,21 @@ CALLS = dict.fromkeys(("planned", "left"), 0)
 if os.environ["EPP_STANDS_IN"] == "1":
     import megatron_epp
     from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.planned_call import PlannedCall
 
     megatron_epp.install_schedule()
 
-    def counted(name, what):
-        plain = getattr(LoopSchedule, name)
+    def counted(schedule, name, what):
+        plain = getattr(schedule, name)
 
         def method(*arguments):
             CALLS[what] += 1
             return plain(*arguments)
 
-        setattr(LoopSchedule, name, method)
+        setattr(schedule, name, method)
 
-    counted("_run", "planned")
-    counted("_leave", "left")
+    counted(PlannedCall, "run", "planned")
+    counted(LoopSchedule, "_leave", "left")
 
 def pytest_runtest_teardown(item):
     if any(CALLS.values()) and os.environ.get("RANK", "0") == "0":

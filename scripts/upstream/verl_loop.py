@@ -46,7 +46,7 @@ STEPS, SAMPLES, MOST_TOKENS = 4, 12, 260  # of a micro-batch
 def load(checkout: Path) -> SimpleNamespace:
     """What is used of the checkout, which is imported."""
     sys.path.insert(0, str(checkout))
-    from megatron_epp.mcore.loops.adapters import verl_samples
+    from megatron_epp.frameworks.verl import slices as verl_samples
 
     verl_samples.register_engine()
     # verl asks for engines of the device that it sees; ours is one of cuda.

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.tune.script import layout_words
-from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
+from megatron_epp.frameworks.settings import settings_of
+from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 

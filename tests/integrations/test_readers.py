@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.integrations.framework import Caller
-from megatron_epp.integrations.known import FRAMEWORKS, framework_of
+from megatron_epp.frameworks.caller import Caller
+from megatron_epp.frameworks.known import FRAMEWORKS, framework_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

@@ -18,12 +18,9 @@ from megatron_epp.cost.catalogue.devices import device, differ_by_rank
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
+from megatron_epp.frameworks.settings import require_framework, settings_of
+from megatron_epp.frameworks.stock_settings import stock_choice
 from megatron_epp.planner.options import Options, parse_levers
-from megatron_epp.planner.tuning.framework_settings import (
-    require_framework,
-    settings_of,
-    stock_choice,
-)
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 

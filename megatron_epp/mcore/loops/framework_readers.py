@@ -1,6 +1,6 @@
 """The rows of micro-batches where the user tells none: as the framework that calls lays them out.
 
-What a framework does with its micro-batches is known from its code (megatron_epp.integrations),
+What a framework does with its micro-batches is known from its code (megatron_epp.frameworks),
 and code changes. So Megatron's own schedule runs the first call, in which stages tell each other
 every shape, and shows whether the rows that were read are those that came.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_epp.integrations.framework import Caller
-from megatron_epp.integrations.known import framework_of
+from megatron_epp.frameworks.caller import Caller
+from megatron_epp.frameworks.known import framework_of
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 

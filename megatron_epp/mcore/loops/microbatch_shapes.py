@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.integrations.rows import lengths_between
+from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 # What tells the extent of a micro-batch, as the loop's iterator gives it; None: it cannot say.

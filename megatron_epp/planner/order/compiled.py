@@ -4,6 +4,8 @@ They stand in one file because compiled code is kept on disk, and what is kept n
 its own file only. For the same reason the codes of ir.KIND_CODE and ir.Payload are written here.
 """
 
+from typing import Any, NamedTuple
+
 import numpy as np
 from numba import njit
 
@@ -12,7 +14,12 @@ from megatron_epp.ir import KIND_CODE, Kind
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(letter)] for letter in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
+FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together
+# LLVM inlines these functions. They allocate nothing, so that numba need not count references to
+# the arrays in their arguments, which would take as long as all else that they do.
+UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
+INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 
 @njit(cache=True, inline="always")
@@ -40,29 +47,6 @@ def _arrivals(stages, count, head):
     if not head:
         arrival[GRADIENT, stages - 1, :] = 0.0
     return arrival
-
-
-@njit(cache=True)
-def _drain_peak(stage, chunk, back, backward_order, last_of_group, moves, split, head):
-    """How far memory would rise above what is held, were the backwards of all whole groups up to
-    ``chunk`` run now.
-
-    back: the stage's next backward. A W or G runs right behind its I, as it would if memory asked.
-    """
-    held, peak = 0.0, 0.0
-    kind = I if split else B
-    for k in range(back, len(backward_order)):
-        c = backward_order[k]
-        if last_of_group[c] > chunk:
-            break
-        held += moves[kind, 0, stage, c]
-        peak = max(peak, held)
-        held -= moves[kind, 1, stage, c]
-        if split:
-            held += moves[W, 0, stage, c] - moves[W, 1, stage, c]
-        if head:
-            held += moves[G, 0, stage, c] - moves[G, 1, stage, c]
-    return peak
 
 
 @njit(cache=True)
@@ -105,257 +89,374 @@ def _first_to_wake(wake, firsts, stale):
     return r
 
 
-@njit(cache=True)
-def _first_with(forwards, arrival_f, rank_of, deep):
-    """The first stage whose next forward has what it needs, -1 where none has; ``deep``: the last
-    such stage of its rank."""
-    found = -1
-    for s in range(len(forwards)):
-        if forwards[s] < arrival_f.shape[1] and arrival_f[s, forwards[s]] < np.inf:
-            if found < 0:
-                found = s
-            elif rank_of is not None:  # noqa: SIM102  (numba leaves the branch out only like this)
-                if deep and rank_of[s] == rank_of[found]:
-                    found = s
-    return found
+class Problem(NamedTuple):
+    """problem.ScheduleProblem as arrays; shapes as in sim.engine.OpArrays.
 
-
-@njit(cache=True)
-def schedule_with(
-    seconds,
-    link_seconds,
-    latency,
-    moves,
-    backward_order,
-    last_of_group,
-    rank_of,
-    budget,
-    least,
-    first,
-    most,
-    split,
-    held_seconds,
-    patience,
-    deep,
-):
-    """As list_scheduler.list_schedule says, of arrays: seconds, peaks, kinds, chunks, stages,
-    start, stop.
-
-    Shapes as in sim.engine.OpArrays and list_scheduler.Policy; ``back`` is the kind that hands the
-    gradient on. ``rank_of``: None where stage i lies on rank i, which is compiled apart, as a loop
-    over the stages of a rank costs up to a third there; ``stages`` has no columns then.
+    budget[r]    bytes of a rank
+    rank_of[s]   int64: the rank of a stage
     """
-    stages, count = seconds.shape[1:]
-    ranks, counted = least.shape
-    back = I if split else B
-    head = len(link_seconds) > HEAD  # as vocabulary parallelism has
-    per_stage = ((3 if split else 2) + (2 if head else 0)) * count
-    per_rank = np.full(ranks, per_stage)
-    width, noted = per_stage, 0
-    if rank_of is not None:  # the stages of rank r: own[own_from[r]:own_from[r + 1]]
-        own = np.argsort(rank_of, kind="mergesort")
-        own_from = np.searchsorted(rank_of[own], np.arange(ranks + 1))
-        per_rank = per_stage * (own_from[1:] - own_from[:-1])
-        width = noted = per_rank.max()
-    kinds = np.full((ranks, width), -1, dtype=np.int8)  # of no kind behind a rank's last op
-    chunks = np.zeros((ranks, width), dtype=np.int32)
-    on_stage = np.zeros((ranks, noted), dtype=np.int32)
-    start = np.zeros((ranks, width))
-    stop = np.zeros((ranks, width))
-    forwards = np.zeros(stages, dtype=np.int64)
-    backs = np.zeros(stages, dtype=np.int64)
-    weights = np.zeros(stages, dtype=np.int64)
-    ran = np.zeros(ranks, dtype=np.int64)
-    all_forwards = np.zeros(ranks, dtype=np.int64)
-    all_backs = np.zeros(ranks, dtype=np.int64)
-    waiting_seconds = np.zeros(ranks)
-    waiting_bytes = np.zeros(ranks)
-    free_at = np.zeros(ranks)
-    wake = np.zeros(ranks)
-    held = np.zeros(ranks)
-    peak = np.zeros(ranks)
-    arrival = _arrivals(stages, count, head)
-    own_b = np.full((stages, count), np.inf)  # when the stage's own forward was done
-    links = np.zeros((ranks, ranks))  # from rank to rank: busy until
-    rise = _rise(moves, split, head)
-    # Of vocabulary parallelism; arrays of nothing without it.
-    heads = np.zeros(stages if head else 0, dtype=np.int64)
-    head_weights = np.zeros(stages if head else 0, dtype=np.int64)
-    to_come = np.zeros(ranks if head else 0)  # that the H of chunks whose F has run will make
-    reserved = np.zeros(ranks if head else 0)  # what the largest H or G needs while it runs
-    for s in range(len(heads)):
-        for c in range(count):
-            r = s
-            if rank_of is not None:
-                r = rank_of[s]
-            reserved[r] = max(reserved[r], moves[H, 1, s, c], moves[G, 0, s, c])
-    left = stages * per_stage
+
+    seconds: np.ndarray
+    link_seconds: np.ndarray
+    latency: float
+    moves: np.ndarray
+    backward_order: np.ndarray
+    last_of_group: np.ndarray
+    budget: np.ndarray
+    rank_of: np.ndarray
+
+
+class Limits(NamedTuple):
+    """list_scheduler.Policy; head: whether there are H and G, as vocabulary parallelism has."""
+
+    least: np.ndarray
+    first: np.ndarray
+    most: np.ndarray
+    split: bool
+    head: bool
+    held_seconds: float
+    patience: float
+    deep: bool
+
+
+RANK = np.dtype(
+    [
+        ("first_stage", np.int64),  # its stages: by_rank[first_stage:end_stage]
+        ("end_stage", np.int64),
+        ("all_ops", np.int64),
+        ("head_reserve", np.float64),  # bytes that its largest H or G needs while it runs
+        # What follows changes.
+        ("ops", np.int64),  # that have run, of all its stages; likewise
+        ("forwards", np.int64),
+        ("backwards", np.int64),
+        ("free_at", np.float64),
+        ("held", np.float64),  # bytes
+        ("peak", np.float64),
+        ("deferred_seconds", np.float64),  # of the W and G that could run
+        ("deferred_bytes", np.float64),  # that they would free
+        ("head_bytes", np.float64),  # that the H of chunks whose F has run will make
+    ]
+)
+STAGE = np.dtype(
+    [
+        ("rise", np.float64),  # _rise
+        # How many have run of its F, B or I, W, H, G.
+        ("forwards", np.int64),
+        ("backwards", np.int64),
+        ("weights", np.int64),
+        ("heads", np.int64),
+        ("head_weights", np.int64),
+    ]
+)
+
+
+class State(NamedTuple):
+    """The ranks and stages while a schedule is made, and the messages between them.
+
+    ranks, stages              RANK, STAGE of each
+    by_rank                    the stages, sorted by rank
+    wake[r]                    seconds at which a rank looks for its next op
+    arrival[input, s, c]       seconds at which an input of an op is there: ACTIVATION, GRADIENT,
+                               HEAD, and FORWARD_DONE of the stage's own F
+    link_free[r, r']           seconds until which the link from one rank to the other is busy
+    """
+
+    ranks: np.ndarray
+    stages: np.ndarray
+    by_rank: np.ndarray
+    wake: np.ndarray
+    arrival: np.ndarray
+    link_free: np.ndarray
+
+
+class Candidates(NamedTuple):
+    """The stages of a rank that can run an op of a kind now, -1 where none can.
+
+    memory_blocks    an F has its input, but no memory
+    b_lacks_memory   so does a B (or I), whether or not it has its input
+    next_input       seconds at which the next awaited input is known to arrive
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    head: int
+    head_weight: int
+    memory_blocks: bool
+    b_lacks_memory: bool
+    next_input: float
+
+
+@njit(cache=True)
+def _initial(problem, limits):
+    """Return the state before the first op."""
+    moves, rank_of = problem.moves, problem.rank_of
+    count, ranks = moves.shape[3], np.zeros(len(problem.budget), dtype=RANK)
+    stages = np.zeros(len(rank_of), dtype=STAGE)
+    by_rank = np.argsort(rank_of, kind="mergesort")
+    rise = _rise(moves, limits.split, limits.head)
+    for j in range(len(stages)):
+        s = by_rank[j]
+        stages[s].rise = rise[s]
+        rank = ranks[rank_of[s]]
+        if rank.all_ops == 0:
+            rank.first_stage = j
+        rank.end_stage = j + 1
+        rank.all_ops += ((3 if limits.split else 2) + (2 if limits.head else 0)) * count
+        if limits.head:
+            for c in range(count):
+                rank.head_reserve = max(rank.head_reserve, moves[H, 1, s, c], moves[G, 0, s, c])
+    arrival = np.full((4, len(stages), count), np.inf)
+    arrival[ACTIVATION, 0, :] = 0.0
+    if not limits.head:
+        arrival[GRADIENT, len(stages) - 1, :] = 0.0
+    wake, link_free = np.zeros(len(ranks)), np.zeros((len(ranks), len(ranks)))
+    return State(ranks, stages, by_rank, wake, arrival, link_free)
+
+
+@njit(**UNCOUNTED)
+def _drain_peak(problem, limits, stage, chunk, back):
+    """Return how far memory would rise above what is held in backwards up to ``chunk``.
+
+    All whole groups' backwards run at once. back: the stage's next backward. A W or G runs right
+    after its I, as it would if memory asked.
+    """
+    moves, order = problem.moves, problem.backward_order
+    held, peak = 0.0, 0.0
+    kind = I if limits.split else B
+    for k in range(back, len(order)):
+        c = order[k]
+        if problem.last_of_group[c] > chunk:
+            break
+        held += moves[kind, 0, stage, c]
+        peak = max(peak, held)
+        held -= moves[kind, 1, stage, c]
+        if limits.split:
+            held += moves[W, 0, stage, c] - moves[W, 1, stage, c]
+        if limits.head:
+            held += moves[G, 0, stage, c] - moves[G, 1, stage, c]
+    return peak
+
+
+@njit(**INLINED)
+def _candidates(problem, limits, state, r, now):
+    """Return what rank ``r`` can run ``now``. Where an H can run, look for nothing else."""
+    moves, arrival, budget = problem.moves, state.arrival, problem.budget[r]
+    rank, count, counted = state.ranks[r], moves.shape[3], limits.least.shape[1]
+    forward, backward, weight, head_weight = -1, -1, -1, -1
+    memory_blocks, b_lacks_memory, next_input = False, False, np.inf
+    if limits.head:
+        for j in range(rank.first_stage, rank.end_stage):
+            s = state.by_rank[j]
+            h = state.stages[s].heads
+            if h < count:
+                if arrival[HEAD, s, h] <= now:
+                    return Candidates(-1, -1, -1, s, -1, False, False, next_input)
+                next_input = min(next_input, arrival[HEAD, s, h])
+    b_done = min(rank.backwards, counted - 1)
+    for j in range(rank.first_stage, rank.end_stage):
+        s = state.by_rank[j]
+        stage = state.stages[s]
+        f, b = stage.forwards, stage.backwards
+        if f < count and rank.forwards < limits.most[r, b_done]:
+            # Memory for the F itself, and to drain from there.
+            held = rank.held + moves[F, 0, s, f]
+            if limits.head:
+                held += rank.head_bytes + moves[H, 0, s, f] - moves[H, 1, s, f] + rank.head_reserve
+            base = held - moves[F, 1, s, f] - rank.deferred_bytes
+            if held <= budget and (
+                base + stage.rise <= budget
+                or base + _drain_peak(problem, limits, s, f, b) <= budget
+            ):
+                if arrival[ACTIVATION, s, f] > now:
+                    next_input = min(next_input, arrival[ACTIVATION, s, f])
+                elif forward < 0 or limits.deep:
+                    forward = s
+            elif arrival[ACTIVATION, s, f] <= now:
+                memory_blocks = True
+        if b < count:
+            c = problem.backward_order[b]
+            enough = rank.forwards >= min(limits.least[r, b_done], counted)
+            if f > problem.last_of_group[c] and enough:
+                if rank.held + moves[I if limits.split else B, 0, s, c] > budget:
+                    b_lacks_memory = True
+                ready = max(arrival[FORWARD_DONE, s, c], arrival[GRADIENT, s, c])
+                if ready > now:
+                    next_input = min(next_input, ready)
+                elif backward < 0:
+                    backward = s
+        if limits.split and weight < 0 and stage.weights < b:
+            weight = s
+        if limits.head and head_weight < 0 and stage.head_weights < b:
+            head_weight = s
+    return Candidates(
+        forward, backward, weight, -1, head_weight, memory_blocks, b_lacks_memory, next_input
+    )
+
+
+@njit(**INLINED)
+def _choice(can, problem, limits, state, r, now):
+    """Return (kind, stage) of the op that rank ``r`` runs ``now``; (-1, -1): it waits."""
+    if can.head >= 0:
+        return H, can.head
+    rank, stages, order = state.ranks[r], state.stages, problem.backward_order
+    weight, head_weight = can.weight, can.head_weight
+    if (weight >= 0 or head_weight >= 0) and (
+        rank.deferred_seconds > limits.held_seconds
+        or (can.memory_blocks and can.backward < 0)
+        or (can.b_lacks_memory and can.forward < 0)
+    ):
+        if weight < 0 or (
+            head_weight >= 0 and stages[head_weight].head_weights < stages[weight].weights
+        ):
+            return G, head_weight
+        return W, weight
+    b_done = min(rank.backwards, limits.first.shape[1] - 1)
+    if can.forward >= 0 and (can.backward < 0 or rank.forwards < limits.first[r, b_done]):
+        return F, can.forward
+    if can.backward >= 0:
+        return (I if limits.split else B), can.backward
+    fraction = 1.0 - limits.patience
+    if weight >= 0:
+        c = order[stages[weight].weights]
+        if now + fraction * problem.seconds[W, weight, c] <= can.next_input:
+            return W, weight
+    if head_weight >= 0:
+        c = order[stages[head_weight].head_weights]
+        if now + fraction * problem.seconds[G, head_weight, c] <= can.next_input:
+            return G, head_weight
+    return -1, -1
+
+
+@njit(cache=True)
+def _forced_forward(state, rank_of, deep):
+    """Return the first stage whose next F has its input, or -1.
+
+    ``deep``: the last such stage of its rank.
+    """
+    first, arrival = -1, state.arrival
+    for s in range(len(rank_of)):
+        f = state.stages[s].forwards
+        has_input = f < arrival.shape[2] and arrival[ACTIVATION, s, f] < np.inf
+        if has_input and (first < 0 or (deep and rank_of[s] == rank_of[first])):
+            first = s
+    return first
+
+
+@njit(**INLINED)
+def _run(kind, s, problem, limits, state, now):
+    """Run the next op of ``kind`` on stage ``s``; return (chunk, when it is done)."""
+    seconds, moves, order = problem.seconds, problem.moves, problem.backward_order
+    rank, stage = state.ranks[problem.rank_of[s]], state.stages[s]
+    if kind == F:
+        c = stage.forwards
+        stage.forwards += 1
+        rank.forwards += 1
+        if limits.head:
+            rank.head_bytes += moves[H, 0, s, c] - moves[H, 1, s, c]
+    elif kind == H:
+        c = stage.heads
+        stage.heads += 1
+        rank.head_bytes -= moves[H, 0, s, c] - moves[H, 1, s, c]
+    elif kind == G:
+        c = order[stage.head_weights]
+        stage.head_weights += 1
+        rank.deferred_seconds -= seconds[G, s, c]
+        rank.deferred_bytes -= moves[G, 1, s, c] - moves[G, 0, s, c]
+    elif kind == W:
+        c = order[stage.weights]
+        stage.weights += 1
+        rank.deferred_seconds -= seconds[W, s, c]
+        rank.deferred_bytes -= moves[W, 1, s, c] - moves[W, 0, s, c]
+    else:
+        c = order[stage.backwards]
+        stage.backwards += 1
+        rank.backwards += 1
+        if limits.head:
+            rank.deferred_seconds += seconds[G, s, c]
+            rank.deferred_bytes += moves[G, 1, s, c] - moves[G, 0, s, c]
+        if limits.split:
+            rank.deferred_seconds += seconds[W, s, c]
+            rank.deferred_bytes += moves[W, 1, s, c] - moves[W, 0, s, c]
+    done = now + seconds[kind, s, c]
+    if kind == F:
+        state.arrival[FORWARD_DONE, s, c] = done
+    rank.held += moves[kind, 0, s, c]
+    rank.peak = max(rank.peak, rank.held)
+    rank.held -= moves[kind, 1, s, c]
+    rank.ops += 1
+    rank.free_at = done
+    state.wake[problem.rank_of[s]] = done if rank.ops < rank.all_ops else np.inf
+    return c, done
+
+
+@njit(**INLINED)
+def _send(kind, s, c, done, problem, limits, state):
+    """Send what an op made to the op that needs it; return the rank that may wake earlier."""
+    r = problem.rank_of[s]
+    payload, row, to = _message(kind, s, len(state.stages), limits.head)
+    if to < 0:
+        return r
+    receiver = problem.rank_of[to]
+    if receiver == r:
+        state.arrival[payload, to, c] = done
+        return r
+    free = max(done, state.link_free[r, receiver]) + problem.link_seconds[payload, row, c]
+    arrives = free + problem.latency
+    state.link_free[r, receiver] = free
+    state.arrival[payload, to, c] = arrives
+    rank = state.ranks[receiver]
+    if rank.ops < rank.all_ops:
+        state.wake[receiver] = min(state.wake[receiver], max(rank.free_at, arrives))
+    return receiver
+
+
+@njit(cache=True)
+def schedule_with(problem, limits):
+    """Return the fields of list_scheduler.Schedule but ``over_bytes``.
+
+    Seconds are infinite where no rank can go on.
+    """
+    rank_of, state = problem.rank_of, _initial(problem, limits)
+    ranks, wake, stages = state.ranks, state.wake, len(rank_of)
+    shape = len(ranks), ranks.all_ops.max()
+    kinds = np.full(shape, -1, dtype=np.int8)  # of no kind after a rank's last op
+    chunks = np.zeros(shape, dtype=np.int32)
+    on_stage = np.zeros((shape[0], 0 if shape[0] == stages else shape[1]), dtype=np.int32)
+    start, stop = np.zeros(shape), np.zeros(shape)
     # The first rank to wake of every block, and the blocks that must be looked through again.
-    blocks = (ranks + BLOCK - 1) // BLOCK
+    blocks = (len(ranks) + BLOCK - 1) // BLOCK
     firsts = np.arange(blocks) * BLOCK
     stale = np.zeros(blocks, dtype=np.bool_)
+    left, seconds = ranks.all_ops.sum(), np.inf
     while left > 0:
         r = _first_to_wake(wake, firsts, stale)
         now = wake[r]
-        chosen, s = -1, -1
-        later = np.inf  # when the next awaited input is known to arrive
-        if now == np.inf:
-            # Nobody can go on within the budget: the first stage with an F at hand takes it.
-            s = _first_with(forwards, arrival[ACTIVATION], rank_of, deep)
-            if s < 0:
-                return np.inf, peak, kinds, chunks, on_stage, start, stop
-            chosen, r = F, s
-            if rank_of is not None:
-                r = rank_of[s]
-            now = max(free_at[r], arrival[ACTIVATION, s, forwards[s]])
-        low, high = r, r + 1
-        if rank_of is not None:
-            low, high = own_from[r], own_from[r + 1]
-        if head and chosen < 0:
-            for j in range(low, high):
-                q = j
-                if rank_of is not None:
-                    q = own[j]
-                if heads[q] < count:
-                    if arrival[HEAD, q, heads[q]] > now:
-                        later = min(later, arrival[HEAD, q, heads[q]])
-                    elif chosen < 0:
-                        chosen, s = H, q
-        stale[r // BLOCK] = True
-        if chosen < 0:
-            can_f, can_b, can_w, can_g = -1, -1, -1, -1  # the stage that can
-            memory_blocks, b_lacks_room = False, False
-            f_done, b_done = all_forwards[r], min(all_backs[r], counted - 1)
-            for j in range(low, high):
-                q = j
-                if rank_of is not None:
-                    q = own[j]
-                f, k = forwards[q], backs[q]
-                if f < count and f_done < most[r, b_done]:
-                    # Room for the F itself, and to drain from there.
-                    held_f = held[r] + moves[F, 0, q, f]
-                    if head:
-                        held_f += to_come[r] + moves[H, 0, q, f] - moves[H, 1, q, f] + reserved[r]
-                    base = held_f - moves[F, 1, q, f] - waiting_bytes[r]
-                    if held_f <= budget[r] and (
-                        base + rise[q] <= budget[r]
-                        or base
-                        + _drain_peak(q, f, k, backward_order, last_of_group, moves, split, head)
-                        <= budget[r]
-                    ):
-                        if arrival[ACTIVATION, q, f] > now:
-                            later = min(later, arrival[ACTIVATION, q, f])
-                        elif can_f < 0 or deep:
-                            can_f = q
-                    elif arrival[ACTIVATION, q, f] <= now:
-                        memory_blocks = True
-                if k < count:
-                    c = backward_order[k]
-                    if f > last_of_group[c] and f_done >= min(least[r, b_done], counted):
-                        if held[r] + moves[back, 0, q, c] > budget[r]:
-                            b_lacks_room = True
-                        ready = max(own_b[q, c], arrival[GRADIENT, q, c])
-                        if ready > now:
-                            later = min(later, ready)
-                        elif can_b < 0:
-                            can_b = q
-                if split and can_w < 0 and weights[q] < k:
-                    can_w = q
-                if head and can_g < 0 and head_weights[q] < k:
-                    can_g = q
-            if (can_w >= 0 or can_g >= 0) and (
-                waiting_seconds[r] > held_seconds
-                or (memory_blocks and can_b < 0)
-                or (b_lacks_room and can_f < 0)
-            ):
-                if can_w >= 0 and not (can_g >= 0 and head_weights[can_g] < weights[can_w]):
-                    chosen, s = W, can_w
-                else:
-                    chosen, s = G, can_g
-            elif can_f >= 0 and f_done < first[r, b_done]:
-                chosen, s = F, can_f
-            elif can_b >= 0:
-                chosen, s = back, can_b
-            elif can_f >= 0:
-                chosen, s = F, can_f
-            else:
-                if can_w >= 0:
-                    c = backward_order[weights[can_w]]
-                    if now + (1.0 - patience) * seconds[W, can_w, c] <= later:
-                        chosen, s = W, can_w
-                if can_g >= 0 and chosen < 0:
-                    c = backward_order[head_weights[can_g]]
-                    if now + (1.0 - patience) * seconds[G, can_g, c] <= later:
-                        chosen, s = G, can_g
-            if chosen < 0:
-                wake[r] = later
+        if now < np.inf:
+            stale[r // BLOCK] = True
+            can = _candidates(problem, limits, state, r, now)
+            kind, s = _choice(can, problem, limits, state, r, now)
+            if kind < 0:
+                wake[r] = can.next_input
                 continue
-        # Run it.
-        i = ran[r]
-        if chosen == F:
-            c = forwards[s]
-        elif chosen == back:
-            c = backward_order[backs[s]]
-        elif chosen == H:
-            c = heads[s]
-        elif chosen == G:
-            c = backward_order[head_weights[s]]
         else:
-            c = backward_order[weights[s]]
-        done = now + seconds[chosen, s, c]
-        kinds[r, i], chunks[r, i], start[r, i], stop[r, i] = chosen, c, now, done
-        if rank_of is not None:
+            # No rank can go on within its budget: the first stage whose F has its input runs it.
+            kind, s = F, _forced_forward(state, rank_of, limits.deep)
+            if s < 0:
+                break
+            r = rank_of[s]
+            stale[r // BLOCK] = True
+            now = max(ranks[r].free_at, state.arrival[ACTIVATION, s, state.stages[s].forwards])
+        i = ranks[r].ops
+        c, done = _run(kind, s, problem, limits, state, now)
+        kinds[r, i], chunks[r, i], start[r, i], stop[r, i] = kind, c, now, done
+        if on_stage.shape[1]:
             on_stage[r, i] = s
-        held[r] += moves[chosen, 0, s, c]
-        if held[r] > peak[r]:
-            peak[r] = held[r]
-        held[r] -= moves[chosen, 1, s, c]
-        ran[r] += 1
         left -= 1
-        free_at[r] = done
-        wake[r] = done if ran[r] < per_rank[r] else np.inf
-        if chosen == F:
-            forwards[s] += 1
-            all_forwards[r] += 1
-            own_b[s, c] = done
-            if head:
-                to_come[r] += moves[H, 0, s, c] - moves[H, 1, s, c]
-        elif chosen == H:
-            heads[s] += 1
-            to_come[r] -= moves[H, 0, s, c] - moves[H, 1, s, c]
-        elif chosen == G:
-            head_weights[s] += 1
-            waiting_seconds[r] -= seconds[G, s, c]
-            waiting_bytes[r] -= moves[G, 1, s, c] - moves[G, 0, s, c]
-        elif chosen == back:
-            backs[s] += 1
-            all_backs[r] += 1
-            if head:
-                waiting_seconds[r] += seconds[G, s, c]
-                waiting_bytes[r] += moves[G, 1, s, c] - moves[G, 0, s, c]
-            if split:
-                waiting_seconds[r] += seconds[W, s, c]
-                waiting_bytes[r] += moves[W, 1, s, c] - moves[W, 0, s, c]
-        else:
-            weights[s] += 1
-            waiting_seconds[r] -= seconds[W, s, c]
-            waiting_bytes[r] -= moves[W, 1, s, c] - moves[W, 0, s, c]
-        payload, row, to = _message(chosen, s, stages, head)
-        if to < 0:
-            continue
-        other = to
-        if rank_of is not None:
-            other = rank_of[to]
-        if other == r:
-            arrival[payload, to, c] = done
-            continue
-        links[r, other] = max(done, links[r, other]) + link_seconds[payload, row, c]
-        come = links[r, other] + latency
-        arrival[payload, to, c] = come
-        if ran[other] < per_rank[other]:
-            wake[other] = min(wake[other], max(free_at[other], come))
-            stale[other // BLOCK] = True
-    return free_at.max(), peak, kinds, chunks, on_stage, start, stop
+        stale[_send(kind, s, c, done, problem, limits, state) // BLOCK] = True
+    if left == 0:
+        seconds = ranks.free_at.max()
+    return seconds, ranks.peak.copy(), kinds, chunks, on_stage, start, stop
 
 
 @njit(cache=True)

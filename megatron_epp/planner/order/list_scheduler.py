@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.compiled import G, schedule_with
+from megatron_epp.planner.order.compiled import G, Limits, Problem, schedule_with
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 # Where backwards are whole, G alone fills gaps: so many wait at most, in the mean seconds of one,
@@ -77,22 +77,26 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     if work.vocabulary_parallel and not policy.split:
         held_seconds = HELD_HEADS * float(work.ops.seconds[G].mean())
         patience = HEAD_PATIENCE
-    taken, peaks, *ops = schedule_with(
+    problem = Problem(
         work.ops.seconds,
         work.ops.link_seconds,
         work.ops.latency,
         work.ops.moved_bytes,
         work.backward_order,
         work.last_of_group,
-        np.array(work.place, np.int64) if work.place else None,
         np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
+        np.array(work.place or range(work.stages), np.int64),
+    )
+    limits = Limits(
         policy.least,
         policy.first,
         policy.most,
         policy.split,
+        work.vocabulary_parallel,
         held_seconds,
         patience,
         policy.deep,
     )
+    seconds, peaks, *ops = schedule_with(problem, limits)
     over = max(0.0, float((peaks - work.headroom_bytes).max()))
-    return Schedule(taken, peaks, over, *ops)
+    return Schedule(seconds, peaks, over, *ops)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_epp.frameworks.nemo_rl.slices import NemoSamples
+from megatron_epp.frameworks.slime.slices import SlimeSamples
+from megatron_epp.frameworks.swift.slices import SwiftPacks
+from megatron_epp.frameworks.verl.slices import VerlSamples
 from megatron_epp.mcore.loops.adapter import loss_function_of
 from megatron_epp.mcore.loops.adapters import token_samples
-from megatron_epp.mcore.loops.adapters.nemo_samples import NemoSamples
-from megatron_epp.mcore.loops.adapters.slime_samples import SlimeSamples
-from megatron_epp.mcore.loops.adapters.swift_packs import SwiftPacks
 from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
-from megatron_epp.mcore.loops.adapters.verl_samples import VerlSamples
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 
 LENGTHS = (3, 5)

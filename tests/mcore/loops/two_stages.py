@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.autoload import PIPELINE
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
-from megatron_epp.mcore.loops import loop_schedule, pipelines
+from megatron_epp.mcore.loops import pipelines, planned_call
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.planner.calls import call_plan
@@ -264,8 +264,8 @@ def unforeseen(model, rank: int) -> dict[str, list]:
     for name, place in {
         "nothing": nullcontext(),
         "a rank's part": patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
-        "groups": patch.object(loop_schedule, "process_groups", fails),
-        "groups of one rank": patch.object(loop_schedule, "process_groups", fails)
+        "groups": patch.object(planned_call, "process_groups", fails),
+        "groups of one rank": patch.object(planned_call, "process_groups", fails)
         if rank
         else nullcontext(),
         "a plan": patch.object(call_plan, "whole_plan", fails),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -62,6 +63,12 @@ def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
         return (torch.stack(made, dim=-1) if isinstance(made, tuple) else made), None
 
     return forward_step
+
+
+def in_training(model: Any) -> bool:
+    """Return whether ``model``, wrapped or not, is in training mode."""
+    (inner,) = unwrap_model([model])
+    return bool(inner.training)
 
 
 def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_epp.integrations.framework import Caller, Reader
-from megatron_epp.integrations.rows import lengths_between
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

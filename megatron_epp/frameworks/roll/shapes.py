@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_epp.integrations.framework import Caller, Reader
-from megatron_epp.integrations.rows import beside, in_a_row, kept
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import beside, in_a_row, kept
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

@@ -6,8 +6,8 @@ older is filled up with -1.
 
 from typing import Any
 
-from megatron_epp.integrations.framework import Caller, Reader
-from megatron_epp.integrations.rows import lengths_between
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

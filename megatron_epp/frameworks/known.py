@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from megatron_epp.integrations.areal import areal_reader
-from megatron_epp.integrations.bridge import bridge_reader
-from megatron_epp.integrations.framework import Framework, written_in
-from megatron_epp.integrations.nemo_rl import nemo_rl_reader
-from megatron_epp.integrations.roll import roll_reader
-from megatron_epp.integrations.skyrl import skyrl_reader
-from megatron_epp.integrations.slime import slime_reader
-from megatron_epp.integrations.swift import swift_reader
-from megatron_epp.integrations.verl import verl_reader
+from megatron_epp.frameworks.areal.shapes import areal_reader
+from megatron_epp.frameworks.bridge.shapes import bridge_reader
+from megatron_epp.frameworks.caller import Framework, written_in
+from megatron_epp.frameworks.nemo_rl.shapes import nemo_rl_reader
+from megatron_epp.frameworks.roll.shapes import roll_reader
+from megatron_epp.frameworks.skyrl.shapes import skyrl_reader
+from megatron_epp.frameworks.slime.shapes import slime_reader
+from megatron_epp.frameworks.swift.shapes import swift_reader
+from megatron_epp.frameworks.verl.shapes import verl_reader
 
 FRAMEWORKS = (
     Framework("verl", ("verl",), verl_reader),

@@ -5,8 +5,8 @@ Rules of ``slime/backends/megatron_utils/data.py`` and ``miles/backends/training
 
 from typing import Any
 
-from megatron_epp.integrations.framework import Caller, Reader
-from megatron_epp.integrations.rows import beside, in_a_row, multiple_of
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import beside, in_a_row, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

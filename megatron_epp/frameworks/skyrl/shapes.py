@@ -6,8 +6,8 @@ Rules of ``distributed/megatron/megatron_utils.py`` (preprocess_packed_seqs, rem
 import math
 from typing import Any
 
-from megatron_epp.integrations.framework import Caller, Reader
-from megatron_epp.integrations.rows import beside, in_a_row, kept, multiple_of
+from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.rows import beside, in_a_row, kept, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

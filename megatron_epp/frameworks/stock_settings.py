@@ -1,4 +1,4 @@
-"""A choice in a framework's own words: its degrees, layers, recompute and tokens of a micro-batch.
+"""Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
 
 What these frameworks run is Megatron's own schedule with whole documents packed (in any order, by
 level 0): of the survey's choices the fastest that needs no more, and what its plans recompute.
@@ -10,14 +10,10 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KEEP, Plan
-from megatron_epp.planner.choose.partition import layout_flags, layout_text
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK, Choice, Survey, heaviest_plan
-
-MEGATRON, BRIDGE, VERL, SLIME, SWIFT = "megatron", "bridge", "verl", "slime", "ms-swift"
-FRAMEWORKS = (MEGATRON, BRIDGE, VERL, SLIME, SWIFT)
-_ACTOR = "actor_rollout_ref.actor."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +31,6 @@ class StockSettings:
     recomputed: int
     tokens: int
     ep: int = 1
-
-
-def require_framework(name: str) -> None:
-    """ValueError: it is not known."""
-    if name not in FRAMEWORKS:
-        raise ValueError(f"--for {name}: expected one of {', '.join(FRAMEWORKS)}")
 
 
 def recomputed_layers(plans: Iterable[Plan]) -> int:
@@ -74,18 +64,8 @@ def stock_choice(
     return choice, StockSettings(choice.layout, choice.layers, recomputed, tokens, choice.ep)
 
 
-def settings_of(framework: str, job: StockSettings) -> list[str]:
-    """Lines for ``framework``: flags, overrides, or a recipe's fields.
-
-    ValueError: it cannot say them.
-    """
-    unit = 2 * job.layout.cp * job.layout.tp  # every rank has two parts of a document
-    job = dataclasses.replace(job, tokens=-(-job.tokens // unit) * unit)
-    say = {BRIDGE: _bridge, VERL: _verl, SLIME: _slime, SWIFT: _swift}.get(framework, _megatron)
-    return list(say(job))
-
-
-def _degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
+def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
+    """Yield names, as TransformerConfig has them, and values of the degrees."""
     layout = job.layout
     yield "tensor_model_parallel_size", str(layout.tp)
     yield "pipeline_model_parallel_size", str(layout.pp)
@@ -95,15 +75,17 @@ def _degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
         yield "expert_tensor_parallel_size", "1"
 
 
-def _recompute(layers: int) -> Iterator[tuple[str, str]]:
+def recompute(layers: int) -> Iterator[tuple[str, str]]:
+    """Yield names and values of full recompute of ``layers`` of every stage."""
     if layers:
         yield "recompute_granularity", "full"
         yield "recompute_method", "block"
         yield "recompute_num_layers", str(layers)
 
 
-def _megatron(job: StockSettings) -> Iterator[str]:
-    for name, value in (*_degrees(job), *_recompute(job.recomputed)):
+def megatron_flags(job: StockSettings) -> Iterator[str]:
+    """Yield Megatron's own flags."""
+    for name, value in (*degrees(job), *recompute(job.recomputed)):
         yield f"--{name.replace('_', '-')} {value}"
     if job.layout.tp > 1:
         yield "--sequence-parallel"
@@ -114,47 +96,11 @@ def _megatron(job: StockSettings) -> Iterator[str]:
         )
 
 
-def _slime(job: StockSettings) -> Iterator[str]:
-    yield from _megatron(job)
-    yield "--use-dynamic-batch-size"
-    yield f"--max-tokens-per-gpu {job.tokens // job.layout.cp}"
+def ends_of(layers: Sequence[int], framework: str) -> tuple[int, ...]:
+    """Return the layers of the first and last stage, none where all are even.
 
-
-def _swift(job: StockSettings) -> Iterator[str]:
-    for line in _megatron(job):
-        name, *value = line.split(" ", 1)
-        yield f"--{name[2:].replace('-', '_')} {value[0] if value else 'true'}"
-    yield "--packing true"
-    yield f"--max_length {job.tokens}"
-
-
-def _verl(job: StockSettings) -> Iterator[str]:
-    for name, value in _degrees(job):
-        yield f"{_ACTOR}megatron.{name}={value}"
-    config = f"{_ACTOR}megatron.override_transformer_config."
-    for name, value in _recompute(job.recomputed):
-        yield f"{config}{name}={value}"
-    ends = _ends(job.layers, VERL)
-    for name, count in zip(("first", "last"), ends, strict=False):
-        yield f"+{config}num_layers_in_{name}_pipeline_stage={count}"
-    yield f"{_ACTOR}use_dynamic_bsz=True"
-    yield f"{_ACTOR}ppo_max_token_len_per_gpu={job.tokens // job.layout.cp}"
-
-
-def _bridge(job: StockSettings) -> Iterator[str]:
-    for name, value in _degrees(job):
-        yield f"cfg.model.{name} = {value}"
-    if job.layout.tp > 1:
-        yield "cfg.model.sequence_parallel = True"
-    if len(set(job.layers)) > 1:
-        yield f'cfg.model.pipeline_model_parallel_layout = "{layout_text(job.layers)}"'
-    for name, value in _recompute(job.recomputed):
-        yield f"cfg.model.{name} = {value if value.isdecimal() else repr(value)}"
-    yield f"cfg.model.seq_length = cfg.dataset.seq_length = {job.tokens}"
-
-
-def _ends(layers: Sequence[int], framework: str) -> tuple[int, ...]:
-    """Layers of the first and last stage; none where all are even. ValueError: others differ."""
+    ValueError: others differ.
+    """
     if len(set(layers)) == 1:
         return ()
     if len(set(layers[1:-1])) > 1:

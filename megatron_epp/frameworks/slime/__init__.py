@@ -1,0 +1,1 @@
+"""slime, and miles, which has its micro-batches."""

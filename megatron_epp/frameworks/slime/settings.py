@@ -1,0 +1,12 @@
+"""slime's flags for a job: Megatron's, and tokens of a GPU."""
+
+from collections.abc import Iterator
+
+from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
+
+
+def settings(job: StockSettings) -> Iterator[str]:
+    """Yield the lines for ``job``."""
+    yield from megatron_flags(job)
+    yield "--use-dynamic-batch-size"
+    yield f"--max-tokens-per-gpu {job.tokens // job.layout.cp}"

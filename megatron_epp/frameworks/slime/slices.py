@@ -1,0 +1,151 @@
+"""slime's micro-batches: slices give log-probabilities, from which its own losses follow.
+
+slime packs samples, and makes its losses of logits, in its forward step. A forward step of ours
+computes slices instead, and no logits; for the loss its own is asked for its loss function, which
+meets log-probabilities where it would have made them (``calculate_log_probs_and_entropy`` of its
+``loss.py``). So policy, value and supervised losses and passes of log-probabilities are its own.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.mcore.loops.adapter import loss_function_of
+from megatron_epp.mcore.loops.adapters.token_samples import (
+    TokenSamples,
+    in_training,
+    log_prob_step,
+    log_probs_and_entropies,
+    on_this_device,
+    zigzag_part,
+)
+from megatron_epp.mcore.loops.attached import attach_to, attached
+from megatron_epp.mcore.loops.install import install_where_none
+
+_MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
+
+
+class SlimeSamples(TokenSamples):
+    """args: slime's. share_from: as of samples (samples.py). ValueError: they ask for what slices
+    do not give."""
+
+    partial_loss = True  # of the rows that slime's own cut gives a rank
+
+    def __init__(self, args: Any, share_from: int = 0):
+        super().__init__(_tokens_of, share_from)
+        _require_sliceable(args)
+        self._args = args
+
+    def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        self._loops_own, self._model = forward_step, model
+        if self._args.loss_type == "value_loss":
+            return _values
+        return log_prob_step(self._args.rollout_temperature, self._has_entropies)
+
+    def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        function = loss_function_of(self._loops_own, micro_batch, self._model)
+        mine = [zigzag_part(one) for one in outputs]
+        if self._args.loss_type == "value_loss":
+            return function(torch.cat(mine)[None])
+        return _called_with(function, *log_probs_and_entropies(mine))
+
+    @property
+    def _has_entropies(self) -> bool:
+        """Whether the call that begins wants them: passes of forwards are in evaluation mode."""
+        training = in_training(self._model) and self._args.loss_type == "policy_loss"
+        return training or bool(getattr(self._args, "use_rollout_entropy", False))
+
+
+def before_train_step(
+    args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
+) -> None:
+    """slime's --custom-megatron-before-train-step-hook-path: the model computes slices from now
+    on."""
+    _attach(args, model)
+
+
+def before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
+    """slime's --custom-megatron-before-log-prob-hook-path: the same for passes of forwards."""
+    _attach(args, model)
+
+
+def _attach(args: Any, model: Any) -> None:
+    if attached(model[0]) is None:
+        attach_to(model, SlimeSamples(args))
+        install_where_none()
+
+
+def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
+    drawn = micro_batch.get_next(["tokens", "multimodal_train_inputs"])
+    if any(one is not None for one in drawn["multimodal_train_inputs"] or ()):
+        raise ValueError(
+            "a micro-batch of slime's has multimodal_train_inputs; its slices are of text: run "
+            "whole micro-batches (install_schedule)"
+        )
+    tokens: Sequence[Tensor] = drawn["tokens"]
+    return tokens
+
+
+def _require_sliceable(args: Any) -> None:
+    asked = {
+        "allgather_cp, which lays rows out otherwise": args.context_parallel_size > 1
+        and getattr(args, "allgather_cp", False),
+        "rollout_top_p below 1, which leaves words out": args.rollout_top_p != 1.0,
+        "loss_type custom_loss, which takes logits": args.loss_type == "custom_loss",
+        "routing replay, which records whole micro-batches": getattr(
+            args, "use_routing_replay", False
+        )
+        or os.environ.get("ENABLE_ROUTING_REPLAY") == "1",
+    }
+    for what, wanted in asked.items():
+        if wanted:
+            raise ValueError(
+                f"slime's arguments ask for {what}; slices do not give it: leave it out, or run "
+                "whole micro-batches (install_schedule)"
+            )
+
+
+def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
+    """The forward step of slices of a critic: what its last layer says of every token."""
+    drawn = on_this_device(next(data_iterator))
+    return model(
+        input_ids=drawn["tokens"], position_ids=None, attention_mask=None, labels=None
+    ), None
+
+
+def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None) -> Any:
+    """Call slime's ``function`` (a partial) of logits, where it finds these instead of making
+    them."""
+
+    def found(
+        logits: Tensor,
+        tokens: Tensor,
+        tp_group: Any,
+        with_entropy: bool = False,
+        with_entropy_grad: bool = True,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        entropies = entropies_T if with_entropy else None
+        if entropies is not None and not with_entropy_grad:
+            entropies = entropies.detach()
+        return log_probs_T[:, None], entropies
+
+    # With the graph, as a loss without a token of an answer is 0 times their sum.
+    in_their_place_1T1 = (0 * log_probs_T)[None, :, None].float()
+    # There is nothing to save by making the loss again; and it would be made of these.
+    first, *rest = function.args or (None,)
+    if first is not None:
+        first = copy.copy(first)
+        first.recompute_loss_function = False
+        rest = [first, *rest]
+    names = function.func.__globals__
+    own = names[_MAKES_LOG_PROBS]
+    names[_MAKES_LOG_PROBS] = found
+    try:
+        return function.func(*rest, in_their_place_1T1, **function.keywords)
+    finally:
+        names[_MAKES_LOG_PROBS] = own

@@ -1,0 +1,14 @@
+"""ms-swift's arguments for a job: Megatron's flags as it spells them, and its packing."""
+
+from collections.abc import Iterator
+
+from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
+
+
+def settings(job: StockSettings) -> Iterator[str]:
+    """Yield the lines for ``job``."""
+    for line in megatron_flags(job):
+        name, *value = line.split(" ", 1)
+        yield f"--{name[2:].replace('-', '_')} {value[0] if value else 'true'}"
+    yield "--packing true"
+    yield f"--max_length {job.tokens}"

@@ -1,0 +1,114 @@
+"""ms-swift's packed micro-batches, whose documents begin where positions do.
+
+Its forward step shifts labels along a whole micro-batch and makes borders of its positions, so a
+forward step of ours computes slices; losses are those of its own (``MegatronTrainer.loss_func``).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.mcore.loops.adapter import found_prefixes, loss_function_of, parts_of
+from megatron_epp.mcore.loops.adapters.packed import documents_of
+from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
+from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
+
+_STEP = "MegatronTrainer.forward_step"  # of pre-training and of supervised fine-tuning
+_TEXT = frozenset(
+    [
+        *("input_ids", "labels", "loss_scale", "position_ids", "text_position_ids"),
+        *("attention_mask", "attention_mask_2d", "seq_lens"),
+    ]
+)
+
+
+class SwiftPacks:
+    """Micro-batches of packing (--packing, or --padding_free). share_from: as of samples
+    (samples.py)."""
+
+    partial_loss = True  # of the rows that swift's own cut gives a rank
+
+    def __init__(self, share_from: int = 0):
+        self.share_from = share_from
+
+    def lengths(self, micro_batch: Any) -> Sequence[int]:
+        return tuple(stop - start for start, stop in documents_of(_with_borders(micro_batch)))
+
+    def prefixes(self, micro_batch: Any) -> PrefixForest:
+        return found_prefixes(self, micro_batch, self.share_from)
+
+    def rows(
+        self, micro_batch: Any, document: int, start: int, stop: int
+    ) -> Mapping[str, Tensor | None]:
+        whole = _with_borders(micro_batch)
+        first, _ = documents_of(whole)[document]
+        mine = slice(None), slice(first + start, first + stop)
+        return parts_of(whole, ("input_ids", "labels"), mine)
+
+    def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        """ValueError: another trainer's, or arguments, that slices do not serve."""
+        trainer = getattr(forward_step, "__self__", None)
+        name = getattr(forward_step, "__qualname__", type(forward_step).__name__)
+        if trainer is None or name != _STEP:
+            raise ValueError(
+                f"slices of ms-swift's micro-batches: the forward step is {name}; expected "
+                f"{_STEP}: run whole micro-batches (install_schedule)"
+            )
+        args = trainer.args
+        asked = {
+            f"task_type {args.task_type}": args.task_type != "causal_lm",
+            "cp_partition_mode contiguous": args.context_parallel_size > 1
+            and getattr(args, "cp_partition_mode", "zigzag") != "zigzag",
+            "routing replay": getattr(trainer, "enable_routing_replay", False),
+        }
+        for what, wanted in asked.items():
+            if wanted:
+                raise ValueError(
+                    f"slices of ms-swift's micro-batches: its arguments ask for {what}; leave it "
+                    "out, or run whole micro-batches (install_schedule)"
+                )
+        self._loops_own, self._model = forward_step, model
+        return _token_losses
+
+    def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        # A copy: swift shifts a micro-batch's labels where they are.
+        source = SingleValue(dict(micro_batch))
+        # Its documents lie one behind the other, with no row between them.
+        mine_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
+        return loss_function_of(self._loops_own, source, self._model)(mine_1T)
+
+
+def _with_borders(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens and labels, shifted as swift shifts them, with their documents' borders."""
+    tokens = micro_batch["input_ids"]
+    positions = micro_batch.get("text_position_ids")
+    positions = micro_batch.get("position_ids") if positions is None else positions
+    if len(tokens) != 1 or positions is None or positions.dim() != 2:
+        raise ValueError(
+            f"a micro-batch of ms-swift's has input_ids {list(tokens.shape)} without one row of "
+            "positions; expected packed samples (--packing true, or --padding_free true)"
+        )
+    others = [name for name, x in micro_batch.items() if isinstance(x, Tensor)]
+    if strange := sorted(set(others) - _TEXT):
+        raise ValueError(
+            f"a micro-batch of ms-swift's has {', '.join(strange)}; its slices are of text: run "
+            "whole micro-batches (install_schedule)"
+        )
+    starts = (positions[0] == 0).nonzero().flatten()
+    return {
+        "input_ids": tokens,
+        "labels": torch.roll(micro_batch["labels"], -1, dims=-1),
+        "cu_seqlens": torch.cat([starts, starts.new_tensor([tokens.shape[1]])]),
+    }
+
+
+def _token_losses(data_iterator: Any, model: Any) -> tuple[Any, None]:
+    """The forward step of slices: a loss for every token."""
+    drawn = on_this_device(next(data_iterator))
+    return model(
+        input_ids=drawn["input_ids"], position_ids=None, attention_mask=None,
+        labels=drawn["labels"],
+    ), None  # fmt: skip

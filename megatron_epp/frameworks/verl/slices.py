@@ -1,0 +1,149 @@
+"""verl's micro-batches of nested tokens, and an engine of its registry that computes them in
+slices.
+
+verl's forward step packs samples and makes log-probabilities of logits; a forward step of ours
+computes slices instead, and no logits. Their log-probabilities and entropies, nested as verl has
+them, go to its engine's ``postprocess_micro_batch_func``, which calls the loss of its policy.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.mcore.loops.adapters.token_samples import (
+    TokenSamples,
+    log_prob_step,
+    log_probs_and_entropies,
+)
+from megatron_epp.mcore.loops.attached import attach_to
+from megatron_epp.mcore.loops.install import install_where_none
+from megatron_epp.mcore.model.attention import this_device
+
+VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
+
+
+class VerlSamples(TokenSamples):
+    """tensor_ranks, context_ranks: of verl's engine, by which it pads samples. share_from: as of
+    samples (samples.py)."""
+
+    def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
+        super().__init__(_tokens_of, share_from)
+        self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
+
+    def behind(self, samples: Sequence[Tensor], number: int) -> int:
+        """As verl shifts labels along a pack: padding, or the next sample's first token; the
+        sample's own first one where context-parallel ranks share it, unless it is short."""
+        length = len(samples[number])
+        if self._context_ranks > 1:
+            short = length < 2 * self._tensor_ranks * self._context_ranks
+            return 0 if short else int(samples[number][0])
+        padded = length % self._tensor_ranks
+        return 0 if padded else int(samples[(number + 1) % len(samples)][0])
+
+    def lengths(self, micro_batch: Any) -> Sequence[int]:
+        _require_text(micro_batch)
+        return super().lengths(micro_batch)
+
+    def rows(
+        self, micro_batch: Any, document: int, start: int, stop: int
+    ) -> Mapping[str, Tensor | None]:
+        made = super().rows(micro_batch, document, start, stop)
+        temperature = micro_batch["temperature"]
+        if isinstance(temperature, Tensor):  # of every sample
+            temperature = float(temperature.flatten()[document])
+        divisor = torch.full((1, stop - start), float(temperature), dtype=torch.float64)
+        return {**made, "temperature": divisor}
+
+    def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        """ValueError: an engine whose settings, or outputs, slices do not serve."""
+        engine = getattr(getattr(forward_step, "func", None), "__self__", None)
+        finish = getattr(forward_step, "keywords", {}).get("postprocess_micro_batch_func")
+        if engine is None or finish is None:
+            raise ValueError(
+                "slices of verl's micro-batches: the forward step is not its Megatron engine's "
+                "with a language model's head: run whole micro-batches (install_schedule)"
+            )
+        config = engine.engine_config
+        asked = {
+            "dynamic_context_parallel": config.dynamic_context_parallel,
+            "use_fused_kernels": config.use_fused_kernels,
+            "router_replay": engine.enable_routing_replay,
+            "pad_to_length": config.pad_to_length,
+            "use_remove_padding=False": not config.use_remove_padding,
+        }
+        for what, wanted in asked.items():
+            if wanted:
+                raise ValueError(
+                    f"slices of verl's micro-batches: its engine asks for {what}; leave it out, "
+                    "or run whole micro-batches (install_schedule)"
+                )
+        self._finish = finish
+        return log_prob_step(1.0, entropy=True)
+
+    def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        lengths = [len(one) for one in outputs]
+        made = dict(zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True))
+        if not _setting(micro_batch, "calculate_entropy"):
+            del made["entropy"]
+        nested = {
+            name: torch.nested.as_nested_tensor(list(whole.split(lengths)), layout=torch.jagged)
+            for name, whole in made.items()
+            if whole is not None
+        }
+        made = self._finish(nested, data=micro_batch.to(this_device()))
+        if len(made) == 2:
+            return made
+        loss, tokens, report = made  # of every rank a share of what is counted once
+        return loss, tokens * self._context_ranks, report
+
+
+def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
+    """Put an engine into verl's registry whose language models compute slices: taken in the place
+    of verl's own for Megatron where VERL_ENGINE_VENDOR is ``megatron_epp``. memory_gib: as of
+    :func:`megatron_epp.attach`; share_from: as of samples (samples.py)."""
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    class SlicedEngine(MegatronEngineWithLMHead):  # type: ignore[misc, no-any-unimported]
+        def initialize(self) -> None:
+            super().initialize()
+            config = self.engine_config
+            samples = VerlSamples(
+                config.tensor_model_parallel_size, config.context_parallel_size, share_from
+            )
+            attach_to(self.module, samples, memory_gib=memory_gib)
+            install_where_none()
+
+    EngineRegistry.register(model_type="language_model", backend="megatron", vendor=VENDOR)(
+        SlicedEngine
+    )
+
+
+def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
+    nested = micro_batch["input_ids"]
+    values: Tensor = nested.values()
+    return values.split(nested.offsets().diff().tolist())
+
+
+def _setting(micro_batch: Any, name: str) -> Any:
+    """A value of verl's that is no tensor, or None."""
+    found = micro_batch.get(name, None)
+    return getattr(found, "data", found)
+
+
+def _require_text(micro_batch: Any) -> None:
+    asked = [
+        name
+        for name in ("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only")
+        if _setting(micro_batch, name)
+    ]
+    pictures = _setting(micro_batch, "multi_modal_inputs")
+    if pictures is not None and any(len(one) for one in pictures if one is not None):
+        asked.append("multi_modal_inputs")
+    if asked:
+        raise ValueError(
+            f"a micro-batch of verl's asks for {', '.join(asked)}; slices give log-probabilities "
+            "and entropies of text: run whole micro-batches (install_schedule)"
+        )

@@ -1,0 +1,354 @@
+"""One call that a plan runs: from what its micro-batches hold to its result."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_epp.ir import Plan, lower_rank
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.kinds.registry import require_shared
+from megatron_epp.mcore.loops.attached import AttachedModel, attached
+from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, process_groups
+from megatron_epp.mcore.loops.failure_guard import FailureGuard
+from megatron_epp.mcore.loops.framework_readers import FrameworkReader, ShapeWitness, reader_of
+from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
+from megatron_epp.mcore.loops.pipelines import ModelPipeline
+from megatron_epp.mcore.loops.replica.rank_status import (
+    LoopFailed,
+    RankStatus,
+    error_text,
+    gather_statuses,
+    raise_what_others_met,
+)
+from megatron_epp.mcore.loops.replica.read_batches import read_documents, read_shapes
+from megatron_epp.mcore.loops.replica.replica_plans import counted
+from megatron_epp.mcore.loops.settings import CallRecord, Settings
+from megatron_epp.mcore.loops.slice_stage import SliceStage
+from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.mcore.model.stage import reduce_in_turn
+from megatron_epp.mcore.placing.part_config import config_of_part
+from megatron_epp.planner.calls.call_cost import features
+from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from megatron_epp.runtime.executor import OutsidePhase
+from megatron_epp.runtime.kv_store import StageStores, Store
+from megatron_epp.runtime.memory_meter import Meter, NoMeter
+
+LoopStage = MicroBatchStage | SliceStage
+
+
+@dataclass(frozen=True, slots=True)
+class CallWork:
+    """A call's ops on this rank.
+
+    make_stage   makes what computes the rank's part of that number
+    shape        of a chunk's message
+    sizes_3C     features of all chunks
+    """
+
+    plan: Plan
+    make_stage: Callable[[int], LoopStage]
+    shape: Callable[[int], tuple[int, ...]]
+    sizes_3C: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class WholeShapes:
+    """Shapes of a call's micro-batches.
+
+    fixed   of all messages, where they are alike
+    parts   ranks of a stage that share a micro-batch's rows
+    """
+
+    shapes: Sequence[MicrobatchShape]
+    fixed: tuple[int, ...] | None
+    parts: int
+    hidden: int
+
+    def message(self, chunk: int) -> tuple[int, ...]:
+        """Return the shape of what this rank sends of a chunk."""
+        shape = self.shapes[chunk]
+        return self.fixed or (shape.rows // self.parts, shape.samples, self.hidden)
+
+
+class PlannedCall:
+    """A call of a model's ``pipeline``. numbers: of the schedule's planned calls.
+
+    committed   the call's errors are the loop's: from the first op on, or from the start where the
+                model is attached, as the user asked for slices or a budget then. Before, Megatron's
+                own schedule can run the call.
+    """
+
+    def __init__(
+        self, settings: Settings, call: LoopCall, pipeline: ModelPipeline, numbers: Iterator[int]
+    ):
+        self.settings, self.call, self.pipeline, self._numbers = settings, call, pipeline, numbers
+        self.batches = [MicroBatches(each, call.num_microbatches) for each in call.iterators]
+        self.model: AttachedModel | None = attached(call.one_model)
+        self.committed = self.model is not None
+
+    def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Return ``keywords`` of the call with the micro-batches that were drawn, if any were."""
+        if not any(batches.drawn for batches in self.batches):
+            return keywords
+        iterators = [batches.from_the_start() for batches in self.batches]
+        return {**keywords, "data_iterator": iterators if len(iterators) > 1 else iterators[0]}
+
+    def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
+        """Return what the call returns; None where it cannot be planned.
+
+        ``pipelined``: Megatron's own schedule, which runs a framework's first call.
+        """
+        call, pipeline, config = self.call, self.pipeline, self.call.config
+        slicing = self.model is not None and self.model.slicing
+        try:
+            groups = process_groups(call)
+            needs_shapes = pipeline.stages > 1 and not slicing
+            fixed = fixed_shape(call, groups) if needs_shapes else None
+            reader = self.settings.lengths
+            unknown = fixed is None and pipeline.unlike is None and not pipeline.interleaved
+            if needs_shapes and reader is None and unknown:
+                reader = reader_of(call, groups)
+        except Exception as error:  # the others wait for what this rank reads
+            gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
+            raise
+        if slicing:
+            work = self._slices(groups)
+        else:
+            shapes = read_shapes(call, pipeline, self.batches[0], fixed, reader)
+            if shapes is None:
+                return None
+            varies = pipeline.stages > 1 and fixed is None
+            hidden = config.hidden_size if varies else 0  # else the configuration may have none
+            whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), hidden)
+            if isinstance(reader, FrameworkReader) and not pipeline.shown:
+                return self._show(whole, reader, keywords, pipelined)
+            work = self._whole_batches(groups, whole)
+        stages = self.run(work)
+        if config.finalize_model_grads_func is not None and not call.forward_only:
+            total = torch.zeros([], dtype=torch.int, device=this_device())
+            config.finalize_model_grads_func(
+                call.models,
+                sum((stage.tokens for stage in stages), total)
+                if config.calculate_per_token_loss
+                else None,
+                pg_collection=groups,
+                force_all_reduce=call.force_all_reduce,
+            )
+        self._stop_timer()
+        return stages[-1].in_callers_order()
+
+    def _stop_timer(self) -> None:
+        if self.call.config.timers is not None:
+            self.call.config.timers("forward-backward").stop()
+
+    # -------------------------------------------------------------- before the ops
+
+    def _show(
+        self,
+        whole: WholeShapes,
+        reader: FrameworkReader,
+        keywords: dict[str, Any],
+        pipelined: Callable[..., Any],
+    ) -> list[Any]:
+        """Have Megatron's own schedule run the call, and compare its shapes with ``whole``."""
+        pipeline = self.pipeline
+        pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
+        witness = ShapeWitness(keywords["forward_step_func"])
+        iterator = self.batches[0].from_the_start()
+        self.committed = True
+        result: list[Any] = pipelined(
+            **{**keywords, "forward_step_func": witness, "data_iterator": iterator}
+        )
+        last = pipeline.rank == pipeline.stages - 1
+        expected = [whole.message(number) for number in range(len(whole.shapes))]
+        status = RankStatus(None if last else witness.unlike(expected))
+        statuses = gather_statuses(status, pipeline.control)
+        unlike = next((status.value for status in statuses if status.value), None)
+        if unlike is not None:
+            pipeline.unlike = f"micro-batches that {reader.framework} lays out otherwise: {unlike}"
+        pipeline.shown = True
+        return result
+
+    def _whole_batches(self, groups: Any, whole: WholeShapes) -> CallWork:
+        """Plan every micro-batch as a chunk."""
+        call, pipeline, settings, extents = self.call, self.pipeline, self.settings, whole.shapes
+        make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
+        # What was never measured, or long ago, may be wrong about which order is better.
+        wanted = settings.options
+        tells = not call.forward_only and (self.model is None or self.model.memory is None)
+        if not pipeline.measured or (tells and pipeline.track_record.due):
+            wanted = CallOptions(False, False)
+        options = pipeline.options(call, wanted, [extent.tokens for extent in extents])
+        if self.model is not None:
+            options = replace(options, memory=self.model.memory)
+        key = (tuple(extents), call.forward_only, options, rates.tobytes())
+        ranks = [pipeline.ranks] if pipeline.interleaved else []
+        plan = pipeline.plan(
+            key, lambda: make(extents, layers, rates, options, call.forward_only, *ranks)
+        )
+
+        def make_stage(part: int) -> LoopStage:
+            stage, cp = pipeline.own_stages[part], groups.cp.size()
+            of_part = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
+            return settings.make_stage(
+                call.of_part(part), self.batches[part], plan, stage, cp, whole.message, *of_part
+            )
+
+        sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
+        return CallWork(plan, make_stage, whole.message, sizes)
+
+    def _slices(self, groups: Any) -> CallWork:
+        """Plan the documents of the micro-batches, cut into slices."""
+        call, pipeline, model, batches = self.call, self.pipeline, self.model, self.batches[0]
+        assert model is not None, "slices are cut of an attached model's documents"
+        forests = read_documents(call, pipeline, batches, model)
+        lengths = [tuple(node.tokens for node in forest.nodes) for forest in forests]
+        parents = []
+        if any(forest.shares for forest in forests):
+            require_shared(call.config, "the adapter's prefixes")
+            if model.has_front:
+                raise ValueError(
+                    "the adapter's prefixes: what stands in front of the layers sees documents "
+                    "whole, so what they share cannot be computed once; leave prefixes out"
+                )
+            parents = [tuple(node.parent for node in forest.nodes) for forest in forests]
+        trees = [parents] if parents else []
+        make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
+        options = pipeline.options(call, self.settings.options, [sum(of) for of in lengths])
+        options = replace(options, memory=model.memory)
+        key = (tuple(lengths), tuple(parents), call.forward_only, options, rates.tobytes())
+        plan = pipeline.plan(
+            key, lambda: make(lengths, layers, rates, options, call.forward_only, *trees)
+        )
+        config = call.config
+        splits = groups.tp.size() if config.sequence_parallel else 1
+        share = RowShare(groups.cp.size(), groups.cp.rank(), splits)
+
+        def make_stage(part: int) -> LoopStage:
+            return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, share)
+
+        def shape(chunk: int) -> tuple[int, ...]:
+            return share.message(share.rows(plan.chunks[chunk])), 1, config.hidden_size
+
+        chunks = range(len(plan.chunks))
+        sizes = features([c.tokens for c in plan.chunks], [plan.pairs(c) for c in chunks])
+        return CallWork(plan, make_stage, shape, sizes)
+
+    # -------------------------------------------------------------- the ops, and after them
+
+    def run(self, work: CallWork) -> list[LoopStage]:
+        """Compute the call; return the stages. Raises where a rank failed, on all of them."""
+        call, pipeline, config = self.call, self.pipeline, self.call.config
+        programs = pipeline.programs
+        programs.current_op.iteration = next(self._numbers)
+        dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
+        # Replicas that meet in their ops do not wait for each other's messages besides.
+        block = (counted(work.plan),) if pipeline.in_lockstep else ()
+        program = lower_rank(work.plan, pipeline.rank, block)
+        links = programs.links(lambda message: work.shape(message.chunk), dtype)
+        meter: Meter = NoMeter()
+        stages: list[LoopStage] = []
+        failed: Exception | None = None
+        try:
+            meter = self.settings.make_meter(call.one_model)
+            for part in range(len(pipeline.own_stages)):
+                stages.append(work.make_stage(part))
+        except Exception as error:  # the others may have begun, and wait for messages
+            stages, failed = [], error
+        stores = [stage.store for stage in stages] or [Store({}) for _ in pipeline.own_stages]
+        guarded = {
+            number: FailureGuard(
+                failed or stages[part],
+                stores[part],
+                lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
+                first=number == 0,
+                last=number == pipeline.stages - 1,
+            )
+            for part, number in enumerate(pipeline.own_stages)
+        }
+        if len(stages) > 1:
+            computes = dict(zip(pipeline.own_stages, stages, strict=True))
+            reduce_in_turn(computes, work.plan.rank_orders[pipeline.rank])
+        self.committed = True
+        if config.timers is not None:
+            timer = config.timers("forward-backward", log_level=1)
+            timer.start(barrier=config.barrier_with_L1_time)
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(stage)
+            records, failure = programs.run(program, guarded, StageStores(stores), links, meter)
+        seconds = 0.0
+        raised = next((guard.error for guard in guarded.values() if guard.error), None)
+        if raised is None and failure is None:
+            for batches in self.batches:
+                batches.finish()
+            if not call.forward_only and programs.groups is not None:
+                for learnt, number in zip(pipeline.seconds, pipeline.own_stages, strict=True):
+                    learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
+                seconds = records[-1].stop
+        refusal = str(raised) if isinstance(raised, ValueError) else None
+        if failure is not None:
+            raised = MemoryError(
+                f"{failure.op} of stage {failure.stage} on pipeline rank {failure.rank}: out of "
+                f"memory ({failure.reason})"
+            )
+        self._exchange(work.plan, bool(stages), seconds, raised, refusal)
+        if self.settings.observe is not None:
+            self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
+        return stages
+
+    def _exchange(
+        self,
+        plan: Plan,
+        begun: bool,
+        seconds: float,
+        error: Exception | None,
+        refusal: str | None,
+    ) -> None:
+        """Exchange success or failure with all ranks of the replica. Raises where a rank failed.
+
+        ``begun``: whether this rank could compute at all; where none could, nothing has happened
+        yet, and Megatron's schedule can run the call. ``seconds``: of this rank's ops, from the
+        call's beginning; 0 where they are no measure. ``refusal``: the text of a user's mistake.
+        """
+        pipeline = self.pipeline
+        pipeline.current_op.enter("what became of the call on all ranks of the replica")
+        rates = [learnt.rates for learnt in pipeline.seconds]
+        measured = all(learnt.measured for learnt in pipeline.seconds)
+        text = None if error is None else error_text(error)
+        status = RankStatus((pipeline.rank, rates, measured, seconds, begun), refusal, text)
+        statuses = gather_statuses(status, pipeline.control)
+        if error is not None and not any(status.value[4] for status in statuses):
+            self.committed = self.model is not None
+            self._stop_timer()
+            raise error
+        # Rows that a stage before was wrong about are no mistake of this one's forward step.
+        before = range(pipeline.stages if pipeline.interleaved else pipeline.rank)
+        senders = set(before) - {pipeline.rank}
+        misled = any(status.refusal and status.value[0] in senders for status in statuses)
+        if error is not None and refusal is None and not misled:
+            raise error
+        try:
+            raise_what_others_met(statuses, pipeline.control)
+        except (ValueError, LoopFailed) as heard:
+            raise heard from error
+        if pipeline.measured and plan.predicted is not None:  # else it was predicted by a guess
+            pipeline.track_record.saw(
+                plan.predicted.planner != AS_GIVEN,
+                plan.predicted.seconds,
+                max(status.value[3] for status in statuses),
+            )
+        # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
+        pipeline.learn({status.value[0]: status.value[1:3] for status in reversed(statuses)})
+
+
+def _ranks_of_rows(config: Any, groups: Any) -> int:
+    return int(
+        groups.cp.size() * (groups.tp.size() if getattr(config, "sequence_parallel", False) else 1)
+    )
