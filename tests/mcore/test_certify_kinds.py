@@ -12,7 +12,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
-from megatron_epp.mcore.kinds.window.kind import WINDOW
+from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject_alone, names, require_shown
 from tests.mcore.models import (
