@@ -48,7 +48,9 @@ FLOORS = {
     "frameworks.slices": 7,
 }
 THINKING = {"corpus", "cost", "sim", "planner", "show", "frameworks.settings"}
-COMPATIBLE = {"integrations"}  # import paths of before
+# Import paths of before, which only import what is in frameworks now.
+COMPATIBLE = {"integrations"}
+ADAPTERS = {"slime_samples", "verl_samples", "nemo_samples", "swift_packs"}
 DOING = {"runtime", "layers", "te_reference"}
 # Light to import; the doing tower only inside functions. cli holds __main__'s commands.
 FRONT_DOORS = {"__init__", "__main__", "cli", "autoload", "adaptor", "plugin", "run"}
@@ -85,11 +87,10 @@ def floor_of(module: str) -> str:
     """The folder of a module of the package, or the file beside the folders; of frameworks, where
     settings and slices have floors of their own, which of these."""
     first, *others = module.split(".")
-    if first == "frameworks":
-        if others[-1:] in (["settings"], ["stock_settings"]) or others[1:2] == ["settings"]:
-            return "frameworks.settings"
-        if "slices" in others[1:2]:
-            return "frameworks.slices"
+    if first == "frameworks" and {"settings", "stock_settings"} & set(others):
+        return "frameworks.settings"
+    if (first == "frameworks" and "slices" in others) or ADAPTERS & set(others):
+        return "frameworks.slices"
     return first
 
 

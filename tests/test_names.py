@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 
 # Every module of a kind has one: commands, programs, planners; every command and planner a module.
 ENTRIES = {"main", "run", "draft", "plan", "install", "add_arguments"}
+FRAMEWORK_MODULES = {"shapes", "slices", "settings"}
 ENTRY_MODULES = {"command", "planner"}
 # Every layer kind is a folder of mcore/kinds with the same modules (CONTRIBUTING, "Add a kind of
 # layer").
@@ -68,11 +69,16 @@ def functions_twice(root: Path) -> dict[str, list[str]]:
 
 
 def modules_twice(root: Path) -> dict[str, list[str]]:
-    """Names of modules that a folder at the top has several of, anywhere in it."""
+    """Names of modules that a folder at the top has several of, anywhere in it.
+
+    The files that every layer kind or framework may have are not counted.
+    """
     where = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
-        of_kind = path.stem in KIND_MODULES and path.parts[-3] == "kinds"
-        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES and not of_kind:
+        repeated = path.stem in ENTRY_MODULES
+        repeated |= path.stem in KIND_MODULES and path.parts[-3] == "kinds"
+        repeated |= path.stem in FRAMEWORK_MODULES and root.name == "frameworks"
+        if path.name != "__init__.py" and not repeated:
             where[path.stem].append(str(path.relative_to(root)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
 

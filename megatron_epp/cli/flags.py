@@ -214,9 +214,11 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 
 def _planners_help() -> str:
-    from megatron_epp.planner import PLANNERS  # loads a compiler and a solver
+    # These load a compiler and a solver.
+    from megatron_epp.planner import COMPARED
+    from megatron_epp.planner.comparison_methods import comparison_methods
 
-    return f"which to compare (default: all of {', '.join(PLANNERS)})"
+    return f"which to compare (default: all of {', '.join((*COMPARED, *comparison_methods()))})"
 
 
 @dataclass

@@ -2,18 +2,18 @@
 
 import dataclasses
 
-from megatron_epp.frameworks.bridge import settings as bridge
-from megatron_epp.frameworks.slime import settings as slime
+from megatron_epp.frameworks.bridge.settings import bridge_settings
+from megatron_epp.frameworks.slime.settings import slime_settings
 from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
-from megatron_epp.frameworks.swift import settings as swift
-from megatron_epp.frameworks.verl import settings as verl
+from megatron_epp.frameworks.swift.settings import swift_settings
+from megatron_epp.frameworks.verl.settings import verl_settings
 
 SETTINGS = {
     "megatron": megatron_flags,
-    "bridge": bridge.settings,
-    "verl": verl.settings,
-    "slime": slime.settings,
-    "ms-swift": swift.settings,
+    "bridge": bridge_settings,
+    "verl": verl_settings,
+    "slime": slime_settings,
+    "ms-swift": swift_settings,
 }
 
 

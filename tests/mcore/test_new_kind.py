@@ -213,9 +213,11 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 figures = profile(made, DEVICES["cpu"])
-cost = Cost(figures, even_layers(4, 2), (1e12,) * 2, layer_kinds=made.layer_kinds)
+layout = StageLayout(figures, even_layers(4, 2), layer_kinds=made.layer_kinds)
+cost = Cost(layout, (1e12,) * 2)
 assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
 
 from megatron_epp.mcore.patching import cpu_host
@@ -328,6 +330,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 v3 = MODELS["deepseek-v3"]
 figures = profile(v3, DEVICES["cpu"])

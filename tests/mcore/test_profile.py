@@ -10,6 +10,7 @@ from megatron_epp.cli.flags import MachineFlags, PlansMachineFlags, TunedMachine
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
@@ -121,7 +122,7 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
     for gib in (["60"], ["60", "70"]):
         arguments = options.parser("plan").parse_args(["plan", *asked, *gib])
         cost = machine.planning_cost(arguments)
-        assert cost.place == (0, 1, 1, 0)
+        assert cost.layout.place == (0, 1, 1, 0)
         assert cost.device_budget_bytes == tuple(
             each * GIB for each in budgets(*gib, epp_place=[0, 1, 1, 0])
         )
@@ -284,7 +285,7 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
     assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
     # What a slice pays for its context is a figure of its own.
-    assert Kind.BACKWARD in made.context_seconds
+    assert Kind.BACKWARD in made.column_seconds.get(CONTEXT, {})
     # No logits are kept: a hidden state's gradient, and what the last norm saves.
     assert made.last_bytes.per_token < 6 * HIDDEN * element
     assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element

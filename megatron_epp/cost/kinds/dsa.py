@@ -5,13 +5,28 @@ Queries and the one key of all heads are latents with a rotated part: later slic
 the indexer's, and nothing is made of them again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cost.kinds.base import CarryOver, RecomputedModule
+from megatron_epp.cost.columns import Column, WindowPairs
+from megatron_epp.cost.kinds.base import (
+    ATTENTION_BACKWARD,
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    CarryOver,
+    ContextWorkspace,
+    RecomputedModule,
+    Work,
+)
 from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.window import WindowSizes
+from megatron_epp.ir import Kind
 
+# Numbers of a block of rows that choose their keys, in each of the tensors that are as wide as what
+# the rows see, and how many of these live at a time in forward and in backward.
+CHOICE_BLOCK = 2**24
+CHOICE_TENSORS = 4, 6
 _PER_NUMBER = 2  # channels, of two bytes, that one of a chosen key takes
 
 
@@ -56,7 +71,7 @@ class DSASizes(MLASizes, WindowSizes):
 class DSAPart(MLAPart):
     """Attention in latents, over the keys that an indexer chooses."""
 
-    WORD, ALONE = "sparse", "sparse"
+    WORD, ALONE, CP = "sparse", "sparse", False
 
     @classmethod
     def there(cls, shape: Any) -> bool:
@@ -95,16 +110,22 @@ class DSAPart(MLAPart):
         return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
 
     @property
-    def flops_per_chosen_pair(self) -> float:
-        return 2.0 * (self._absorbed + self._attended)
+    def work(self) -> Mapping[Column, Work]:
+        """Of pairs of a query and a key that it has chosen."""
+        flops = 2.0 * (self._absorbed + self._attended)
+        chosen = WindowPairs(self.shape.chosen_keys)
+        return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
 
     @property
-    def chosen(self) -> int:
-        return int(self.shape.chosen_keys)
-
-    @property
-    def flops_per_context_token(self) -> float:
-        return 0.0
+    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
+        """Blocks of rows, their context side by side, and in backward its gradients."""
+        channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
+        block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
+        gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
+        return {
+            Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
+            Kind.BACKWARD: ContextWorkspace(gradients, backward * block),
+        }
 
     @property
     def saved(self) -> int:

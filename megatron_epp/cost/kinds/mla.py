@@ -1,10 +1,21 @@
 """Multi-latent attention: K and V are made of a latent, which later slices may get instead."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_epp.cost.columns import CONTEXT, Column
 from megatron_epp.cost.kinds.attention import AttentionPart, AttentionSizes
-from megatron_epp.cost.kinds.base import CarryOver, RecomputedModule
+from megatron_epp.cost.kinds.base import (
+    ELEMENT_BYTES,
+    CarryOver,
+    ContextWorkspace,
+    RecomputedModule,
+    Work,
+)
+from megatron_epp.ir import Kind
+
+CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,29 @@ class MLAPart(AttentionPart):
         return query + down + self._expansion_parameters + out + hidden
 
     @property
-    def flops_per_context_token(self) -> float:
-        """Making K and V again of an earlier slice's latent."""
-        return 2.0 * self._expansion_parameters if self.shape.carries_latents else 0.0
+    def work(self) -> Mapping[Column, Work]:
+        """K and V made again of an earlier slice's latents.
+
+        Backward makes them again, too, and has the gradients of latents and of weights to make.
+        """
+        if not self.shape.carries_latents:
+            return {}
+        return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
+
+    @property
+    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
+        """A block of the context's K and V.
+
+        In backward with their gradients, and those of the context's latents.
+        """
+        if not self.shape.carries_latents:
+            return {}
+        block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
+        gradients = float(ELEMENT_BYTES * self.carried.channels)
+        return {
+            Kind.FORWARD: ContextWorkspace(per_op=block),
+            Kind.BACKWARD: ContextWorkspace(gradients, 2 * block),
+        }
 
     @property
     def saved(self) -> int:

@@ -6,7 +6,7 @@ from megatron_epp.frameworks.stock_settings import StockSettings, degrees, recom
 from megatron_epp.planner.choose.partition import layout_text
 
 
-def settings(job: StockSettings) -> Iterator[str]:
+def bridge_settings(job: StockSettings) -> Iterator[str]:
     """Yield the lines for ``job``."""
     for name, value in degrees(job):
         yield f"cfg.model.{name} = {value}"

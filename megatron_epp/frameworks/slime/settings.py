@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
 
 
-def settings(job: StockSettings) -> Iterator[str]:
+def slime_settings(job: StockSettings) -> Iterator[str]:
     """Yield the lines for ``job``."""
     yield from megatron_flags(job)
     yield "--use-dynamic-batch-size"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
 
 
-def settings(job: StockSettings) -> Iterator[str]:
+def swift_settings(job: StockSettings) -> Iterator[str]:
     """Yield the lines for ``job``."""
     for line in megatron_flags(job):
         name, *value = line.split(" ", 1)

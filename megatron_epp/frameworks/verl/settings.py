@@ -7,7 +7,7 @@ from megatron_epp.frameworks.stock_settings import StockSettings, degrees, ends_
 _ACTOR = "actor_rollout_ref.actor."
 
 
-def settings(job: StockSettings) -> Iterator[str]:
+def verl_settings(job: StockSettings) -> Iterator[str]:
     """Yield the lines for ``job``."""
     for name, value in degrees(job):
         yield f"{_ACTOR}megatron.{name}={value}"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.cost.profile import LayerFigures, Profile
+from megatron_epp.cost.profile import LayerCoefficients, Profile
 from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
@@ -124,7 +124,7 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _layer_summary(figures: LayerFigures, kind: str) -> list[str]:
+def _layer_summary(figures: LayerCoefficients, kind: str) -> list[str]:
     forward, backward = (figures.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
     return [
         f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, "

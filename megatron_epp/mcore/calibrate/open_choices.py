@@ -1,7 +1,6 @@
 """Choices that flags leave open of layers (KindModule.CHOICES), made when the model is built."""
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -43,8 +42,8 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
         setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
-            kept = kept_budgets(args, cost.rank_of) or cost.device_budget_bytes
-            cost = dataclasses.replace(cost, device_budget_bytes=kept)
+            kept = kept_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
+            cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)

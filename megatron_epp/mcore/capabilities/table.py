@@ -105,7 +105,7 @@ def _groups_by_size(call: Any) -> str | None:
 TABLE: tuple[Limit, ...] = (
     Limit(
         "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
-        "leave them out: slices of long documents shrink the warm-up instead",
+        "use --epp-placement flags, which takes the stages of a rank from them, or leave them out",
         given(
             "virtual_pipeline_model_parallel_size",
             "num_layers_per_virtual_pipeline_stage",

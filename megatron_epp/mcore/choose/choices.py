@@ -7,7 +7,7 @@ computes the same. A run that resumes has its checkpoint's choices (kept.py).
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -171,7 +171,7 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
         else:
             partition = partition_of(cost, *plans)
             cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
-        place, layers = cost.rank_of, cost.layers
+        place, layers = cost.layout.placement.place, cost.layout.layers
         why = f"{why} {_source_of_costs(args)} (simulated)"
     *others, last = layers
     return Placement(place, (*others, last - len(mtp_shapes(args)))), why
@@ -198,7 +198,7 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, device_budget_bytes=(AMPLE_BYTES,) * cost.ranks)
+        cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from megatron_epp.cost.profile import LayerFigures
+    from megatron_epp.cost.profile import LayerCoefficients
     from megatron_epp.layers.attention.layer_attention import Attention, Heads
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
 
@@ -157,7 +157,7 @@ class OpenChoice(Protocol):
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
         """Return the values that this rank's ``model`` cannot have, each with the reason."""
 
-    def measured_with(self, figures: Iterable[LayerFigures]) -> str:
+    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
         """Return the value that kinds of layers were measured with."""
 
     def settle(self, attention: Attention, value: str) -> None:

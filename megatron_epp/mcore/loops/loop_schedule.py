@@ -6,7 +6,6 @@ calls is what it has learnt: process groups of this replica, seconds of ops, pla
 
 import logging
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ class LoopSchedule:
         self.settings, self.stock = settings, stock
         self._pipelines = Pipelines(settings)
         self._logged: set[str] = set()
-        self._numbers = count(1)
+        self._calls = 0  # that plans ran
         self._gave_up = False  # on what failed before a call's first op
 
     def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
@@ -48,7 +47,7 @@ class LoopSchedule:
             call = LoopCall.of(keywords)
             pipeline = self._ours(call, kind)
             if isinstance(pipeline, ModelPipeline):
-                planned = PlannedCall(self.settings, call, pipeline, self._numbers)
+                planned = PlannedCall(self.settings, call, pipeline, self._count)
                 try:
                     result = planned.result(keywords, self.stock[PIPELINE])
                 finally:
@@ -72,6 +71,11 @@ class LoopSchedule:
         if planned is not None:
             keywords = planned.with_batches_from_the_start(keywords)
         return self._leave(reason, kind, keywords)
+
+    def _count(self) -> int:
+        """Count a call that a plan runs; return its number."""
+        self._calls += 1
+        return self._calls
 
     def _leave(self, reason: str, kind: str, keywords: dict[str, Any]) -> list[Any]:
         """Megatron's own schedule runs the call; said once for every reason, by one rank."""

@@ -1,6 +1,6 @@
 """One call that a plan runs: from what its micro-batches hold to its result."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +77,7 @@ class WholeShapes:
 
 
 class PlannedCall:
-    """A call of a model's ``pipeline``. numbers: of the schedule's planned calls.
+    """A call of a model's ``pipeline``. count: counts the schedule's planned calls.
 
     committed   the call's errors are the loop's: from the first op on, or from the start where the
                 model is attached, as the user asked for slices or a budget then. Before, Megatron's
@@ -85,9 +85,9 @@ class PlannedCall:
     """
 
     def __init__(
-        self, settings: Settings, call: LoopCall, pipeline: ModelPipeline, numbers: Iterator[int]
+        self, settings: Settings, call: LoopCall, pipeline: ModelPipeline, count: Callable[[], int]
     ):
-        self.settings, self.call, self.pipeline, self._numbers = settings, call, pipeline, numbers
+        self.settings, self.call, self.pipeline, self._count = settings, call, pipeline, count
         self.batches = [MicroBatches(each, call.num_microbatches) for each in call.iterators]
         self.model: AttachedModel | None = attached(call.one_model)
         self.committed = self.model is not None
@@ -246,7 +246,7 @@ class PlannedCall:
         """Compute the call; return the stages. Raises where a rank failed, on all of them."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
-        programs.current_op.iteration = next(self._numbers)
+        programs.current_op.iteration = self._count()
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
         # Replicas that meet in their ops do not wait for each other's messages besides.
         block = (counted(work.plan),) if pipeline.in_lockstep else ()

@@ -106,7 +106,7 @@ class Problem(NamedTuple):
     rank_of: np.ndarray
 
 
-class Limits(NamedTuple):
+class PolicyArrays(NamedTuple):
     """list_scheduler.Policy; head: whether there are H and G, as vocabulary parallelism has."""
 
     least: np.ndarray

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.compiled import G, Limits, Problem, schedule_with
+from megatron_epp.planner.order.compiled import G, PolicyArrays, Problem, schedule_with
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 # Where backwards are whole, G alone fills gaps: so many wait at most, in the mean seconds of one,
@@ -87,7 +87,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
         np.array(work.place or range(work.stages), np.int64),
     )
-    limits = Limits(
+    limits = PolicyArrays(
         policy.least,
         policy.first,
         policy.most,

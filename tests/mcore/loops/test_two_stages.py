@@ -208,7 +208,7 @@ def test_micro_batches_that_say_on_how_many_ranks_they_lie_are_megatrons(name, m
     for _ in range(2):
         assert schedule(PIPELINE, keywords) == "made"
     assert ran == [keywords, keywords]
-    (said,) = schedule._said
+    (said,) = schedule._logged
     assert said == "calls with context parallelism by micro-batch (its process groups are there)"
 
 

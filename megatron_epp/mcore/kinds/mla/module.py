@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_epp.cost.profile import LayerFigures
+from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Attention
 from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
@@ -339,7 +339,7 @@ class KeptLatents:
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
-    def measured_with(self, figures: Iterable[LayerFigures]) -> str:
+    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
         return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:

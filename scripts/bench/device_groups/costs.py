@@ -10,16 +10,35 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.result import GroupMicroBatch, PlannedGroups
+from megatron_epp.planner.result import PlannerResult
 
 # Gathers run among all devices of the replica, not inside a node as a pipeline stage's do. The
 # published constant was measured so; the pipelines' is a fifth of it (cost.analytic, b1_divisor).
 ACROSS_NODES = 5.0
 NODE_DEVICES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMicroBatch:
+    """Device groups that work side by side: degrees[g] devices hold documents[g]."""
+
+    degrees: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]  # of every group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroups(PlannerResult):
+    """The work of a method without a pipeline: micro-batches of device groups, one after another;
+    bubble_ratio is the groups' waiting."""
+
+    batches: tuple[GroupMicroBatch, ...]
+
 
 # The degree number of every group, and the documents on each.
 MicroBatch = tuple[np.ndarray, Sequence[np.ndarray]]
@@ -86,49 +105,50 @@ def group_costs(
     gather_factor   what ZeRO-3 gathers take against the profile's; default 5 where the devices do
                     not fit one node
     """
-    devices = 2 ** ((cost.stages * cost.cp).bit_length() - 1)
-    layers = sum(cost.layers)
+    devices = 2 ** ((cost.layout.stages * cost.layout.cp).bit_length() - 1)
+    layers = sum(cost.layout.layers)
     if gather_factor is None:
-        gather_factor = ACROSS_NODES if devices * cost.tp > NODE_DEVICES else 1.0
+        gather_factor = ACROSS_NODES if devices * cost.layout.tp > NODE_DEVICES else 1.0
     rows = []
     weights = np.ones(1)
     for degree in (2**power for power in range(devices.bit_length())):
-        spread = dataclasses.replace(
-            cost,
+        spread = cost.replace(
             layers=(layers,),
             device_budget_bytes=(min(cost.device_budget_bytes),),
             cp=degree,
-            dp=cost.dp * devices // degree,
+            dp=cost.layout.dp * devices // degree,
             # As many devices of the replica share the experts as its stages did together.
-            ep=cost.ep * cost.stages if cost.ep > 1 else 1,
+            ep=cost.layout.ep * cost.layout.stages if cost.layout.ep > 1 else 1,
         )
-        run = spread.seconds_per(Kind.FORWARD)[0] + spread.seconds_per(Kind.BACKWARD)[0]
-        comm = spread.comm_seconds_per(Kind.FORWARD)[0] + spread.comm_seconds_per(Kind.BACKWARD)[0]
+        run = spread.seconds.per(Kind.FORWARD)[0] + spread.seconds.per(Kind.BACKWARD)[0]
+        comm = (
+            spread.seconds.communication_per(Kind.FORWARD)[0]
+            + spread.seconds.communication_per(Kind.BACKWARD)[0]
+        )
         again, saved = _first_recomputed(spread, recompute_layers)
-        extra_gather = (gather_factor - 1) * comm[2]
-        profile = spread.profile
+        extra_gather = (gather_factor - 1) * comm[CHUNKS]
+        profile = spread.layout.profile
         token_bytes = (
             saved + profile.first_bytes.per_token + profile.last_bytes.per_token
-        ) / spread.shards
-        weights = (run + again)[[1, *(at for _, at in spread.window_columns)]]
+        ) / spread.layout.shards
+        windows = [spread.layout.column(each) for each in spread.layout.windows]
+        weights = (run + again)[[PAIRS, *windows]]
         if len(weights) > 1:
             # The same at every degree: pairs of all windows are spread alike.
             for part in (run, again):
-                part[1] += sum(part[at] for _, at in spread.window_columns)
+                part[PAIRS] += sum(part[windows])
         headroom = spread.headroom_bytes[0]
         rows.append(
             (
                 degree,
-                run[0] + again[0],
-                run[1] + again[1],
-                run[2] + again[2] + extra_gather,
-                comm[0],
-                comm[2] + extra_gather,
-                again[0],
-                again[1],
+                *(run + again)[[TOKENS, PAIRS]],
+                run[CHUNKS] + again[CHUNKS] + extra_gather,
+                comm[TOKENS],
+                comm[CHUNKS] + extra_gather,
+                *again[[TOKENS, PAIRS]],
                 max(0.0, headroom / token_bytes),
                 token_bytes,
-                spread.states_bytes[0],
+                spread.memory.states_bytes[0],
             )
         )
     columns = np.array(rows).T
@@ -136,8 +156,8 @@ def group_costs(
     if len(weights) == 1:
         return made
     pair, *others = (weights / weights.sum()).tolist()
-    windows = tuple(window for window, _ in cost.window_columns)
-    weighted = tuple(zip(windows, others, strict=True))
+    sizes = (each.size for each in cost.layout.windows)
+    weighted = tuple(zip(sizes, others, strict=True))
     return dataclasses.replace(made, pair_weight=pair, window_weights=weighted)
 
 
@@ -145,11 +165,15 @@ def _first_recomputed(cost: Cost, layers: int) -> tuple[np.ndarray, float]:
     """Recompute of the one stage's first so many layers in full: the seconds per feature that it
     adds, and the bytes per token that all layers save."""
     zero, grid = np.zeros((1, 1)), np.full((1, 1), layers)
-    again, saved = np.zeros_like(cost.recompute_seconds_per((0, FULL))), 0.0
-    by_kind = cost.kinds.from_front(zero, grid)[:, 0, 0]
-    for kind, (first, every) in enumerate(zip(by_kind, cost.kinds.counts[:, 0], strict=True)):
-        kept, full = (cost.figures[kind].saved_bytes[letter].per_token for letter in (KEEP, FULL))
-        again += first * cost.recompute_seconds_per((kind, FULL))
+    again, saved = np.zeros_like(cost.seconds.recompute_per((0, FULL))), 0.0
+    by_kind = cost.layout.kinds.from_front(zero, grid)[:, 0, 0]
+    for kind, (first, every) in enumerate(
+        zip(by_kind, cost.layout.kinds.counts[:, 0], strict=True)
+    ):
+        kept, full = (
+            cost.layout.coefficients[kind].saved_bytes[letter].per_token for letter in (KEEP, FULL)
+        )
+        again += first * cost.seconds.recompute_per((kind, FULL))
         saved += float((every - first) * kept + first * full)
     return again, saved
 
@@ -200,6 +224,7 @@ def planned_groups(
     return PlannedGroups(
         planner=planner,
         batches=tuple(made),
+        chunks=sum(len(batch.degrees) for batch in made),
         seconds=total,
         lower_bound_seconds=min(total, lower_bound_seconds(lengths, _flat(cost))),
         bubble_ratio=1 - busy / whole,
@@ -213,17 +238,16 @@ def planned_groups(
 
 def _flat(cost: Cost) -> Cost:
     """All devices as one stage, communication free: no grouping of them is faster."""
-    cost = cost.on_devices()
-    profile = cost.profile.each_kind(
+    cost = cost.replace(layout=cost.layout.on_devices())
+    profile = cost.layout.profile.each_kind(
         all_to_all_bytes_per_token=0.0,
         tensor_bytes_per_token=0.0,
         expert_bytes_per_token=0.0,
-        gather_seconds=dict.fromkeys(cost.profile.gather_seconds, 0.0),
+        gather_seconds=dict.fromkeys(cost.layout.profile.gather_seconds, 0.0),
     )
-    return dataclasses.replace(
-        cost,
+    return cost.replace(
         profile=profile,
-        layers=(sum(cost.layers),),
+        layers=(sum(cost.layout.layers),),
         device_budget_bytes=cost.device_budget_bytes[:1],
-        cp=cost.cp * cost.stages,
+        cp=cost.layout.cp * cost.layout.stages,
     )

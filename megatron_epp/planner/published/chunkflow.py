@@ -14,11 +14,16 @@ from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch
-from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import Counts, loads_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_window
-from megatron_epp.planner.recompute.uniform import ScoredDraft, better, strict
+from megatron_epp.planner.recompute.uniform import (
+    ScoredDraft,
+    best_schedule,
+    better,
+    one_f_one_b,
+    scored_draft,
+)
 
 KEPT = (1, 2, 4, 8, 16)  # K
 
@@ -35,16 +40,15 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
-        law = shrinking_window(chunking.sizes, cost.stages)
+        law = shrinking_window(chunking.sizes, cost.layout.stages)
+        policies = one_f_one_b(law, chunking.sizes, cost)
         most = int(chunking.sizes.max())
         for kept in sorted({min(kept, most) for kept in KEPT}):
             if not better(best, bound, below):
                 break
             counts = discarded(cost, chunking, kept)
-            schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
-            note = f"size {size}, K {kept}"
-            made = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note)
-            played = ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost)
+            schedule, how = best_schedule(chunking, loads, counts, policies, cost)
+            played = scored_draft(chunking, counts, schedule, cost, f"size {size}, K {kept}", how)
             best = played if best is None else min(best, played, key=lambda made: made.rank)
     return best
 
@@ -52,5 +56,5 @@ def draft(
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
     """Every layer of all but the last ``kept`` chunks of each group."""
     early = chunking.last_of_group - np.arange(chunking.count) >= kept
-    grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
-    return cost.kinds.first(FULL, grid)
+    grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
+    return cost.layout.kinds.first(FULL, grid)

@@ -19,7 +19,6 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens
-from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -32,6 +31,7 @@ from megatron_epp.planner.order.problem import (
     rates_of,
 )
 from megatron_epp.planner.order.warmup import pipelines
+from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
 
@@ -161,7 +161,7 @@ def best_grouping(
             ).sum()
         )
         work += chunking.count * rates.chunk_seconds
-        delta = (cost.stages - 1) * work / chunking.count
+        delta = (cost.layout.stages - 1) * work / chunking.count
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
             continue  # recompute and more pipelines only add
@@ -186,7 +186,7 @@ def _play(
 ) -> tuple[ScoredDraft, np.ndarray]:
     """The plan, and its exact peaks by stage beside residents."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
-    law = pipelines(chunking.sizes, list(cuts), cost.stages)
+    law = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
     made = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note

@@ -15,7 +15,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant
-from megatron_epp.planner.recompute.uniform import ScoredDraft, better, uniform_draft
+from megatron_epp.planner.recompute.uniform import ScoredDraft, better, one_f_one_b, uniform_draft
 
 
 def draft(
@@ -32,7 +32,8 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         if better(best, ordered_bound_seconds(chunking, loads, cost), below):
-            law = constant(chunking.sizes, cost.stages)
-            played = uniform_draft(batch, chunking, law, cost, options, f"size {size}")
+            law = constant(chunking.sizes, cost.layout.stages)
+            policies = one_f_one_b(law, chunking.sizes, cost)
+            played = uniform_draft(batch, chunking, policies, cost, options, f"size {size}")
             best = played if best is None else min(best, played, key=lambda made: made.rank)
     return best

@@ -13,15 +13,10 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError
-from megatron_epp.planner.device_groups.costs import (
-    GroupCosts,
-    MicroBatch,
-    group_costs,
-    planned_groups,
-)
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.result import PlannedGroups
+
+from .costs import GroupCosts, MicroBatch, PlannedGroups, group_costs, planned_groups
 
 GROUP_SLACK = 0.10  # more work than the micro-batch's largest, that a group takes documents up to
 EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most this share
@@ -34,8 +29,8 @@ def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
     """The best of a few limits of tokens per device, with just enough static recompute."""
-    batch = SortedBatch.of(lengths)
-    layers = sum(cost.layers)
+    batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
+    layers = sum(cost.layout.layers)
     results = []
     for recompute in range(0, layers + 1, max(1, layers // 3)):
         costs = group_costs(cost, recompute, gather_factor)
@@ -61,7 +56,7 @@ def plan(
         return min(results, key=lambda found: found.seconds)
     raise PlanError(
         f"a document of {int(batch.lengths[0])} tokens does not fit all "
-        f"{cost.stages * cost.cp} devices together with everything recomputed"
+        f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed"
     )
 
 

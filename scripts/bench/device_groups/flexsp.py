@@ -16,15 +16,10 @@ from numba import njit
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError
-from megatron_epp.planner.device_groups.costs import (
-    GroupCosts,
-    MicroBatch,
-    group_costs,
-    planned_groups,
-)
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.result import PlannedGroups
+
+from .costs import GroupCosts, MicroBatch, PlannedGroups, group_costs, planned_groups
 
 MORE_BATCHES = 5  # M' of the blaster: M_min to M_min + 4
 IMPROVED = 4  # mixes whose assignment is improved
@@ -37,9 +32,9 @@ def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
     """The best of several micro-batch counts and static recompute shares."""
-    batch = SortedBatch.of(lengths)
+    batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     best = None
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     for share in RECOMPUTE_SHARES:
         recompute = round(share * layers)
         costs = group_costs(cost, recompute, gather_factor)
@@ -57,8 +52,9 @@ def plan(
     if best is None:
         longest = int(batch.lengths[0])
         raise PlanError(
-            f"a document of {longest} tokens does not fit all {cost.stages * cost.cp} devices "
-            "together with everything recomputed: raise the memory budget or use more devices"
+            f"a document of {longest} tokens does not fit all "
+            f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed: "
+            "raise the memory budget or use more devices"
         )
     _, batches, costs, note = best
     return planned_groups("flexsp", batches, batch.lengths, batch.names, costs, cost, note)

@@ -1,15 +1,15 @@
-"""OutputLayer: what the model's output layer and its loss take, on the last stage or on all.
+"""Ends of the model: the embedding, and the LM head with its loss, on the last stage or on all.
 
-Vocabulary parallelism takes the output layer from the last stage's F and B and gives every stage a
+Vocabulary parallelism takes the LM head from the last stage's F and B and gives every stage a
 part of it, H and G. Of the three products that it takes without (logits, the gradients of the input
 and of the weight) H does the first two, G the first again and the third, all for 1/stages of the
-words:
+vocabulary:
 
     seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
 
-so a profile's figures serve, measured or analytic, with the early head or without, whose F + B are
-the three products in either case; where it has H and G themselves (head_seconds), these. What a
-chunk costs whatever its size is not divided. Where further tokens are predicted it runs as many
+so a profile's coefficients serve, measured or analytic, with the early head or without, whose F + B
+are the three products in either case; where it has H and G themselves (head_seconds), these. What a
+chunk costs whatever its size is not divided. With multi-token prediction it runs as many
 times more of every row. Sources: arXiv 2411.05288 (algorithm 2, whose two
 passes these are); that the logits are made twice is ours.
 """
@@ -19,45 +19,51 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_epp.cost.analytic import ELEMENT_BYTES, HEAD_BLOCK_TOKENS
+from megatron_epp.cost.columns import CHUNKS, TOKENS
+from megatron_epp.cost.communication import tensor_seconds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Item, Kind, Payload
 
-# Share of the output layer's forward and backward that each of H and G takes.
+# Fraction of the LM head's forward and backward that each of H and G takes.
 HEAD_SHARE = 2 / 3
 
 
-class OutputLayer:
-    """The output layer of a ``layout``: nothing of it anywhere; its places say what is where."""
+class Ends:
+    """The ends of a ``layout`` without an LM head; the classes of its places add it."""
 
     def __init__(self, layout: StageLayout):
         self.layout, self.profile = layout, layout.profile
         self.times = layout.predictions
 
     def parameters(self) -> np.ndarray:
-        """[stages] weights, before they are sharded over tensor-parallel ranks."""
-        return self._on_last(np.array([self._embedding_copy]))[:, 0]
+        """[stages] weights, before they are sharded over tensor-parallel ranks. With multi-token
+        prediction the last stage has an embedding of its own."""
+        held = np.zeros(self.layout.stages)
+        held[0] = self.profile.first_parameters
+        if self.times > 1 and self.layout.stages > 1:
+            held[-1] = self.profile.first_parameters
+        return held
 
-    @property
-    def _embedding_copy(self) -> float:
-        """Weights of the last stage's own embedding, which it has where it predicts further
-        tokens."""
-        return self.profile.first_parameters * (self.times > 1 and self.layout.stages > 1)
-
-    def seconds(self, kind: Kind) -> np.ndarray | float:
-        """[stages, features] inside an op of the layers."""
-        return 0.0
+    def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
+        """Add what the ends take inside an op of the layers to [stages, columns]."""
+        per_SF[0] += self.layout.row(self.profile.first_seconds[kind])
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """[stages, features] of H and G: none."""
+        """[stages, columns] of H and G: none."""
         return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """[stages, features] of communication besides."""
+        """[stages, columns] of communication besides."""
         return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks] from F to B."""
+        held = self._head_held_bytes(loads)
+        held[0] += self.layout.bytes_of(self.profile.first_bytes, loads)
+        return held
+
+    def _head_held_bytes(self, loads: Loads) -> np.ndarray:
         return np.zeros((self.layout.stages, loads.chunks))
 
     def freed_bytes(self, loads: Loads) -> np.ndarray:
@@ -90,20 +96,23 @@ class OutputLayer:
         return grid
 
 
-class OnLastStage(OutputLayer):
-    """The output layer is part of the last stage's F, B, I and W."""
+class HeadOnLastStage(Ends):
+    """The LM head is part of the last stage's F, B, I and W."""
 
     def parameters(self) -> np.ndarray:
-        return super().parameters() + self._on_last(np.array([self.profile.last_parameters]))[:, 0]
+        held = super().parameters()
+        held[-1] += self.profile.last_parameters
+        return held
 
-    def seconds(self, kind: Kind) -> np.ndarray:
-        return self._on_last(self.times * self.layout.row(self.profile.last_seconds[kind]))
+    def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
+        super().add_seconds(kind, per_SF)
+        per_SF[-1] += self.times * self.layout.row(self.profile.last_seconds[kind])
 
-    def held_bytes(self, loads: Loads) -> np.ndarray:
+    def _head_held_bytes(self, loads: Loads) -> np.ndarray:
         return self._on_last(self.times * self.layout.bytes_of(self.profile.last_bytes, loads))
 
     def freed_bytes(self, loads: Loads) -> np.ndarray:
-        return self.held_bytes(loads)  # its backward comes first
+        return self._head_held_bytes(loads)  # its backward comes first
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         held = self.layout.bytes_of(self.profile.last_weight_input_bytes, loads)
@@ -118,8 +127,8 @@ class OnLastStage(OutputLayer):
         return self._on_last(last + self.layout.fixed_bytes_of(per, loads))
 
 
-class OnAllStages(OutputLayer):
-    """Every stage has 1/stages of the words, and runs H and G of every chunk."""
+class HeadOnAllStages(Ends):
+    """Every stage has 1/stages of the vocabulary, and runs H and G of every chunk."""
 
     def parameters(self) -> np.ndarray:
         each = self.profile.last_parameters / self.layout.stages
@@ -136,20 +145,20 @@ class OnAllStages(OutputLayer):
             whole = [row(profile.last_seconds[op]) for op in (Kind.FORWARD, Kind.BACKWARD)]
             each = HEAD_SHARE * (whole[0] + whole[1])
         each = self.times * each
-        launched = each[2]
+        launched = each[CHUNKS]
         each = each / self.layout.stages
-        each[2] = launched
+        each[CHUNKS] = launched
         return np.tile(each, (self.layout.stages, 1))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """Gathers of the hidden state inside a TP group, whose ranks have other words each: H and G
-        do so once each."""
+        """Gathers of the hidden state inside a TP group, whose ranks have other vocabulary rows
+        each: H and G do so once each."""
         gathered = np.zeros((self.layout.stages, self.layout.width))
-        one = self.layout.tensor_seconds(self.layout.hidden_bytes.per_token)
-        gathered[:, 0] = self.times * one
+        one = tensor_seconds(self.layout, self.layout.hidden_bytes.per_token)
+        gathered[:, TOKENS] = self.times * one
         return dict.fromkeys(OF_HEAD, gathered)
 
-    def held_bytes(self, loads: Loads) -> np.ndarray:
+    def _head_held_bytes(self, loads: Loads) -> np.ndarray:
         """The model's output, then its gradient; where it was measured with an early head, what
         that holds are the final norm's input and that gradient, as here."""
         output = self._hidden(loads)
@@ -185,7 +194,7 @@ class OnAllStages(OutputLayer):
         return {kind: self._head_workspace(kind, loads) for kind in OF_HEAD}
 
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Logits of a stage's part of the words, for a block of tokens at a time; H has rows
+        """Logits of a stage's part of the vocabulary, for a block of tokens at a time; H has rows
         besides, two a token as they come and as they go, G the gradient of its part of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
@@ -197,7 +206,7 @@ class OnAllStages(OutputLayer):
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
         held = layout.bytes_of(profile.last_bytes if self._holds_logits else at_end, loads)
         held = held / stages
-        # A part of the words has blocks of as many tokens more, up to the largest.
+        # A part of the vocabulary has blocks of as many tokens more, up to the largest.
         most = float(HEAD_BLOCK_TOKENS[0] * layout.cp)
         if profile.last_workspace_tokens:
             most = min(most, profile.last_workspace_tokens * stages)
@@ -210,5 +219,5 @@ class OnAllStages(OutputLayer):
         return np.ceil(np.tile(held, (stages, 1)))
 
 
-def output_layer_of(layout: StageLayout) -> OutputLayer:
-    return OnAllStages(layout) if layout.vocabulary_parallel else OnLastStage(layout)
+def ends_of(layout: StageLayout) -> Ends:
+    return HeadOnAllStages(layout) if layout.vocabulary_parallel else HeadOnLastStage(layout)

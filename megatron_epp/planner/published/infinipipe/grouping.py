@@ -13,9 +13,9 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, Kind
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.infinipipe.memory import paper_freed, paper_moves
 from megatron_epp.planner.order.problem import Counts
 from megatron_epp.planner.order.warmup import pipelines
+from megatron_epp.planner.published.infinipipe.memory import paper_freed, paper_moves
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.ilp import Solver
 
@@ -41,8 +41,8 @@ class RecomputeIlps:
         self.recompute = recompute
         self.moves = paper_moves(cost, loads)
         self.freed = paper_freed(cost, loads)
-        forward = float(cost.seconds(Kind.FORWARD, loads).sum())
-        self.layer_seconds = forward / sum(cost.layers) / loads.chunks  # F_hat, eq. 17
+        forward = float(cost.seconds.of(Kind.FORWARD, loads).sum())
+        self.layer_seconds = forward / sum(cost.layout.layers) / loads.chunks  # F_hat, eq. 17
 
     def layers(
         self, first: int, stop: int, headroom_bytes: np.ndarray, *, integer: bool
@@ -51,11 +51,11 @@ class RecomputeIlps:
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
         sizes = chunking.sizes[first:stop]
-        slots = int(end - begin) + cost.stages - 1
-        most = np.full(slots, 0 if self.recompute == "none" else min(cost.layers))
+        slots = int(end - begin) + cost.layout.stages - 1
+        most = np.full(slots, 0 if self.recompute == "none" else min(cost.layout.layers))
         found = ilp.solve_order(
             self.solver,
-            pipelines(sizes, [], cost.stages),
+            pipelines(sizes, [], cost.layout.stages),
             chunking.backward[begin:end] - begin,
             np.ascontiguousarray(self.moves[..., begin:end]),
             np.ascontiguousarray(self.freed[None, :, begin:end]),
@@ -75,7 +75,7 @@ class RecomputeIlps:
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
         """The recompute choices of pipelines that begin at groups ``cuts``, as integers; None
         where ``headroom_bytes`` are too few."""
-        chunking, stages = self.chunking, self.cost.stages
+        chunking, stages = self.chunking, self.cost.layout.stages
         grid = np.zeros((stages, chunking.count))
         for first, stop in itertools.pairwise((0, *cuts, chunking.groups)):
             layers = self.layers(first, stop, headroom_bytes, integer=True)
@@ -84,7 +84,7 @@ class RecomputeIlps:
             begin, end = chunking.starts[first], chunking.starts[stop]
             backward = chunking.backward[begin:end] - begin
             grid[:, begin:end] = ilp.broadcast_diagonals(layers, backward, stages)
-        return self.cost.kinds.first(FULL, grid)
+        return self.cost.layout.kinds.first(FULL, grid)
 
 
 def group(

@@ -1,19 +1,14 @@
-"""Several stages on a rank: the schedule's laws, and the baselines that use it."""
+"""Schedules of ranks with several stages: their laws, and the rule table's."""
 
 import numpy as np
 import pytest
 
-from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import PIPELINES, SIMULATED, Options
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
+from megatron_epp.planner.order.policies import warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.virtual.pipeline import PlacementName, placement, warm_up_policy
-from megatron_epp.planner.virtual.slimpipe import uniform_loads
+from megatron_epp.planner.order.replay import replayed
 from megatron_epp.sim.engine import OpArrays, Orders, run
 from megatron_epp.sim.rule_arrays import needs_for
-
-K = 1024
 
 
 def work(stages: int, chunks: int, forward: float = 1.0, held: float = 1.0) -> OpArrays:
@@ -28,8 +23,13 @@ def work(stages: int, chunks: int, forward: float = 1.0, held: float = 1.0) -> O
     return OpArrays(seconds, links, 0.0, moved, np.zeros(stages), nothing)
 
 
+def placement(name: str, ranks: int) -> tuple[int, ...]:
+    once = tuple(range(ranks))
+    return {"one": once, "interleaved": once + once, "wave": once + once[::-1]}[name]
+
+
 def play(
-    ranks: int, chunks: int, name: PlacementName, room: float = np.inf, **how
+    ranks: int, chunks: int, name: str, room: float = np.inf, **how
 ) -> tuple[Schedule, OpArrays]:
     place = placement(name, ranks)
     order = np.arange(chunks)
@@ -61,7 +61,7 @@ def test_interleaving_shrinks_the_bubble_and_splitting_more() -> None:
 
 @pytest.mark.parametrize("name", ["one", "interleaved", "wave"])
 @pytest.mark.parametrize("split", [False, True])
-def test_every_op_runs_once_and_nothing_is_left(name: PlacementName, split: bool) -> None:
+def test_every_op_runs_once_and_nothing_is_left(name: str, split: bool) -> None:
     found, made = play(3, 7, name, split=split)
     kinds = (0, 2, 3) if split else (0, 1)
     total = sum(made.seconds[kind].sum(axis=1) for kind in kinds)
@@ -100,6 +100,10 @@ def test_the_scheduler_needs_what_the_rule_table_needs(place, cut: bool, seed: i
             assert (found.start[ran] == simulated.start).all()
             assert (found.stop[ran] == simulated.stop).all()
             assert found.peak_bytes == pytest.approx(simulated.peak, rel=1e-12)
+            again = replayed(problem, found)
+            assert again.seconds == found.seconds
+            assert (again.start[ran] == found.start[ran]).all()
+            assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-12)
 
 
 def random_problem(place, cut: bool, seed: int) -> ScheduleProblem:
@@ -128,48 +132,3 @@ def test_room_holds_forwards_back_and_what_cannot_be_is_said() -> None:
     assert tight.seconds > ample.seconds
     none, _ = play(4, 12, "one", room=0.5)
     assert none.over_bytes > 0
-
-
-def test_the_ends_of_a_wave_lie_on_one_rank() -> None:
-    assert placement("wave", 3) == (0, 1, 2, 2, 1, 0)
-    assert placement("interleaved", 3) == (0, 1, 2, 0, 1, 2)
-
-
-def test_uniform_slices_have_equal_tokens_and_ideal_exchange_equal_pairs() -> None:
-    loads = uniform_loads(np.array([800.0, 400.0]), np.array([1000.0, 300.0]), 4)
-    assert loads.tokens.tolist() == [200] * 4 + [100] * 4
-    assert loads.pairs.tolist() == [250] * 4 + [75] * 4
-    assert loads.behind_tokens.tolist() == [0, 200, 400, 600, 0, 100, 200, 300]
-    assert loads.earlier.tolist() == [-1, 0, 1, 2, -1, 4, 5, 6]
-
-
-def test_the_baselines_are_between_the_bound_and_plain_packing() -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
-    batch = open_corpus("wlb", 16 * K).batch(3, 24)
-    options = Options(16 * K, effort=0)
-    packing = PIPELINES["packing"](batch, cost, options)
-    for name, plan in SIMULATED.items():
-        found = plan(batch, cost, options)
-        assert found.planner == name and found.fits and found.plan_seconds > 0
-        assert found.lower_bound_seconds <= found.seconds < packing.seconds
-        assert 0 <= found.bubble_ratio < packing.bubble_ratio
-        assert found.recompute_ratio == 0
-        assert len(found.peak_bytes) == 4
-
-
-def test_adaptis_moves_layers_from_the_output_layers_device() -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
-    found = SIMULATED["adaptis"]([4000] * 24, cost, Options(4000, effort=0))
-    layers = [int(word) for word in found.note.split(", layers ")[1].split(";")[0].split()]
-    assert sum(layers) == 32 and layers[-1] < max(layers)
-
-
-def test_tight_memory_makes_them_recompute_or_offload() -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, memory_budget_gib=21)
-    ample = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
-    for name in SIMULATED:
-        tight = SIMULATED[name]([60_000] * 3, cost, Options(60_000, effort=0))
-        free = SIMULATED[name]([60_000] * 3, ample, Options(60_000, effort=0))
-        assert tight.fits and ("recompute" in tight.note or "offload" in tight.note)
-        assert tight.seconds >= free.seconds
-        assert max(tight.peak_bytes) <= 21 * 2**30
