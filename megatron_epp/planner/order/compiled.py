@@ -16,9 +16,10 @@ assert [KIND_CODE[Kind(letter)] for letter in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together
-# LLVM inlines these functions. They allocate nothing, so that numba need not count references to
-# the arrays in their arguments, which would take as long as all else that they do.
-INLINED: dict[str, Any] = {"cache": True, "forceinline": True, "_nrt": False}
+# Functions that allocate nothing, so that numba need not count references to the arrays in their
+# arguments, which would take as long as all else that they do; and those that LLVM inlines, too.
+UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
+INLINED: dict[str, Any] = {**UNCOUNTED, "forceinline": True}
 
 
 @njit(cache=True, inline="always")
@@ -213,7 +214,7 @@ def _initial(problem, limits):
     return State(ranks, stages, by_rank, wake, arrival, link_free)
 
 
-@njit(cache=True, _nrt=False)
+@njit(**UNCOUNTED)
 def _drain_peak(problem, limits, stage, chunk, back):
     """Return how far memory would rise above what is held in backwards up to ``chunk``.
 
