@@ -7,7 +7,6 @@ Simulated: gpt-7b, four stages of eight A100-80G each, the analytic cost model. 
 most what packing holds on each stage. A test makes the picture again and compares.
 """
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -29,11 +28,11 @@ WIDTH = 1400.0
 def plans() -> tuple[PlannedReplica, PlannedReplica, list[Timeline]]:
     """(packing, epp, the timelines of both)."""
     cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8)
-    ample = dataclasses.replace(cost, device_budget_bytes=(1e15,) * cost.stages)
+    ample = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
     options = Options(context=CONTEXT)
     (packing,) = plan_step(LENGTHS, ample, options, "packing").planned
     budget = tuple(map(float, packing.peak_bytes))
-    within = dataclasses.replace(cost, device_budget_bytes=budget)
+    within = cost.replace(device_budget_bytes=budget)
     (epp,) = plan_step(LENGTHS, within, options, "epp").planned
     drawn = [
         timeline_of(play(found.plan, within.table(found.plan)), title, budget)

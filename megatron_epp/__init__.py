@@ -65,7 +65,7 @@ def install_schedule(
     micro-batches and where backwards are split, within the tokens that Megatron's 1F1B would have
     held in this call or one before.
     Where nothing is gained the order is Megatron's; calls that ask for what plans cannot do
-    (interleaving, CUDA graphs, ...) are left to Megatron, which is logged once.
+    (CUDA graphs, ...) are left to Megatron, which is logged once.
 
     lengths          (micro-batch as the iterator gives it) -> rows of its hidden states over all
                      ranks of a stage, padding included, or a MicrobatchShape

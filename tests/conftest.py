@@ -17,6 +17,7 @@ LONGEST = (
     "te_reference/test_certificate.py",
     "te_reference/test_fp8_certificate.py",
     "rehearsal/test_two_hosts.py",
+    "mcore/test_certify_kinds.py",
     "mcore/test_experts.py",
     "planner/test_planners.py",
     "mcore/test_training.py",

@@ -26,6 +26,7 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import Options, plan_step
 
 _GROUPS = argument_utils.ArgumentGroupFactory
@@ -45,7 +46,7 @@ _GROUPS._get_field_docstrings = _read_once
 arguments.add_megatron_arguments(ArgumentParser())
 
 # Loads the planners' compiled loops. Packing: the solver's threads would not survive a fork.
-_COST = Cost(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (16, 16), (1e12, 1e12))
+_COST = Cost(StageLayout(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (16, 16)), (1e12, 1e12))
 plan_step([900, 70], _COST, Options(context=4096), "packing", 1)
 
 # For the list of what a save has written, which only --async-save shares, Megatron starts a process

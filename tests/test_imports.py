@@ -86,7 +86,7 @@ def test_no_folder_of_mcore_imports_one_above_it() -> None:
         ("mcore.model.elastic_layers", "from megatron_epp.mcore.loops import attached"),
         (
             "mcore.data.chunk_params",
-            "from megatron_epp.mcore.model.elastic_attention import ElasticAttention",
+            "from megatron_epp.mcore.kinds.attention.module import ElasticAttention",
         ),
         ("mcore.choose.choices", "def late():\n    import megatron_epp.mcore.certify.rank"),
     ],

@@ -18,6 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 ENTRIES = {"main", "run", "draft", "plan", "install", "add_arguments"}
 FRAMEWORK_MODULES = {"shapes", "slices", "settings"}
 ENTRY_MODULES = {"command", "planner"}
+# Every layer kind is a folder of mcore/kinds with the same modules (CONTRIBUTING, "Add a kind of
+# layer").
+KIND_MODULES = {"kind", "module", "local", "certificate"}
 
 FIELD_TERMS = {"Timed": "a line of a .timed file"}
 IRREGULAR = "Ran Told Held Given Drawn Written Made Kept Meant Lent Taken Found Known Shown Split"
@@ -66,12 +69,16 @@ def functions_twice(root: Path) -> dict[str, list[str]]:
 
 
 def modules_twice(root: Path) -> dict[str, list[str]]:
-    """Names of modules that a folder at the top has several of, anywhere in it; the files of a
-    framework, which each of their folders may have, not counted."""
+    """Names of modules that a folder at the top has several of, anywhere in it.
+
+    The files that every layer kind or framework may have are not counted.
+    """
     where = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
-        of_framework = root.name == "frameworks" and path.stem in FRAMEWORK_MODULES
-        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES and not of_framework:
+        repeated = path.stem in ENTRY_MODULES
+        repeated |= path.stem in KIND_MODULES and path.parts[-3] == "kinds"
+        repeated |= path.stem in FRAMEWORK_MODULES and root.name == "frameworks"
+        if path.name != "__init__.py" and not repeated:
             where[path.stem].append(str(path.relative_to(root)))
     return {name: paths for name, paths in where.items() if len(paths) > 1}
 

@@ -130,20 +130,14 @@ SCHEDULE = (
     AllowedCollective(
         "tokens of documents per expert",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.experts.router_stats.RouterStats"),
+        callers_of("megatron_epp.layers.moe.router_stats.RouterStats"),
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
     ),
     AllowedCollective(
         "logits of whole documents",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.experts.sinkhorn.balanced_weights"),
+        callers_of("megatron_epp.layers.moe.sinkhorn.balanced_weights"),
         "to choose experts by sinkhorn; once per layer run, recomputed ones again",
-    ),
-    AllowedCollective(
-        "attention of all heads",
-        "TENSOR_MODEL_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.attention.sparse._target"),
-        "what an indexer learns from; once per block of rows, in forward and in backward",
     ),
     AllowedCollective(
         "expert bias",
@@ -161,13 +155,13 @@ SCHEDULE = (
     AllowedCollective(
         "tied words",
         f"PIPELINE_MODEL_PARALLEL_GROUP|{DATA_GROUP}",
-        callers_of("megatron_epp.mcore.model.vocabulary.tied"),
+        callers_of("megatron_epp.mcore.lm_head.tied"),
         "once per iteration: the embedding's words and their copies in the output layer's shards",
     ),
     AllowedCollective(
         "words of a stage",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.vocabulary"),
+        callers_of("megatron_epp.layers.lm_head.vocabulary"),
         "in every H statistics and rows of the ranks' words, in H and G the rows of each",
     ),
 )

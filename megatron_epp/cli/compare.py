@@ -14,7 +14,8 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import GROUPS, PLANNERS, Options, makes_plans
+from megatron_epp.planner import COMPARED, PLANNERS, Options
+from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text
 
@@ -27,13 +28,14 @@ _WARM_UP = 24  # documents
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or PLANNERS)]
+    default = (*COMPARED, *comparison_methods())
+    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
-    pipelines = [name for name in names if makes_plans(name, cost, options)]
+    pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
     cost, ours = chosen_costs(arguments, batches, cost, options, chosen_by)
     costs = {name: ours if name == _OURS else cost for name in names}
@@ -62,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     _say(f"lengths  {batches}")
     _say(
-        f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
+        f"machine  {cost.layout}, layers {_layers(cost.layout.layers)}{_kinds(cost)}"
         f"{_of_ours(cost, costs.get(_OURS, cost))}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
@@ -82,24 +82,26 @@ def run(arguments: argparse.Namespace) -> int:
         _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
+    if not arguments.planner and not comparison_methods():
+        _say(ABSENT)
     return 0
 
 
 def _kinds(cost: Cost) -> str:
     """Notes on layers of several kinds, on experts, and on the output layer."""
-    kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
-    experts = f", ep {cost.ep}" if cost.ep > 1 else ""
-    return kinds + experts + (", vocabulary over the stages" * cost.vocabulary_parallel)
+    kinds = f", of the kinds {cost.layout.kinds_text}" if cost.layout.kinds_text else ""
+    experts = f", ep {cost.layout.ep}" if cost.layout.ep > 1 else ""
+    return kinds + experts + (", vocabulary over the stages" * cost.layout.vocabulary_parallel)
 
 
 def _of_ours(cost: Cost, ours: Cost) -> str:
     """Text on what only epp has."""
     parts = []
-    if ours.layers != cost.layers:
-        parts.append(f"layers {_layers(ours.layers)}")
-    if ours.place != cost.place:
-        parts.append(f"stages on ranks {' '.join(map(str, ours.rank_of))}")
-    if ours.vocabulary_parallel != cost.vocabulary_parallel:
+    if ours.layout.layers != cost.layout.layers:
+        parts.append(f"layers {_layers(ours.layout.layers)}")
+    if ours.layout.place != cost.layout.place:
+        parts.append(f"stages on ranks {' '.join(map(str, ours.layout.placement.place))}")
+    if ours.layout.vocabulary_parallel != cost.layout.vocabulary_parallel:
         parts.append("the vocabulary over the stages")
     return f"; epp with {' and '.join(parts)}" if parts else ""
 
@@ -137,7 +139,7 @@ def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
     if faster:
         told += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
     told += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
-    if best in GROUPS:
+    if best not in PLANNERS:
         told += f" Training runs pipeline plans, which {best} does not make."
     return told
 

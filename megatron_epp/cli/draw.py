@@ -48,7 +48,7 @@ def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> R
         cost = machine.plan_cost(arguments, plan)
         played = play(plan, in_step([cost.table(one) for one in block])[0])
         budgets = cost.device_budget_bytes
-        kinds = f", layers {cost.kinds_text}" if cost.kinds_text else ""
+        kinds = f", layers {cost.layout.kinds_text}" if cost.layout.kinds_text else ""
         runs.append(timeline_of(played, f"{title}, predicted{kinds}", budgets))
     elif arguments.records is None:
         runs.append(timeline_of(play(plan, unit_table(plan)), title, unit="units"))

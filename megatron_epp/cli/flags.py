@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
-from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 from megatron_epp.flag_fields import (
@@ -45,7 +45,7 @@ def file_to_write(text: str) -> str:
 
 # A metavar and what reads the word.
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
-TOKENS, GIB = ("TOKENS", whole_number(1)), ("X", positive("GiB"))
+TOKENS = ("TOKENS", whole_number(1))
 DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
 NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
 SWITCH = ("HOW", one_of("auto", "on", "off"))
@@ -118,8 +118,8 @@ class MachineFlags:
         "--model says which is which, as in '3*dense 58*experts'",
         ("KINDS", str),
     )
-    memory_budget_gib: tuple[float, ...] | None = flag(
-        None, f"{BUDGET_HELP} (default: the device's own)", GIB, nargs="+"
+    memory_budget_gib: tuple[float, ...] | None = shared_setting(
+        "memory_budget_gib", " (default: the device's own)"
     )
     zero: str | None = flag(
         None,
@@ -214,9 +214,11 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 
 def _planners_help() -> str:
-    from megatron_epp.planner import PLANNERS  # loads a compiler and a solver
+    # These load a compiler and a solver.
+    from megatron_epp.planner import COMPARED
+    from megatron_epp.planner.comparison_methods import comparison_methods
 
-    return f"which to compare (default: all of {', '.join(PLANNERS)})"
+    return f"which to compare (default: all of {', '.join((*COMPARED, *comparison_methods()))})"
 
 
 @dataclass
@@ -360,11 +362,8 @@ class TunedMachineFlags:
     devices_per_node: int | None = flag(
         None, "devices of a node (default: the device's own, 8)", NODES
     )
-    memory_budget_gib: tuple[float, ...] | None = flag(
-        None,
-        f"{BUDGET_HELP}, of which --pp is then the number (default: the device's own)",
-        GIB,
-        nargs="+",
+    memory_budget_gib: tuple[float, ...] | None = shared_setting(
+        "memory_budget_gib", ", of which --pp is then the number (default: the device's own)"
     )
     tp: int | None = flag(None, "only with this tensor-parallel degree (default: any)", COUNT)
     cp: int | None = flag(

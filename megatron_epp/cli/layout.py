@@ -1,7 +1,6 @@
 """``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +10,7 @@ from megatron_epp.cli.flags import AUTO
 from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, makes_plans, plan_step
+from megatron_epp.planner import PLANNERS, Options, plan_step
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
@@ -34,7 +33,7 @@ def layout_cost(
     cost, tried = choose_layout(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
-        mark = " <- chosen" if (pp, cp) == (cost.ranks, cost.cp) else ""
+        mark = " <- chosen" if (pp, cp) == (cost.layout.placement.ranks, cost.layout.cp) else ""
         print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
     return cost
 
@@ -49,7 +48,7 @@ def chosen_costs(
     is planned.
     """
     asked = arguments.vocab_parallel
-    if asked == "on" and not makes_plans(planner, cost, options):
+    if asked == "on" and planner not in PLANNERS:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
@@ -58,16 +57,15 @@ def chosen_costs(
         cost = _partitioned(cost, batches, options, planner)
     chosen = cost
     if arguments.placement == AUTO_PLACEMENT:
-        closed = dataclasses.replace(options, open_layers=False)
-        _require_open("--placement", arguments, cost, closed, planner)
+        _require_open("--placement", arguments, cost, options, planner)
         placement = placement_of(cost, _first(batches), options, planner)
         chosen = placement.cost
         print(
-            f"placement: {placement.key}, layers {' '.join(map(str, chosen.layers))}; "
+            f"placement: {placement.key}, layers {' '.join(map(str, chosen.layout.layers))}; "
             f"{placement.comparison} (simulated)",
             file=sys.stderr,
         )
-    if asked != "auto" or cost.stages == 1 or not makes_plans(planner, cost, options):
+    if asked != "auto" or cost.layout.stages == 1 or planner not in PLANNERS:
         return cost, chosen
     why = ruled_out(cost)
     if why is None:
@@ -76,7 +74,7 @@ def chosen_costs(
             cut = _partitioned(cut, batches, options, planner)
         vocabulary = vocabulary_of(chosen, _first(batches), options, planner, cut)
         chosen, why = vocabulary.cost, f"{vocabulary.comparison} (simulated)"
-    how = "on" if chosen.vocabulary_parallel else "off"
+    how = "on" if chosen.layout.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
     return cost, chosen
 
@@ -100,20 +98,20 @@ def _require_open(
             f"{flag} auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
-    if not makes_plans(planner, cost, options):
+    if planner not in PLANNERS:
         raise UsageError(f"{flag} auto has no effect on {planner}, which makes no pipeline plan")
-    if cost.stages == 1:
+    if cost.layout.stages == 1:
         raise UsageError(f"{flag} auto has no effect with one stage; leave it out")
 
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
     """Return ``cost`` with layers by time, and print them with Megatron's flags for them."""
     found = partition_of(cost, _first(batches), options, planner)
-    flags = layout_flags(found.key, cost.pinned_layers - 1)
+    flags = layout_flags(found.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
         f"partition: {' '.join(map(str, found.key))} ({share_text(found.gain)} less time than "
-        f"{' '.join(map(str, cost.layers))}); {said}",
+        f"{' '.join(map(str, cost.layout.layers))}); {said}",
         file=sys.stderr,
     )
     return found.cost

@@ -1,7 +1,6 @@
 """From options to a cost: model, device, layout, budget."""
 
 import argparse
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device_budgets, de
 from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.ir.placement import Placement, read_placement
@@ -99,15 +99,15 @@ def cost_of(
             **({} if profile is not None else AS_TRAINED | given),
         )
         heads = model(arguments.model).heads
-        if heads % (cost.tp * cost.cp):
+        if heads % (cost.layout.tp * cost.layout.cp):
             raise UsageError(
-                f"--tp {cost.tp} --cp {cost.cp}: their product must divide the {heads} attention "
-                f"heads of {arguments.model}"
+                f"--tp {cost.layout.tp} --cp {cost.layout.cp}: their product must divide the "
+                f"{heads} attention heads of {arguments.model}"
             )
     if budgets is not None:
-        cost = dataclasses.replace(cost, device_budget_bytes=budgets)
+        cost = cost.replace(device_budget_bytes=budgets)
     if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
-        cost = dataclasses.replace(cost, host_budget_bytes=host * GIB)
+        cost = cost.replace(host_budget_bytes=host * GIB)
     cost.require_states_fit()
     return cost
 
@@ -142,7 +142,7 @@ def _measured_cost(
     experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
     ep = expert_degree(arguments.ep, arguments.tp, cp, experts, dp)
     degrees = (arguments.tp, cp, dp, zero or 1, ep)
-    return Cost(budgeted(profile), layers, budgets, *degrees, kinds, place=place)
+    return Cost(StageLayout(budgeted(profile), layers, *degrees, kinds, place=place), budgets)
 
 
 def planning_cost(arguments: argparse.Namespace) -> Cost:

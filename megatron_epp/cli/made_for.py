@@ -27,8 +27,8 @@ _NAMES = (
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
     """The line that says for which machine ``cost`` was; the plan itself says pp, dp and layers."""
-    cut = "on" if cost.vocabulary_parallel else None
-    chosen = vars(arguments) | {"cp": cost.cp, "vocab_parallel": cut}
+    cut = "on" if cost.layout.vocabulary_parallel else None
+    chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
     words = _words({name: chosen[name] for name in _NAMES})
     line = _START + shlex.join(words) + "\n"
     return line if line[:-1].isprintable() else ""  # a file name of several lines

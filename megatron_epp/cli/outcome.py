@@ -1,5 +1,6 @@
 """Outcome of planning one batch, over all replicas, as numbers for tables and JSON."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,18 +10,14 @@ from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
-    EXECUTED,
-    GROUPS,
+    COMPARISON_METHODS,
     PLANNERS,
-    SIMULATED,
     Options,
-    PlannedGroups,
-    PlannedReplica,
-    SimulatedPipeline,
+    PlannerResult,
     balance_replicas,
-    makes_plans,
     plan_step,
 )
+from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 
 
@@ -32,8 +29,8 @@ class Outcome:
 
     batch: int
     planner: str
-    slowest: PlannedReplica | PlannedGroups | SimulatedPipeline
-    replicas: tuple[PlannedReplica | PlannedGroups | SimulatedPipeline, ...]
+    slowest: PlannerResult
+    replicas: tuple[PlannerResult, ...]
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
@@ -59,7 +56,7 @@ class Outcome:
     @property
     def peak_bytes(self) -> list[int]:
         """Per stage the highest of all replicas; per device group where there is no pipeline."""
-        if isinstance(self.slowest, PlannedGroups):
+        if self.step is None:
             return [int(peak) for found in self.replicas for peak in found.peak_bytes]
         return [
             int(max(peaks)) for peaks in zip(*(r.peak_bytes for r in self.replicas), strict=True)
@@ -100,9 +97,9 @@ def outcome(
 
     priced   plan replicas in lockstep as free ones, too, for the price of lockstep
     """
-    found: tuple[PlannedReplica | PlannedGroups | SimulatedPipeline, ...]
+    found: tuple[PlannerResult, ...]
     free = None
-    if makes_plans(planner, cost, options):
+    if planner in PLANNERS:
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
@@ -112,13 +109,14 @@ def outcome(
     elif options.lockstep > 1:
         raise ValueError(
             f"planner {planner!r} knows no replicas in lockstep (--ep, --lockstep); expected one "
-            f"of {', '.join(EXECUTED)}"
+            f"of {', '.join(PLANNERS)}"
         )
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        method = GROUPS.get(planner) or SIMULATED[planner]
+        method = comparison_methods()[planner]
+        began = time.perf_counter()
         found = tuple(method([lengths[d] for d in held], cost, options) for held in deals)
-        step, took = None, sum(each.plan_seconds for each in found)
+        step, took = None, time.perf_counter() - began
     slowest = max(found, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
     if replicas > 1:
@@ -135,7 +133,9 @@ def outcome(
 
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
-    known = {**PLANNERS, **EXECUTED}
+    known = (*PLANNERS, *comparison_methods())
+    if name in COMPARISON_METHODS and name not in known:
+        raise ValueError(ABSENT)
     if name not in known:
         raise ValueError(unknown_name("planner", name, known))
     return name

@@ -17,7 +17,7 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
-from megatron_epp.planner import Options, evaluation_step, parse_levers
+from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_share, offloaded_ratio
@@ -91,11 +91,11 @@ def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
 def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options) -> StockSettings:
     """As the replicas' plans have them."""
     return StockSettings(
-        Layout(cost.tp, cost.cp, cost.ranks, cost.dp),
+        Layout(cost.layout.tp, cost.layout.cp, cost.layout.placement.ranks, cost.layout.dp),
         step.plans[0].layers,
         recomputed_layers(step.plans),
         max(options.context, *lengths),
-        cost.ep,
+        cost.layout.ep,
     )
 
 
@@ -184,22 +184,21 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.device_budget_bytes))
     offloaded, host = 0.0, ""
-    if found.plan is not None:
-        cost = dataclasses.replace(cost, layers=found.plan.layers)  # moved by the lever uneven
-        offloaded = offloaded_ratio(found.plan)
-        taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
+    plan = found.plan if isinstance(found, PlannedReplica) else None
+    if plan is not None:
+        cost = cost.replace(layers=plan.layers)  # moved by the lever uneven
+        offloaded = offloaded_ratio(plan)
+        taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
-    local = 0.0 if found.plan is None else local_share(found.plan)
-    overlapped = [] if found.plan is None else _overlapped(found.plan, cost)
+    local = 0.0 if plan is None else local_share(plan)
+    overlapped = [] if plan is None else _overlapped(plan, cost)
     lines = [
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
-        f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
-        f"{cost.profile.provenance.device}: pp {cost.ranks}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}"
-        + (f", ep {cost.ep}" if cost.ep > 1 else "")
-        + (", vocabulary over the stages" if cost.vocabulary_parallel else ""),
-        *([f"layers      {cost.kinds_text}"] if cost.kinds_text else []),
+        f"machine     {cost.layout}"
+        + (f", ep {cost.layout.ep}" if cost.layout.ep > 1 else "")
+        + (", vocabulary over the stages" if cost.layout.vocabulary_parallel else ""),
+        *([f"layers      {cost.layout.kinds_text}"] if cost.layout.kinds_text else []),
         f"planner     {made.planner}, planned in {seconds_text(made.plan_seconds)}",
         *([f"how         {found.note}"] if found.note else []),
         f"iteration   {seconds_text(made.seconds)}; lower bound "
@@ -232,11 +231,11 @@ def _lockstep_lines(made: Outcome) -> list[str]:
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
     """Lines on what goes on beside computation, and how much of it is waited for all the same."""
-    cost = dataclasses.replace(cost, layers=plan.layers)  # the lever uneven may have moved some
+    cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved some
     table = cost.table(plan)
     played = play(plan, table)
     lines = []
-    if cost.stages > 1 and cost.profile.link_seconds_per_token:
+    if cost.layout.stages > 1 and cost.layout.profile.link_seconds_per_token:
         told = messages(plan, table, played)
         lines.append(
             f"messages    between stages {seconds_text(told.seconds)} on all links, "

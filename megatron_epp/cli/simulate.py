@@ -74,7 +74,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     if not plan.forward_only:
         local = any(chunk.has_local for chunk in plan.chunks)
         documents = np.array(plan.documents)
-        bound = lower_bound_seconds(documents, cost, local=local, place=plan.place)
+        bound = lower_bound_seconds(documents, cost, local=local)
         facts["lower_bound_seconds"] = bound
         facts["gap"] = max(0.0, 1 - bound / played.seconds) if played.seconds else 0.0
     if plan.predicted is not None:
@@ -85,7 +85,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
 def _states(plan: Plan, cost: Cost) -> list[float]:
     """Bytes of weights, gradients and optimizer on every rank."""
     return [
-        sum(cost.states_bytes[stage] for stage in plan.stages_of(rank))
+        sum(cost.memory.states_bytes[stage] for stage in plan.stages_of(rank))
         for rank in range(plan.ranks)
     ]
 
@@ -130,7 +130,7 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     rows = [
         [
             plan.rank_name(rank).split()[1],
-            " + ".join(cost.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
+            " + ".join(cost.layout.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
             seconds_text(idle),
             share_text(idle / played.seconds if played.seconds else 0.0),
             f"{peak / GIB:.3f}",

@@ -23,7 +23,6 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.refit import refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
-from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
 from megatron_epp.runtime.consensus import broadcast_text
@@ -71,20 +70,17 @@ class CostMonitor:
         # An offloaded layer computes what a kept one does; its copies are beside that.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
-        ends = (one.stage == 0, has_head * cost.predictions)
-        chunk, first = plan.chunks[one.chunk], sum(plan.layers[: one.stage])
+        ends = (one.stage == 0, has_head * cost.layout.predictions)
+        spans, first = plan.chunks[one.chunk].spans, sum(plan.layers[: one.stage])
         return Sample(
             choice,
             *ends,
             max(1, one.tokens),  # an empty chunk is a row of padding
             plan.pairs(one.chunk),
             0,
-            one.measured / cost.slowness[cost.rank_of[one.stage]],
-            kinds=cost.layer_kinds[first : first + len(choice)],
-            window_pairs=tuple(
-                (window, pairs_within(chunk.spans, window)) for window in cost.windows
-            ),
-            context=one.context,
+            one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
+            kinds=cost.layout.layer_kinds[first : first + len(choice)],
+            columns=tuple((column, column.of(spans)) for column in cost.layout.further),
         )
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:
@@ -125,7 +121,7 @@ class CostMonitor:
         samples: dict[Kind, list[Sample]] = {}
         for kind, sample in rows:
             samples.setdefault(kind, []).append(sample)
-        found = refit(cost.profile, samples)
+        found = refit(cost.layout.profile, samples)
         if found is None:
             logger.info("a refit of the cost model to %d ops is no better: it stays", len(rows))
             return ""

@@ -48,8 +48,8 @@ class PlannedSteps:
     ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
-        states = cost.of_ranks(cost.states_bytes)
-        self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.ep))
+        states = cost.layout.placement.of_ranks(cost.memory.states_bytes)
+        self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.layout.ep))
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
@@ -69,9 +69,9 @@ class PlannedSteps:
 
     def narrow(self) -> None:
         """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
-        profile = replace(self.cost.profile, routing=self.budget.routing)
-        cost = replace(self.cost, profile=profile)
-        self.cost = replace(cost, device_budget_bytes=self.budget.planned_bytes)
+        profile = replace(self.cost.layout.profile, routing=self.budget.routing)
+        cost = self.cost.replace(profile=profile)
+        self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
         if self.groups.control.rank() == 0:
             for folder in self.folders:
                 self._try(
@@ -88,7 +88,7 @@ class PlannedSteps:
     def adopt(self, profile: Profile) -> None:
         """Plan with another cost model from now on."""
         profile = replace(profile, routing=self.budget.routing)
-        self.cost = replace(self.cost, profile=profile)
+        self.cost = self.cost.replace(profile=profile)
         self._start_ahead()
 
     def took(self, seconds: float) -> None:

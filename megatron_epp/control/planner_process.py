@@ -59,20 +59,21 @@ class PlannerProcess:
         self.iteration_seconds: float | None = None
         # Has no name in any folder, so however this job ends nothing is left of it.
         self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
-        self._profile.write(cost.profile.to_json())
+        layout = cost.layout
+        self._profile.write(layout.profile.to_json())
         self._profile.flush()
         budgets = [repr(budget / GIB) for budget in cost.device_budget_bytes]
         # Named where it could do nothing, this lever is refused.
-        idle = {"local"} if cost.cp == 1 or options.lockstep > 1 else set[str]()
+        idle = {"local"} if layout.cp == 1 or options.lockstep > 1 else set[str]()
         self._command = [
             *(sys.executable, "-m", "megatron_epp", "serve"),
-            *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(cost.zero)),
-            *("--pp", str(cost.ranks), "--layers", *map(str, cost.layers)),
-            *(("--placement", "place", *map(str, cost.place)) if cost.place else ()),
-            *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
-            *(("--layer-kinds", format_kinds(cost.layer_kinds)) if cost.layer_kinds else ()),
-            *("--ep", str(cost.ep)),
-            *(("--vocab-parallel", "on") if cost.vocabulary_parallel else ()),
+            *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(layout.zero)),
+            *("--pp", str(layout.placement.ranks), "--layers", *map(str, layout.layers)),
+            *(("--placement", "place", *map(str, layout.place)) if layout.place else ()),
+            *("--tp", str(layout.tp), "--cp", str(layout.cp), "--dp", str(layout.dp)),
+            *(("--layer-kinds", format_kinds(layout.layer_kinds)) if layout.layer_kinds else ()),
+            *("--ep", str(layout.ep)),
+            *(("--vocab-parallel", "on") if layout.vocabulary_parallel else ()),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers - idle)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),

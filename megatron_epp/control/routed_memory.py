@@ -12,7 +12,9 @@ def routed_bytes(cost: Cost, step: Step) -> list[float]:
     # Imported where plans are played, on rank 0: its loops are compiled when first used.
     from megatron_epp.sim.play import play
 
-    more = replace(cost, profile=replace(cost.profile, routing=cost.profile.routing + 1))
+    more = cost.replace(
+        profile=replace(cost.layout.profile, routing=cost.layout.profile.routing + 1)
+    )
     grown = [
         [
             float(most - plain)

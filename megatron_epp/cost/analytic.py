@@ -14,14 +14,22 @@ from typing import Any
 from megatron_epp.cost.catalogue.devices import Device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.catalogue.published import PUBLISHED, PublishedRates
-from megatron_epp.cost.kinds.base import CarryOver
+from megatron_epp.cost.columns import CONTEXT
+from megatron_epp.cost.kinds.base import (
+    ATTENTION_BACKWARD,
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    STATE_BYTES,
+    CarryOver,
+    Work,
+)
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import (
     ANALYTIC,
     LAYER_KIND,
     LETTERS,
     Bytes,
-    LayerFigures,
+    LayerCoefficients,
     Profile,
     Provenance,
     Seconds,
@@ -30,27 +38,16 @@ from megatron_epp.cost.profile import (
 )
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
-ELEMENT_BYTES = 2  # bf16
-# A training forward against its backward: linears 1:2, attention 1:2.5 (FlashAttention's two
-# passes of two products against five); W is half of the linears' backward, attention has no W.
-ATTENTION_BACKWARD = 2.5
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
 # LayerNorms and activations move memory only: their recompute is taken as this share of the
 # linears' forward.
 NORM_SHARE = 0.01
-CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
-# Numbers of a block of rows that choose their keys, in each of the tensors that are as wide as what
-# the rows see, and how many of these live at a time in forward and in backward.
-CHOICE_BLOCK = 2**24
-CHOICE_TENSORS = 4, 6
 # Rows whose logits live at once where the output layer runs early, on a GPU. Each block makes a
 # gradient of the whole output weight, which is written, read and added to main_grad: 0.45 ms for
 # 32K words, beside 2 ms of products for 1024 rows. So as large blocks as keep to so many logits:
 # bf16, with two float32 copies of the loss, they take no more than about 2.5 GiB.
 HEAD_BLOCK_TOKENS = (4096, 2048, 1024)
 HEAD_BLOCK_LOGITS = 2**28
-STATE_BYTES = 4  # float32, as the scans of states keep them
-GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
 
 
 def profile(
@@ -74,7 +71,7 @@ def profile(
     link_seconds  whether messages between stages cost time. Default: not for the published
                   constants, since InfiniPipe takes them as negligible
     logits_held   whether logits live from F to B; else only while F runs, and the output layer's
-                  backward with it (layers.early_loss), as training runs it
+                  backward with it (layers.lm_head.fused_loss), as training runs it
     kv_read       whether a slice pays for reading the K and V of its context, and for adding up
                   their gradients, beside the pairs. Not with the published constants: their a1
                   was measured on whole documents
@@ -84,14 +81,18 @@ def profile(
     constants = PUBLISHED.get(model.name) if known else None
     if constants is not None:
         (layer,) = model.shapes.values()
-        figures = {LAYER_KIND: _published_figures(layer, constants, b1_divisor, model.layers)}
+        coefficients = {
+            LAYER_KIND: _published_coefficients(layer, constants, b1_divisor, model.layers)
+        }
         source = (
             f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
             "token and layer"
         )
         head_inputs = 0.0  # their a2 spreads a head over all layers
     else:
-        figures = {kind: _figures(layer, device, kv_read) for kind, layer in model.shapes.items()}
+        coefficients = {
+            kind: _coefficients(layer, device, kv_read) for kind, layer in model.shapes.items()
+        }
         source = "analytic: flops and bytes of the device's rates"
         head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
     head = constants is None if head_seconds is None else head_seconds
@@ -100,8 +101,10 @@ def profile(
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     boundary = ELEMENT_BYTES * model.hidden
-    (first, its), *others = figures.items()
-    of_first = {field.name: getattr(its, field.name) for field in dataclasses.fields(LayerFigures)}
+    (first, its), *others = coefficients.items()
+    of_first = {
+        field.name: getattr(its, field.name) for field in dataclasses.fields(LayerCoefficients)
+    }
     return Profile(
         provenance=Provenance(model.name, device.name, "bf16", "2026-11-21", source, ANALYTIC),
         tp=1,
@@ -141,11 +144,11 @@ def head_block_tokens(words: int) -> int:
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
 
 
-def _published_figures(
+def _published_coefficients(
     layer: Layer, published: PublishedRates, b1_divisor: float, layers: int
-) -> LayerFigures:
+) -> LayerCoefficients:
     linear, attention, gather = _published_rates(layers, published, b1_divisor)
-    # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
+    # Published for 7B; the published coefficients of 13B and 30B cannot be without checkpointing.
     kept = 34.0 * layer.model.hidden
     # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the place
     # of what else was saved (32 of 34 bytes). What launches cost is in a2.
@@ -181,8 +184,8 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     }
 
 
-def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
-    """Figures of one layer, by flops and bytes."""
+def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficients:
+    """Coefficients of one layer, by flops and bytes."""
     linear = layer.flops_per_token / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
@@ -191,56 +194,39 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
     launch = device.launch_seconds * layer.launches
     kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
     made = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
-    read = _kv_read_seconds(layer, device) if kv_read else {}
-    if layer.chosen:
-        return dataclasses.replace(
-            made,
-            context_seconds=read,
-            workspace_bytes={**made.workspace_bytes, **_choosing(layer)},
-        )
-    if not layer.carried.expanded:
-        return dataclasses.replace(made, context_seconds=read)
-    again = layer.flops_per_context_token / device.linear_flops
-    expanded = float(ELEMENT_BYTES * layer.carried.expanded)
-    in_forward = Workspace(per_op=CONTEXT_BLOCK * expanded)
-    # With gradients of K and V, and those of the context's latents.
-    in_backward = Workspace(
-        per_context_token=float(ELEMENT_BYTES * layer.carried.channels),
-        per_op=2 * CONTEXT_BLOCK * expanded,
-    )
+    columns = {
+        column: _column_seconds(layer, work, device, attention)
+        for column, work in layer.work.items()
+    }
+    if read := _kv_read_seconds(layer, device) if kv_read else {}:
+        own = columns.get(CONTEXT, {})
+        columns[CONTEXT] = {op: own.get(op, 0.0) + seconds for op, seconds in read.items()}
+    workspaces = {
+        op: Workspace(per_context_token=each.per_context_token, per_op=each.per_op)
+        for op, each in layer.workspaces.items()
+    }
+    if workspaces:
+        workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
     return dataclasses.replace(
-        made,
-        context_seconds={
-            # Backward makes them again, and has the gradients of latents and of weights to make.
-            Kind.FORWARD: again + read.get(Kind.FORWARD, 0.0),
-            Kind.BACKWARD: 3 * again + read.get(Kind.BACKWARD, 0.0),
-            Kind.INPUT: 3 * again + read.get(Kind.INPUT, 0.0),
-            Kind.WEIGHT: 0.0,
-        },
-        workspace_bytes={
-            **made.workspace_bytes,
-            Kind.FORWARD: in_forward,
-            Kind.BACKWARD: in_backward,
-            Kind.INPUT: in_backward,
-        },
+        made, column_seconds=columns, workspace_bytes={**made.workspace_bytes, **workspaces}
     )
 
 
-def _choosing(layer: Layer) -> dict[Kind, Workspace]:
-    """Workspaces of rows that choose their keys: blocks, their context side by side, and in
-    backward its gradients."""
-    channels, (forward, backward) = layer.carried.channels, CHOICE_TENSORS
-    block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
-    back = Workspace(
-        per_context_token=float((ELEMENT_BYTES + GRADIENT_BYTES) * channels),
-        per_op=backward * block,
-    )
+def _column_seconds(
+    layer: Layer, work: Work, device: Device, attention: float
+) -> dict[Kind, float]:
+    """Seconds per unit of a further column; ``attention``: per pair of the layer's."""
+    if work.attention:
+        forward = attention * work.flops
+        forward /= layer.flops_per_pair or 1.0
+    else:
+        forward = work.flops / device.linear_flops
+    backward = work.backward * forward
     return {
-        Kind.FORWARD: Workspace(
-            per_context_token=float(ELEMENT_BYTES * channels), per_op=forward * block
-        ),
-        Kind.BACKWARD: back,
-        Kind.INPUT: back,
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.INPUT: backward,
+        Kind.WEIGHT: 0.0,
     }
 
 
@@ -252,18 +238,11 @@ def _layer(
     gather: float,
     kept: float,
     weight_inputs: float,
-) -> LayerFigures:
-    """Figures from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers,
-    and bytes per token from F to B and from I to W."""
+) -> LayerCoefficients:
+    """Coefficients from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's
+    gathers, and bytes per token from F to B and from I to W."""
     saved, carried = _saved_bytes(layer, kept), layer.carried
-    of_chosen = attention * layer.flops_per_chosen_pair
-    of_chosen /= layer.flops_per_pair or 1.0
-    chosen = {
-        Kind.FORWARD: of_chosen,
-        Kind.BACKWARD: ATTENTION_BACKWARD * of_chosen,
-        Kind.INPUT: ATTENTION_BACKWARD * of_chosen,
-    }
-    return LayerFigures(
+    return LayerCoefficients(
         layer_seconds={
             Kind.FORWARD: Seconds(linear, attention, launch),
             Kind.BACKWARD: Seconds(2 * linear, ATTENTION_BACKWARD * attention, 2 * launch),
@@ -289,8 +268,6 @@ def _layer(
         tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
         layer_parameters=layer.parameters,
         window=layer.window,
-        chosen=layer.chosen,
-        chosen_seconds=chosen if of_chosen else {},
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
@@ -343,7 +320,7 @@ def _published_rates(
 
 
 def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:
-    """The fields of LayerFigures that say what later slices need."""
+    """The fields of LayerCoefficients that say what later slices need."""
     return {
         "kv_bytes_per_token": float(element_bytes * carried.channels),
         "kv_gradient_bytes_per_token": float(gradient_bytes * carried.channels),

@@ -27,7 +27,7 @@ class LayerRun:
 
 
 def backward_workspace_bytes(
-    cost: ChunkMemory, kind: Kind, loads: Loads, runs: Iterable[LayerRun]
+    memory: ChunkMemory, kind: Kind, loads: Loads, runs: Iterable[LayerRun]
 ) -> np.ndarray:
     """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
     the gradients of K and V that a last slice's makes, beyond what I leaves for W, and beyond
@@ -37,26 +37,26 @@ def backward_workspace_bytes(
 
     ``runs`` come in the order of backward.
     """
-    loose = (loads.document >= 0) & (loads.later < 0)
+    layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
     document = np.maximum(loads.document, 0)
     made_KC = [
-        np.where(loose, cost.layer_kv_gradient_bytes(each, loads)[document], 0.0)
-        for each in cost.figures
+        np.where(loose, memory.layer_kv_gradient_bytes(each, loads)[document], 0.0)
+        for each in layout.coefficients
     ]
-    held = -cost.output_layer.freed_bytes(loads)
+    held = -memory.ends.freed_bytes(loads)
     made = np.zeros_like(held)
     if kind is Kind.INPUT:
         made_KC = [
-            made_C + cost.bytes_of(of.weight_input_bytes, loads)
-            for made_C, of in zip(made_KC, cost.figures, strict=True)
+            made_C + layout.bytes_of(of.weight_input_bytes, loads)
+            for made_C, of in zip(made_KC, layout.coefficients, strict=True)
         ]
-        made = cost.output_layer.weight_input_bytes(loads)
+        made = memory.ends.weight_input_bytes(loads)
     held = held + made
     by_kind = np.stack(made_KC)
     # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
-    works = [cost.workspace_of(of.workspace_bytes[kind], loads) for of in cost.figures]
-    less_KSC = np.stack(works)[:, None] - cost.most_over_stages(works)
-    before, stage = np.maximum(held, 0.0), np.arange(cost.stages)
+    works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
+    less_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
+    before, stage = np.maximum(held, 0.0), np.arange(layout.stages)
     peak = np.full_like(held, -np.inf)
     for run in runs:
         shrinks, less = run.saved - by_kind[run.kind], less_KSC[run.kind, stage]
@@ -65,74 +65,74 @@ def backward_workspace_bytes(
         held = held - run.count * shrinks
         peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
     peak = np.where(np.isinf(peak), before, peak)
-    return np.ceil(peak - made - cost.over_stages(made_KC))
+    return np.ceil(peak - made - layout.over_stages(made_KC))
 
 
-def runs_of_counts(cost: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
+def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
     """The layers of stages that have ``counts`` [stages, chunks] of each choice, last layers first.
 
     The layers of a kind stand in the order of ``counts``, kept ones last; see _offloaded.
     """
-    if cost.kinds.number > 1:
-        return list(_layer_by_layer(cost, loads, counts))
-    shape = (cost.stages, loads.chunks)
-    kind = np.zeros(cost.stages, np.int64)
+    if memory.layout.kinds.number > 1:
+        return list(_layer_by_layer(memory, loads, counts))
+    shape = (memory.layout.stages, loads.chunks)
+    kind = np.zeros(memory.layout.stages, np.int64)
     order = [choice for choice in counts if choice[1] not in (KEEP, OFFLOAD)]
     order += [choice for choice in ((0, KEEP), (0, OFFLOAD)) if choice in counts]
     return [
         LayerRun(
             np.broadcast_to(counts[choice], shape),
-            np.broadcast_to(cost.saved_bytes(choice, loads), shape),
-            np.broadcast_to(cost.recompute_workspace_bytes(choice, loads), shape),
+            np.broadcast_to(memory.saved_bytes(choice, loads), shape),
+            np.broadcast_to(memory.recompute_workspace_bytes(choice, loads), shape),
             kind,
         )
         for choice in reversed(order)
     ]
 
 
-def runs_of_plan(cost: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
+def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
     """The layers of stages as ``plan``, which has ``counts``, lists their letters, last layers
     first; see _offloaded."""
-    return list(_layers_of_plan(cost, plan, loads, counts)) if any(cost.layers) else []
+    return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
 
 def _layers_of_plan(
-    cost: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
+    memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
 ) -> Iterator[LayerRun]:
-    yield from _offloaded(cost, counts)
+    yield from _offloaded(memory, counts)
     choices = sorted(counts)
-    saved = np.stack([cost.saved_bytes(choice, loads) for choice in choices])
-    again = np.stack([cost.recompute_workspace_bytes(choice, loads) for choice in choices])
+    saved = np.stack([memory.saved_bytes(choice, loads) for choice in choices])
+    again = np.stack([memory.recompute_workspace_bytes(choice, loads) for choice in choices])
     number = {choice: index for index, choice in enumerate(choices)}
     offloaded = [number[choice] for choice in choices if choice[1] == OFFLOAD]
     chunk = np.arange(loads.chunks)
-    kinds_SL = cost.kinds.nth[0]
-    for behind in range(max(cost.layers)):
-        which = np.zeros((cost.stages, loads.chunks), np.int64)
+    kinds_SL = memory.layout.kinds.nth[0]
+    for behind in range(max(memory.layout.layers)):
+        which = np.zeros((memory.layout.stages, loads.chunks), np.int64)
         for stage, texts in enumerate(plan.recompute):
-            if behind < cost.layers[stage]:
+            if behind < memory.layout.layers[stage]:
                 kind = int(kinds_SL[stage, behind])
                 which[stage] = [number[kind, text[-1 - behind]] for text in texts]
-        there = (behind < np.array(cost.layers))[:, None] + np.zeros(loads.chunks)
+        there = (behind < np.array(memory.layout.layers))[:, None] + np.zeros(loads.chunks)
         there *= ~np.isin(which, offloaded)
         yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, behind])
 
 
-def _offloaded(cost: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
+def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
     """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
     gradients and weight inputs that they make count from the start."""
     for (kind, letter), count in sorted(counts.items()):
         if letter == OFFLOAD:
             nothing = np.zeros(count.shape)
-            yield LayerRun(count, nothing, nothing, np.full(cost.stages, kind))
+            yield LayerRun(count, nothing, nothing, np.full(memory.layout.stages, kind))
 
 
-def _layer_by_layer(cost: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
+def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
     """One layer of every stage and chunk at a time, last layers first. Those of a kind stand in the
     order of ``counts``, kept ones last."""
-    yield from _offloaded(cost, counts)
-    number, chunk = cost.kinds.number, np.arange(loads.chunks)
-    shape = (cost.stages, loads.chunks)
+    yield from _offloaded(memory, counts)
+    number, chunk = memory.layout.kinds.number, np.arange(loads.chunks)
+    shape = (memory.layout.stages, loads.chunks)
     # By kind: its choices in order, and up to which of its layers each reaches.
     choices: list[Sequence[Choice]] = []
     reach: list[list[np.ndarray]] = []
@@ -142,7 +142,7 @@ def _layer_by_layer(cost: ChunkMemory, loads: Loads, counts: Counts) -> Iterator
         choices.append([*mine, (kind, KEEP)])
         ends = np.cumsum([np.broadcast_to(counts[choice], shape) for choice in mine], axis=0)
         reach.append(list(ends))
-        left = cost.kinds.counts[kind][:, None] - counts.get((kind, OFFLOAD), 0.0)
+        left = memory.layout.kinds.counts[kind][:, None] - counts.get((kind, OFFLOAD), 0.0)
         reach[kind].append(np.broadcast_to(left, shape))
     most = max(map(len, choices))
     saved = np.zeros((number, most, loads.chunks))
@@ -152,13 +152,13 @@ def _layer_by_layer(cost: ChunkMemory, loads: Loads, counts: Counts) -> Iterator
     left_KSC = np.stack([ends[-1] for ends in reach])
     for kind in range(number):
         for step, choice in enumerate(choices[kind]):
-            saved[kind, step] = cost.saved_bytes(choice, loads)
-            again[kind, step] = cost.recompute_workspace_bytes(choice, loads)
+            saved[kind, step] = memory.saved_bytes(choice, loads)
+            again[kind, step] = memory.recompute_workspace_bytes(choice, loads)
             if step + 1 < len(choices[kind]):
                 edges[kind, step] = reach[kind][step]
-    kinds_SL, places_SL = cost.kinds.nth
-    stage = np.arange(cost.stages)
-    for behind in range(max(cost.layers)):
+    kinds_SL, places_SL = memory.layout.kinds.nth
+    stage = np.arange(memory.layout.stages)
+    for behind in range(max(memory.layout.layers)):
         kind_S, place_S = kinds_SL[:, behind], places_SL[:, behind]
         there = (kind_S >= 0)[:, None] & (place_S[:, None] < left_KSC[kind_S, stage])
         taken = (place_S[:, None] >= edges[kind_S, :, stage].transpose(1, 0, 2)).sum(axis=0)

@@ -11,7 +11,7 @@ from megatron_epp.cost.catalogue.devices import GIB, Device, devices_of
 from megatron_epp.cost.catalogue.models import Model, model
 from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layout import RankDevice
+from megatron_epp.cost.layout import RankDevice, StageLayout
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Profile
@@ -63,7 +63,7 @@ def named_cost(
     the_model = model(model_name)
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
-    if cp > 1 and any(layer.chosen for layer in the_model.shapes.values()):
+    if cp > 1 and not all(layer.cp for layer in the_model.shapes.values()):
         raise ValueError(f"cp {cp}: expected 1, as the model has sparse attention; use tp or pp")
     further = the_model.further_layers
     if layers is None:
@@ -107,10 +107,9 @@ def named_cost(
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
         kinds = ()  # measured before there were kinds, or of one that has another name
-    cost = Cost(
+    layout = StageLayout(
         budgeted(profile),
         stage_layers,
-        budgets,
         tp,
         cp,
         dp,
@@ -122,6 +121,7 @@ def named_cost(
         place=place,
         rank_devices=rank_devices,
     )
+    cost = Cost(layout, budgets)
     cost.require_states_fit()
     return cost
 
@@ -160,8 +160,8 @@ def _require_one_sort(devices: Sequence[Device]) -> None:
 
 
 def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """Figures that all devices share: bytes, the longest latency; the host's memory for none where
-    one has no rate to it."""
+    """Coefficients that all devices share: bytes, the longest latency; the host's memory for none
+    where one has no rate to it."""
     first = profiles[0]
     sort = "cpu:" if is_of_cpu(first) else ""
     return dataclasses.replace(

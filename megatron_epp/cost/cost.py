@@ -1,10 +1,10 @@
 """The cost of any plan on one machine: a profile, laid out over stages and devices.
 
-Where each part stands: :mod:`layout <megatron_epp.cost.layout>` (stages, degrees, kinds of layers,
-features of a chunk), :mod:`seconds <megatron_epp.cost.seconds>`, :mod:`memory
-<megatron_epp.cost.memory>`, :mod:`output_layer <megatron_epp.cost.output_layer>` (on the last stage
-or on all); here they become the table that the simulator plays. Costs by the names of a model and a
-device are made in :mod:`megatron_epp.cost.build`.
+A cost has parts: :mod:`layout <megatron_epp.cost.layout>` (stages, degrees, kinds of layers,
+columns of a chunk), :mod:`seconds <megatron_epp.cost.seconds>`, :mod:`memory
+<megatron_epp.cost.memory>`, :mod:`ends <megatron_epp.cost.ends>` (embedding, and LM head on the
+last stage or on all); here they become the table that the simulator plays. Costs by the names of a
+model and a device are made in :mod:`megatron_epp.cost.build`.
 
 The sums are InfiniPipe's eqs 1 to 10 with corrections that stand where they are made.
 
@@ -21,7 +21,11 @@ communication.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +35,13 @@ from megatron_epp.cost.backward_peak import (
     runs_of_counts,
     runs_of_plan,
 )
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.ends import Ends, ends_of
 from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads, loads_of_plan, plan_loads
 from megatron_epp.cost.memory import ChunkMemory
+from megatron_epp.cost.seconds import OpSeconds
 from megatron_epp.ir import (
     BACKWARDS,
     IN_FLIGHT,
@@ -50,27 +58,94 @@ from megatron_epp.ir import (
 )
 
 
-class Cost(ChunkMemory):
-    """Seconds and bytes of chunks on the stages of one replica; fields: :class:`StageLayout`."""
+@dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
+class Cost:
+    """Seconds and bytes of chunks on the stages of one replica.
+
+    device_budget_bytes   of every pipeline rank: all that training holds on one of its devices, for
+                          all stages of the rank, states included
+    host_budget_bytes     of the host's memory, for what one device offloads
+    """
+
+    layout: StageLayout
+    device_budget_bytes: tuple[float, ...]
+    host_budget_bytes: float = math.inf
+
+    def __post_init__(self):
+        """Raise a ValueError where the budgets are not those of the ranks."""
+        ranks = self.layout.placement.ranks
+        if len(self.device_budget_bytes) != ranks:
+            raise ValueError(
+                f"{len(self.device_budget_bytes)} memory budgets for {ranks} pipeline ranks; "
+                "expected one for each"
+            )
+
+    @cached_property
+    def ends(self) -> Ends:
+        """Embedding and LM head."""
+        return ends_of(self.layout)
+
+    @cached_property
+    def seconds(self) -> OpSeconds:
+        """Seconds of ops."""
+        return OpSeconds(self.layout, self.ends)
+
+    @cached_property
+    def memory(self) -> ChunkMemory:
+        """Bytes of states and chunks."""
+        return ChunkMemory(self.layout, self.ends)
+
+    # --- budgets ---------------------------------------------------------------------------------
+
+    @property
+    def headroom_bytes(self) -> np.ndarray:
+        """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
+        all stages of the rank."""
+        states = self.layout.placement.of_ranks(self.memory.states_bytes)
+        return np.array(self.device_budget_bytes) - np.array(states)
+
+    def require_states_fit(self) -> None:
+        """Raise a ValueError that says what is needed where a stage's states exceed the budget of
+        its device."""
+        rank_of = self.layout.placement.place
+        for stage, (states, rank) in enumerate(zip(self.memory.states_bytes, rank_of, strict=True)):
+            budget = self.device_budget_bytes[rank]
+            if states >= budget:
+                raise ValueError(
+                    f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "
+                    f"{states / GIB:.4g} GiB for its model states alone; raise the budget, or use "
+                    "more stages or devices"
+                )
+
+    # --- other costs -----------------------------------------------------------------------------
+
+    def replace(self, **fields: Any) -> "Cost":
+        """Return the cost with other ``fields``, its own and those of its layout."""
+        own = {each.name: fields.pop(each.name) for each in _FIELDS if each.name in fields}
+        if fields:
+            own["layout"] = dataclasses.replace(own.get("layout", self.layout), **fields)
+        return dataclasses.replace(self, **own)
 
     def with_vocabulary(self, parallel: bool) -> "Cost":
-        """With the output layer cut over the stages, or on the last one alone."""
-        if parallel == self.vocabulary_parallel:
+        """Return the cost with the LM head sharded over the stages, or on the last one alone."""
+        if parallel == self.layout.vocabulary_parallel:
             return self
-        return dataclasses.replace(self, vocabulary_parallel=parallel)
+        return self.replace(vocabulary_parallel=parallel)
+
+    # --- tables ----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
-        return plan_loads(chunks, documents, ranks=self.cp)
+        return plan_loads(chunks, documents, ranks=self.layout.cp)
 
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
         layer where the plan has it."""
-        if plan.vocabulary_parallel != self.vocabulary_parallel:
+        if plan.vocabulary_parallel != self.layout.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
-        check_ranks(plan, self.cp)
-        loads = loads_of_plan(plan, self.cp)
-        counts = self.kinds.of_plan(plan)
-        runs = runs_of_plan(self, plan, loads, counts)
+        check_ranks(plan, self.layout.cp)
+        loads = loads_of_plan(plan, self.layout.cp)
+        counts = self.layout.kinds.of_plan(plan)
+        runs = runs_of_plan(self.memory, plan, loads, counts)
         return self._table(loads, counts, runs, plan.forward_only)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
@@ -79,7 +154,7 @@ class Cost(ChunkMemory):
         The layers of each kind of a stage are taken to stand in the order of ``counts``, kept ones
         last; those offloaded stand anywhere.
         """
-        return self._table(loads, counts, runs_of_counts(self, loads, counts), forward_only)
+        return self._table(loads, counts, runs_of_counts(self.memory, loads, counts), forward_only)
 
     def _table(
         self, loads: Loads, counts: Counts, runs: Sequence[LayerRun], forward_only: bool
@@ -88,45 +163,50 @@ class Cost(ChunkMemory):
         while they run.
         """
         counts = dict(sorted(counts.items()))  # sums come out alike, whoever counted
-        recompute = np.zeros((self.stages, loads.chunks))
+        recompute = np.zeros((self.layout.stages, loads.chunks))
         for choice, count in counts.items():
             if choice[1] not in (KEEP, OFFLOAD):
-                recompute += count * self.recompute_seconds(choice, loads)
-        workspace = {kind: self.workspace_bytes(kind, loads) for kind in OF_LAYERS}
-        workspace[Kind.FORWARD] = self.forward_workspace_bytes(loads, counts)
+                recompute += count * self.seconds.recompute(choice, loads)
+        memory, ends = self.memory, self.ends
+        workspace = {kind: memory.workspace_bytes(kind, loads) for kind in OF_LAYERS}
+        workspace[Kind.FORWARD] = memory.forward_workspace_bytes(loads, counts)
         for kind in BACKWARDS:
-            workspace[kind] += backward_workspace_bytes(self, kind, loads, runs)
+            workspace[kind] += backward_workspace_bytes(memory, kind, loads, runs)
         if forward_only:
-            one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
-            workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self.most_over_stages(one))
-        workspace |= self.output_layer.head_workspace_bytes(loads)
-        seconds = {kind: self.seconds(kind, loads) for kind in workspace}
-        comm = {kind: self.comm_seconds(kind, loads) for kind in workspace}
+            one = [
+                memory.saved_bytes((kind, KEEP), loads) for kind in range(self.layout.kinds.number)
+            ]
+            workspace[Kind.FORWARD] += np.ceil(
+                ends.held_bytes(loads) + self.layout.most_over_stages(one)
+            )
+        workspace |= ends.head_workspace_bytes(loads)
+        seconds = {kind: self.seconds.of(kind, loads) for kind in workspace}
+        comm = {kind: self.seconds.communication(kind, loads) for kind in workspace}
         offloaded = {kind: count for (kind, letter), count in counts.items() if letter == OFFLOAD}
         if offloaded and not forward_only:
             self._add_copies(offloaded, loads, recompute, seconds, comm, workspace)
-        link = self.link_seconds(loads)
+        link = self.seconds.link(loads)
         links = {
             Payload.ACTIVATION: link,
             Payload.GRADIENT: link,
-            **self.output_layer.head_link_seconds(loads, forward_only),
+            **ends.head_link_seconds(loads, forward_only),
         }
         held_bytes = {
-            Item.ACTIVATIONS: self.activation_bytes(loads, counts),
-            Item.KV: self.kv_bytes(loads),
-            Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
-            Item.WEIGHT_INPUTS: self.weight_input_bytes(loads),
-            **self.output_layer.head_held_bytes(loads),
+            Item.ACTIVATIONS: memory.activation_bytes(loads, counts),
+            Item.KV: memory.kv_bytes(loads),
+            Item.KV_GRADIENTS: memory.kv_gradient_bytes(loads),
+            Item.WEIGHT_INPUTS: memory.weight_input_bytes(loads),
+            **ends.head_held_bytes(loads),
         }
         return Table(
             seconds=seconds,
             recompute_seconds=recompute,
             comm_seconds=comm,
             link_seconds=links,
-            link_latency_seconds=self.profile.link_latency_seconds,
+            link_latency_seconds=self.layout.profile.link_latency_seconds,
             held_bytes=held_bytes,
             workspace_bytes=workspace,
-            resident_bytes=self.states_bytes,
+            resident_bytes=memory.states_bytes,
         )
 
     def _add_copies(
@@ -139,7 +219,9 @@ class Cost(ChunkMemory):
         workspace: dict[Kind, np.ndarray],
     ) -> None:
         """Add what ``offloaded`` [stages, chunks] layers of each kind take of every op."""
-        copies = sum(count * self.copy_seconds(loads, kind) for kind, count in offloaded.items())
+        copies = sum(
+            count * self.memory.copy_seconds(loads, kind) for kind, count in offloaded.items()
+        )
         in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)
         for op in (Kind.FORWARD, *BACKWARDS):
             work = seconds[op] + (recompute if op in BACKWARDS else 0.0)
@@ -148,9 +230,12 @@ class Cost(ChunkMemory):
             comm[op] = comm[op] + exposed
             largest = np.max(
                 [
-                    np.where(count > 0, self.offloaded_workspace(op, loads, kind), 0.0)
+                    np.where(count > 0, self.memory.offloaded_workspace(op, loads, kind), 0.0)
                     for kind, count in offloaded.items()
                 ],
                 axis=0,
             )
             workspace[op] = workspace[op] + np.ceil(in_flight * largest)
+
+
+_FIELDS = dataclasses.fields(Cost)

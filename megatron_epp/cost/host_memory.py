@@ -12,14 +12,15 @@ def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple
 
     ``loads``: of the plan's chunks, where they are padded.
     """
-    counts = cost.kinds.of_plan(plan)
+    counts = cost.layout.kinds.of_plan(plan)
     offloaded = {kind: count for (kind, letter), count in counts.items() if letter == OFFLOAD}
     if not offloaded or plan.forward_only:
         return (0,) * plan.stages
     if loads is None:
         loads = cost.loads(plan.chunks, plan.documents)
     each = np.sum(
-        [count * cost.saved_bytes((kind, KEEP), loads) for kind, count in offloaded.items()], axis=0
+        [count * cost.memory.saved_bytes((kind, KEEP), loads) for kind, count in offloaded.items()],
+        axis=0,
     )
     ways = {Kind.FORWARD: 1, **dict.fromkeys(BACKWARDS, -1)}
     peaks = []

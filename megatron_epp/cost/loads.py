@@ -1,6 +1,6 @@
 """The load of a chunk: what a stage's time and memory depend on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -46,7 +46,7 @@ def over_ranks(
     return spread + ranks * each.reshape(chunks, ranks).max(axis=1)
 
 
-@dataclass(frozen=True)  # no slots: what every figure of the cost asks for is computed once
+@dataclass(frozen=True)  # no slots: what every coefficient of the cost asks for is computed once
 class Loads:
     """Arrays over the chunks [C] of one plan, and over its documents [D].
 
@@ -81,11 +81,15 @@ class Loads:
         before it."""
         if not window:
             return self.pairs
-        chunk, start, stop = self.spans
-        pairs = pairs_before(stop, window) - pairs_before(start, window)
+        _, start, stop = self.spans
+        return self.over_chunks(pairs_before(stop, window) - pairs_before(start, window))
+
+    def over_chunks(self, amount: np.ndarray) -> np.ndarray:
+        """[C] sums of an ``amount`` of every span; of local spans as :func:`over_ranks`."""
+        chunk = self.spans[0]
         if self.local is not None:
-            return over_ranks(chunk, self.local.rank, pairs, self.local.ranks, self.chunks)
-        return np.bincount(chunk, weights=pairs, minlength=self.chunks)
+            return over_ranks(chunk, self.local.rank, amount, self.local.ranks, self.chunks)
+        return np.bincount(chunk, weights=amount, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
         """[D] inputs of a cut document that later slices attend to through a window: before every
@@ -120,8 +124,8 @@ class Loads:
         return self.tokens - but_last, self.tokens - with_last
 
     @cached_property
-    def features(self) -> dict[tuple[tuple[int, ...], bool], np.ndarray]:
-        """Features as the cost has computed them, by windows and whether context counts."""
+    def features(self) -> dict[Hashable, np.ndarray]:
+        """Features as layouts have computed them, by their further columns."""
         return {}
 
     @cached_property

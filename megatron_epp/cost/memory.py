@@ -5,135 +5,116 @@ K, V and their gradients are charged to cut documents only, once for all that la
 and recomputes (:mod:`megatron_epp.cost.backward_peak`).
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.ends import Ends
 from megatron_epp.cost.layer_kinds import Choice, Counts
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.profile import LayerFigures
-from megatron_epp.cost.seconds import OpSeconds
+from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE, Kind
 
 # Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
 _WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
 
 
-class ChunkMemory(OpSeconds):
-    """A layout with its seconds and the bytes of its states and chunks."""
+@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+class ChunkMemory:
+    """The bytes of the states and chunks of a ``layout`` with these ``ends``, on one device."""
+
+    layout: StageLayout
+    ends: Ends
 
     # --- states ----------------------------------------------------------------------------------
 
     @cached_property
     def states_bytes(self) -> tuple[float, ...]:
         """Weights, gradients, optimizer and gather buffers of every stage, on one device."""
-        states, (parameters, experts) = self.profile.states, self.parameters
+        layout, (parameters, experts) = self.layout, self.parameters
+        states = layout.profile.states
         # Optimizers are sharded over all devices that hold the same weights.
-        sharded = parameters / (self.cp * self.dp)
-        sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
-        if self.zero == 1:
+        sharded = parameters / (layout.cp * layout.dp)
+        sharded = sharded + experts * (layout.ep / (layout.tp * layout.cp * layout.dp))
+        if layout.zero == 1:
             held = states.zero1_resident * (parameters + experts) + states.zero1_sharded * sharded
         else:
-            share = self.tp / self.ep
-            largest = self.most_over_stages(
+            share = layout.tp / layout.ep
+            largest = layout.most_over_stages(
                 [
                     np.array([each.layer_parameters + each.expert_parameters * share])
-                    for each in self.figures
+                    for each in layout.coefficients
                 ]
             )[:, 0]
-            gathered = np.minimum(self.layers, states.zero3_layers) * largest / self.tp
+            gathered = np.minimum(layout.layers, states.zero3_layers) * largest / layout.tp
             held = states.zero3_sharded * sharded + states.zero3_gathered * gathered
         return tuple(map(float, np.ceil(held)))
-
-    @property
-    def headroom_bytes(self) -> np.ndarray:
-        """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
-        all stages of the rank."""
-        return np.array(self.device_budget_bytes) - np.array(self.of_ranks(self.states_bytes))
 
     @cached_property
     def parameters(self) -> tuple[np.ndarray, np.ndarray]:
         """[stages] weights that a device holds under ZeRO 1: those sharded over tensor-parallel
         ranks, and those of experts."""
-        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
-        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
-        parameters = self.over_stages(of_layers)[:, 0]
-        parameters[0] += self.profile.first_parameters
-        parameters += self.output_layer.parameters()
-        return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
-
-    def require_states_fit(self) -> None:
-        """A ValueError that says what would be needed, where a stage's states exceed the budget of
-        its device."""
-        for stage, (states, rank) in enumerate(zip(self.states_bytes, self.rank_of, strict=True)):
-            budget = self.device_budget_bytes[rank]
-            if states >= budget:
-                raise ValueError(
-                    f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "
-                    f"{states / GIB:.4g} GiB for its model states alone; raise the budget, or use "
-                    "more stages or devices"
-                )
+        layout = self.layout
+        of_layers = [np.array([each.layer_parameters]) for each in layout.coefficients]
+        of_experts = [np.array([each.expert_parameters]) for each in layout.coefficients]
+        parameters = layout.over_stages(of_layers)[:, 0] + self.ends.parameters()
+        return parameters / layout.tp, layout.over_stages(of_experts)[:, 0] / layout.ep
 
     # --- from F to B, and from I to W ------------------------------------------------------------
 
     def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
         kind, letter = choice
-        of = self.figures[kind]
+        of = self.layout.coefficients[kind]
         if letter == OFFLOAD:
             return np.zeros(loads.chunks)
-        held = self.bytes_of(of.saved_bytes[letter], loads)
+        held = self.layout.bytes_of(of.saved_bytes[letter], loads)
         if letter not in _WITHOUT_MLP and self._is_routed(of):
             held = held + self._routed(of, loads)
         return held
 
-    def _routed(self, of: LayerFigures, loads: Loads) -> np.ndarray:
+    def _routed(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer's experts hold beyond an even share, on the fullest device of
         those that share them. Counted among it is all that a recomputed MLP does not hold."""
         kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
-        inside = self.bytes_of(kept, loads) - self.bytes_of(without_mlp, loads)
-        return (self.profile.routing - 1) * np.maximum(inside, 0.0)
+        inside = self.layout.bytes_of(kept, loads) - self.layout.bytes_of(without_mlp, loads)
+        return (self.layout.profile.routing - 1) * np.maximum(inside, 0.0)
 
-    def _is_routed(self, of: LayerFigures) -> bool:
+    def _is_routed(self, of: LayerCoefficients) -> bool:
         """Whether more than an even share is known of what the kind's experts hold."""
-        return self.profile.routing > 1 and self.ep > 1 and of.expert_parameters > 0
-
-    def end_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: what the first and the last stage hold besides from F to B."""
-        held = self.output_layer.held_bytes(loads)
-        held[0] += self.bytes_of(self.profile.first_bytes, loads)
-        return held
+        return self.layout.profile.routing > 1 and self.layout.ep > 1 and of.expert_parameters > 0
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
         """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
-        held = self.end_bytes(loads)
+        held = self.ends.held_bytes(loads)
         for choice, count in counts.items():
             held += count * self.saved_bytes(choice, loads)
         return np.ceil(held)
 
-    def kv_shards(self, of: LayerFigures) -> float:
+    def kv_shards(self, of: LayerCoefficients) -> float:
         """Divisor of bytes of K and V, or of latents."""
-        return 1.0 if of.kv_replicated else self.shards
+        return 1.0 if of.kv_replicated else self.layout.shards
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, documents]: the buffer of what a cut document carries from slice to slice, K and
         V or states; 0 of whole documents."""
         rows = []
-        for each in self.figures:
+        for each in self.layout.coefficients:
             kept = loads.tail_tokens(each.window)
-            if self.profile.stores_last_slice and not each.window:
+            if self.layout.profile.stores_last_slice and not each.window:
                 kept = np.where(kept > 0, loads.lengths, 0.0)
             carried = each.kv_bytes_per_token * kept + each.border_bytes * loads.borders
             rows.append(carried / self.kv_shards(each))
-        return np.ceil(self.over_stages(rows))
+        return np.ceil(self.layout.over_stages(rows))
 
     def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, documents]: their gradients."""
-        rows = [self.layer_kv_gradient_bytes(each, loads) for each in self.figures]
-        return np.ceil(self.over_stages(rows))
+        rows = [self.layer_kv_gradient_bytes(each, loads) for each in self.layout.coefficients]
+        return np.ceil(self.layout.over_stages(rows))
 
-    def layer_kv_gradient_bytes(self, of: LayerFigures, loads: Loads) -> np.ndarray:
+    def layer_kv_gradient_bytes(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
         """[documents]: of one layer."""
         made = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
         made = made + of.border_gradient_bytes * loads.borders
@@ -141,42 +122,46 @@ class ChunkMemory(OpSeconds):
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: from I to W."""
-        held = self.over_stages(
-            [self.bytes_of(each.weight_input_bytes, loads) for each in self.figures]
+        layout = self.layout
+        held = layout.over_stages(
+            [layout.bytes_of(each.weight_input_bytes, loads) for each in layout.coefficients]
         )
-        return np.ceil(held + self.output_layer.weight_input_bytes(loads))
+        return np.ceil(held + self.ends.weight_input_bytes(loads))
 
     # --- while an op runs ------------------------------------------------------------------------
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while the op runs, without recompute."""
-        rows = [self.workspace_of(each.workspace_bytes[kind], loads) for each in self.figures]
-        held = self.most_over_stages(rows)
-        return np.ceil(held + self.output_layer.workspace_bytes(kind, loads))
+        layout = self.layout
+        rows = [
+            layout.workspace_of(each.workspace_bytes[kind], loads) for each in layout.coefficients
+        ]
+        held = layout.most_over_stages(rows)
+        return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
         """[stages, chunks]: while F runs, the most that a layer with one of the choices in use
         needs: a layer that is recomputed lives as long as its forward runs. A letter of which
         nothing is known needs what a kept layer does."""
-        if not any(each.forward_workspace_bytes for each in self.figures):
+        if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)
-        held = np.zeros((self.stages, loads.chunks))
+        held = np.zeros((self.layout.stages, loads.chunks))
         for (kind, letter), count in counts.items():
-            of = self.figures[kind]
+            of = self.layout.coefficients[kind]
             per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
-            most = self.workspace_of(per, loads)
+            most = self.layout.workspace_of(per, loads)
             if letter in _WITHOUT_MLP and self._is_routed(of):
                 most = most + self._routed(of, loads)
             held = np.maximum(held, np.where(count > 0, most, 0.0))
-        return np.ceil(held + self.output_layer.workspace_bytes(Kind.FORWARD, loads))
+        return np.ceil(held + self.ends.workspace_bytes(Kind.FORWARD, loads))
 
     def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of the layer that lives again while its B or I runs."""
         kind, letter = choice
         if letter in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
-        of = self.figures[kind]
-        again = self.bytes_of(of.recompute_workspace_bytes[letter], loads)
+        of = self.layout.coefficients[kind]
+        again = self.layout.bytes_of(of.recompute_workspace_bytes[letter], loads)
         if letter in _WITHOUT_MLP and self._is_routed(of):
             again = again + self._routed(of, loads)
         return np.ceil(again)
@@ -186,24 +171,28 @@ class ChunkMemory(OpSeconds):
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
         """[chunks]: of what one layer of the kind saved, to the host's memory or back; where
         devices differ [stages, chunks]."""
-        if self.unlike_devices:
-            return self.stagewise(
-                lambda each: np.tile(each.copy_seconds(loads, kind), (self.stages, 1))
-            )
-        rate = self.profile.host_bytes_per_second
-        if not rate:
-            raise ValueError(
-                f"the plan offloads layers (choice {OFFLOAD}), but the cost model of "
-                f"{self.profile.provenance.device} has no rate to the host's memory "
-                "(host_bytes_per_second is 0): plan without the lever offload, or give that rate"
-            )
-        return self.saved_bytes((kind, KEEP), loads) / rate
+        saved = self.saved_bytes((kind, KEEP), loads)
+        if not self.layout.unlike_devices:
+            return saved / _host_rate(self.layout)
+        rates = self.layout.stagewise(lambda each: np.full(each.stages, _host_rate(each)))
+        return saved / rates[:, None]
 
     def offloaded_workspace(self, op: Kind, loads: Loads, kind: int) -> np.ndarray:
         """[chunks]: of one offloaded layer of that kind on the device while ``op`` runs."""
         layer = self.saved_bytes((kind, KEEP), loads)
         if op is Kind.INPUT:
             # Of what I leaves for W, counted from its start, theirs is still to be made.
-            left = self.bytes_of(self.figures[kind].weight_input_bytes, loads)
+            left = self.layout.bytes_of(self.layout.coefficients[kind].weight_input_bytes, loads)
             layer = np.maximum(layer - left, 0.0)
         return layer
+
+
+def _host_rate(layout: StageLayout) -> float:
+    rate = layout.profile.host_bytes_per_second
+    if not rate:
+        raise ValueError(
+            f"the plan offloads layers (choice {OFFLOAD}), but the cost model of "
+            f"{layout.profile.provenance.device} has no rate to the host's memory "
+            "(host_bytes_per_second is 0): plan without the lever offload, or give that rate"
+        )
+    return rate

@@ -3,12 +3,12 @@
 A profile speaks of one layer of every kind that the model has, and of what the first and the last
 stage do besides. Everything in it is linear: seconds in a chunk's tokens and in its query-key pairs
 (as many of them as the kind's window leaves), bytes in its tokens, those of a running op also in
-the tokens before it. Its figures are of one device where a layer is spread over ``tp * cp``
+the tokens before it. Its coefficients are of one device where a layer is spread over ``tp * cp``
 devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured ones from :mod:`megatron_epp.cost.fitting.fit`.
 
-As JSON, version 4, every field is written: the figures of the first kind beside those of the ends,
-those of each further kind in an object of ``other_kinds``.
+As JSON, version 4, every field is written: the coefficients of the first kind beside those of the
+ends, those of each further kind in an object of ``other_kinds``.
 """
 
 import dataclasses
@@ -22,15 +22,18 @@ from typing import Any, get_args
 
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
+from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
+from megatron_epp.cost.kinds import layer
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
 VERSION = 4
+ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Figures:
+class _Coefficients:
     """Fields that are numbers of at least 0."""
 
     def __post_init__(self):
@@ -42,7 +45,7 @@ class _Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds(_Figures):
+class Seconds(_Coefficients):
     """Seconds of some work: per_token * tokens + per_pair * query-key pairs + per_chunk."""
 
     per_token: float = 0.0
@@ -57,7 +60,7 @@ class Seconds(_Figures):
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes(_Figures):
+class Bytes(_Coefficients):
     """Bytes of some tensors: ``per_token``, ``per_cut_token`` of a slice whose K and V are kept.
 
     They differ because the K and V that later slices attend to lie in the document's own buffer.
@@ -87,7 +90,7 @@ class Workspace(Bytes):
 
 
 @dataclass(frozen=True, slots=True)
-class States(_Figures):
+class States(_Coefficients):
     """Bytes of weights, gradients and optimizer per parameter.
 
     zero1_resident   on every device of the stage under ZeRO 1: weights and gradients
@@ -116,8 +119,8 @@ class Provenance:
     dtype    of the activations
     date     YYYY-MM-DD
     source   what it rests on, for a person
-    kind     how the figures came about: measured, on that model and device and valid for no other;
-             or analytic, from arithmetic
+    kind     how the coefficients came about: measured, on that model and device and valid for no
+             other; or analytic, from arithmetic
     """
 
     model: str
@@ -136,7 +139,7 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFigures:
+class LayerCoefficients:
     """Seconds and bytes of one layer of some kind.
 
     layer_seconds[kind]           F; B without recompute; I and W, its halves. Pairs are those of
@@ -162,12 +165,9 @@ class LayerFigures:
     window                        keys that a query sees at most, itself among them; 0: all of its
                                   document before it. Only so many tokens before a border between
                                   slices are kept for later slices
-    chosen                        keys that a query chooses at most among those it sees; 0: it
-                                  attends to all of them
-    chosen_seconds[kind]          per pair of a query and a key that it has chosen, beside those of
-                                  all pairs, which alone tell of what is measured
-    context_seconds[kind]         per token of a slice's context: what is made again of it, as K and
-                                  V of latents; kinds that lack take none
+    column_seconds[column][kind]  per unit of a further column, beside those of tokens and pairs:
+                                  pairs of a query and a key that it has chosen, tokens of a slice's
+                                  context of which K and V are made again; kinds that lack take none
     kv_replicated                 whether every device of the stage keeps all of what later slices
                                   need, as of latents, which have no heads
     expert_bytes_per_token        a forward hands over to experts and back inside an EP group, all
@@ -196,9 +196,7 @@ class LayerFigures:
     layer_parameters: float
     forward_workspace_bytes: Mapping[str, Workspace] = dataclasses.field(default_factory=dict)
     window: int = 0
-    chosen: int = 0
-    chosen_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
-    context_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    column_seconds: ColumnSeconds = dataclasses.field(default_factory=dict)
     kv_replicated: bool = False
     border_bytes: float = 0.0
     border_gradient_bytes: float = 0.0
@@ -212,12 +210,12 @@ LAYER_KIND = "layer"  # where a model has one kind, and nobody named it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile(LayerFigures):
+class Profile(LayerCoefficients):
     """Seconds and bytes of a layer of every kind, and of the pipeline's ends.
 
-    The fields of :class:`LayerFigures` are those of the kind ``layer_kind``.
+    The fields of :class:`LayerCoefficients` are those of the kind ``layer_kind``.
 
-    tp, cp                        degrees over which a layer was spread for these figures
+    tp, cp                        degrees over which a layer was spread for these coefficients
     first_seconds[kind]           besides, on the first stage: the embedding
     last_seconds[kind]            besides, on the last stage: output layer and loss
     first_bytes, last_bytes       besides, on the first and last stage, from F to B (logits)
@@ -242,7 +240,7 @@ class Profile(LayerFigures):
                                   share: what training learnt of it, by which memory that routing
                                   decides is multiplied
     layer_kind                    the name of the first kind
-    other_kinds                   the figures of further kinds, by name
+    other_kinds                   the coefficients of further kinds, by name
     rank_slowness                 of every pipeline rank, where devices were measured that differ:
                                   what an op takes there over these seconds, those of the fastest;
                                   none: all are alike
@@ -271,31 +269,31 @@ class Profile(LayerFigures):
     layer_kind: str = LAYER_KIND
     head_seconds: Mapping[Kind, Seconds] = dataclasses.field(default_factory=dict)
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
-    other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
+    other_kinds: Mapping[str, LayerCoefficients] = dataclasses.field(default_factory=dict)
     rank_slowness: tuple[float, ...] = ()
 
     @property
-    def kinds(self) -> dict[str, LayerFigures]:
-        """The figures of every kind by its name, the first one's first."""
+    def kinds(self) -> dict[str, LayerCoefficients]:
+        """The coefficients of every kind by its name, the first one's first."""
         return {self.layer_kind: self, **self.other_kinds}
 
     def of_kind(self, kind: str) -> "Profile":
         """The profile of a model whose layers are all of ``kind``."""
         return self.with_kinds({kind: self.kinds[kind]})
 
-    def with_kinds(self, figures: Mapping[str, LayerFigures]) -> "Profile":
+    def with_kinds(self, coefficients: Mapping[str, LayerCoefficients]) -> "Profile":
         """The ends of this profile, and layers of these kinds, the first one first."""
-        (first, its), *others = figures.items()
+        (first, its), *others = coefficients.items()
         named = {name: getattr(its, name) for name in _LAYER_FIELDS}
         return dataclasses.replace(
             self,
             **named,
             layer_kind=first,
-            other_kinds={kind: layer_figures(each) for kind, each in others},
+            other_kinds={kind: layer_coefficients(each) for kind, each in others},
         )
 
     def each_kind(self, **fields: Any) -> "Profile":
-        """With ``fields`` of LayerFigures in the place of every kind's own."""
+        """With ``fields`` of LayerCoefficients in the place of every kind's own."""
         return dataclasses.replace(
             self,
             **fields,
@@ -306,17 +304,21 @@ class Profile(LayerFigures):
 
     def slowed(self, factor: float) -> "Profile":
         """The profile of one device on which every op takes ``factor`` times as long."""
-        figures = {
-            kind: dataclasses.replace(layer_figures(each), **_times(each, _LAYER_SECONDS, factor))
+        coefficients = {
+            kind: dataclasses.replace(
+                layer_coefficients(each), **_times(each, _LAYER_SECONDS, factor)
+            )
             for kind, each in self.kinds.items()
         }
         ends = _times(self, _END_SECONDS, factor)
-        return dataclasses.replace(self.with_kinds(figures), **ends, rank_slowness=())
+        return dataclasses.replace(self.with_kinds(coefficients), **ends, rank_slowness=())
 
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
         first = {name: json_value(getattr(self, name)) for name in ("provenance", "tp", "cp")}
-        return json.dumps({"profile": VERSION, **first, **json_value(self)}, indent=1) + "\n"
+        others = {kind: _layer_json(each) for kind, each in self.other_kinds.items()}
+        value = {"profile": VERSION, **first, **_layer_json(self), "other_kinds": others}
+        return json.dumps(value, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "the text") -> "Profile":
@@ -334,28 +336,33 @@ class Profile(LayerFigures):
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerFigures))
+_LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerCoefficients))
 
 
-def layer_figures(of: LayerFigures) -> LayerFigures:
-    """The figures of a layer in ``of``, perhaps a profile, and nothing else."""
-    return LayerFigures(**{name: getattr(of, name) for name in _LAYER_FIELDS})
+def layer_coefficients(of: LayerCoefficients) -> LayerCoefficients:
+    """The coefficients of a layer in ``of``, perhaps a profile, and nothing else."""
+    return LayerCoefficients(**{name: getattr(of, name) for name in _LAYER_FIELDS})
 
 
 # What a device computes; gathers and messages are the links'.
 _LAYER_SECONDS = (
     "layer_seconds",
     "recompute_seconds",
-    "context_seconds",
-    "chosen_seconds",
+    "column_seconds",
     "exchange_seconds",
 )
 _END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
 
 
-def _times(of: LayerFigures, names: Sequence[str], factor: float) -> dict[str, Any]:
-    """Those mappings of ``of``, whose values are Seconds or numbers, times ``factor``."""
-    return {name: {key: each * factor for key, each in getattr(of, name).items()} for name in names}
+def _times(of: LayerCoefficients, names: Sequence[str], factor: float) -> dict[str, Any]:
+    """Those mappings of ``of``, whose values are Seconds, numbers or mappings, times ``factor``."""
+
+    def times(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: times(each) for key, each in value.items()}
+        return value * factor
+
+    return {name: times(getattr(of, name)) for name in names}
 
 
 # ------------------------------------------------------------------ JSON
@@ -371,13 +378,50 @@ def kind_name(value: Any) -> str:
     return value
 
 
-def _kinds(value: Any) -> dict[str, LayerFigures]:
+def _kinds(value: Any) -> dict[str, LayerCoefficients]:
     if not isinstance(value, dict):
-        raise ValueError("expected an object from a kind's name to its figures")
-    return {kind_name(kind): LayerFigures(**_read(LayerFigures, item, f"{kind}: "))
+        raise ValueError("expected an object from a kind's name to its coefficients")
+    return {kind_name(kind): LayerCoefficients(**_read(LayerCoefficients, item, f"{kind}: "))
             for kind, item in value.items()}  # fmt: skip
 
 
+def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
+    """The fields of ``of`` as version 4 has them: of the columns, keys that queries choose and
+    context have fields of their own, the others ``column_seconds``, which is left out where empty.
+    """
+    fields = (field.name for field in dataclasses.fields(of))
+    value = {name: json_value(getattr(of, name)) for name in fields if name != "column_seconds"}
+    columns = dict(of.column_seconds)
+    chosen = next((each for each in columns if isinstance(each, WindowPairs)), WindowPairs())
+    value["chosen"] = chosen.size
+    value["chosen_seconds"] = json_value(columns.pop(chosen, {}))
+    value["context_seconds"] = json_value(columns.pop(CONTEXT, {}))
+    return {**value, "column_seconds": json_value(columns)} if columns else value
+
+
+def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
+    """Take the columns out of ``fields``, as they are read from JSON."""
+    chosen, of_chosen, context = (fields.pop(name) for name in _COLUMN_FIELDS)
+    columns: dict[Column, Mapping[Kind, float]] = {WindowPairs(chosen): of_chosen} if chosen else {}
+    if context:
+        columns[CONTEXT] = context
+    return {**columns, **fields["column_seconds"]}
+
+
+def _column(text: str) -> Column:
+    """The column of a kind of layers that goes by ``text`` in a file."""
+    known = {column.NAME: column for part in layer.PARTS for column in part.COLUMNS}
+    name, _, size = text.partition(" ")
+    if name not in known or (size and not _DEGREE.fullmatch(size)):
+        raise ValueError(f"{text!r}: no kind of layers has such a column; known: {[*known]}")
+    return known[name](int(size or 0))
+
+
+_COLUMN_FIELDS: Mapping[str, Any] = {
+    "chosen": int,
+    "chosen_seconds": Mapping[Kind, float],
+    "context_seconds": Mapping[Kind, float],
+}
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _LETTER_NAMES = {letter: letter for letter in LETTERS}
@@ -388,10 +432,11 @@ _LATER: Mapping[str, Any] = {
     "rank_slowness": [],
     "chosen": 0,
     "chosen_seconds": {},
+    "column_seconds": {},
 }
 _SOME_KEYS = re.compile("(context|exchange|head|forward|chosen)_.*")  # of a mapping, not all
-# The most of any figure, by the end of its name: far above what a machine does, and so far below
-# what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
+# The most of any coefficient, by the end of its name: far above what a machine does, and so far
+# below what a float holds that sums over a batch stay finite. Rates, parameters, others: _MOST.
 _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
 
 
@@ -411,14 +456,19 @@ def _limits(name: str, kind: Any) -> Limits:
 
 
 def _field(name: str, kind: Any, value: Any) -> Any:
-    """The field ``name`` of that type; a ValueError where its figures make no sense, too: no time
-    at all, or more than sums can hold."""
+    """The field ``name`` of that type; a ValueError where its coefficients make no sense, too: no
+    time at all, or more than sums can hold."""
     if kind == Mapping[int, float]:
         if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
             raise ValueError("expected an object from degree to bytes per second")
         return {int(key): read_value(float, value[key], Limits(1, _MOST)) for key in value}
-    if kind == Mapping[str, LayerFigures]:
+    if kind == Mapping[str, LayerCoefficients]:
         return _kinds(value)
+    if kind == ColumnSeconds:
+        if not isinstance(value, dict):
+            raise ValueError("expected an object from a column's name to its seconds")
+        limits = _limits("context_seconds", Mapping[Kind, float])
+        return {_column(n): read_value(Mapping[Kind, float], v, limits) for n, v in value.items()}
     found = read_value(kind, value, _limits(name, kind))
     if name == "layer_seconds":
         for op in (Kind.FORWARD, Kind.BACKWARD):
@@ -432,8 +482,9 @@ def _field(name: str, kind: Any, value: Any) -> Any:
 def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     """The fields of ``what`` from a JSON object; a ValueError names the field behind ``where``."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where}expected an object of figures")
+        raise ValueError(f"{where}expected an object of coefficients")
     fields = {field.name: field.type for field in dataclasses.fields(what)}
+    fields.update(_COLUMN_FIELDS)
     value = {**{name: item for name, item in _LATER.items() if name in fields}, **value}
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where}unknown {unknown[0]}")
@@ -445,6 +496,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
             found[name] = _field(name, kind, value[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}{name}: {error}") from error
+    found["column_seconds"] = _layer_columns(found)
     return found
 
 
@@ -456,9 +508,9 @@ def _profile(value: Any, where: str) -> Profile:
             f"profile file {where}: version {value['profile']!r}; this program reads {VERSION}: "
             "measure again with `python -m megatron_epp profile`"
         )
-    figures = {name: item for name, item in value.items() if name != "profile"}
+    coefficients = {name: item for name, item in value.items() if name != "profile"}
     try:
-        found = Profile(**_read(Profile, figures, ""))
+        found = Profile(**_read(Profile, coefficients, ""))
         kind_name(found.layer_kind)
         if found.layer_kind in found.other_kinds:
             raise ValueError(f"other_kinds: {found.layer_kind} is the name of the first kind")

@@ -1,185 +1,191 @@
 """Seconds of every op on every stage.
 
-    seconds[s, c] = seconds_per(kind)[s] . (tokens[c], pairs[c], 1)
+    seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, further columns)
 
 Of a chunk of which context-parallel ranks compute some documents alone, tokens and pairs are those
 that the slowest rank makes of it (:class:`~megatron_epp.cost.loads.Loads`), and only what is spread
 over the ranks is exchanged. Where the model has layers of several kinds, a stage is the sum over
-its layers, and there may be further features (:meth:`StageLayout.features`).
+its layers, and there may be further columns (:mod:`megatron_epp.cost.columns`).
 
 Eq. 11's share of a recomputed layer is one layer's forward; a gather per chunk costs time under
 ZeRO 3 only.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from megatron_epp.cost.columns import CHUNKS, TOKENS
+from megatron_epp.cost.communication import (
+    all_to_all_seconds,
+    expert_seconds,
+    exposed_seconds,
+    tensor_seconds,
+)
+from megatron_epp.cost.ends import Ends, ends_of
 from megatron_epp.cost.layer_kinds import Choice
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.output_layer import OutputLayer, output_layer_of
-from megatron_epp.cost.profile import LayerFigures
+from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
 
 _EXCHANGING = (Kind.FORWARD, *BACKWARDS)
 
 
-class OpSeconds(StageLayout):
-    """A layout with the seconds of its ops."""
+@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+class OpSeconds:
+    """The seconds of the ops of a ``layout`` with these ``ends``."""
+
+    layout: StageLayout
+    ends: Ends
+
+    def of(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: alone, without recompute."""
+        taken = self.per(kind) @ self.layout.features(loads)
+        if kind in OF_HEAD:  # which exchanges no rows for heads
+            return taken
+        return taken - _unexchanged(self.exchange_per_token[kind], loads)
+
+    def per(self, kind: Kind) -> np.ndarray:
+        """[stages, columns]: seconds of ``kind`` per token, per query-key pair, per chunk, and per
+        unit of the further columns; B and I without recompute, exposed communication included."""
+        return self._computation[kind] + self._communication[kind]
+
+    def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: exposed communication inside :meth:`of`."""
+        exposed = self.communication_per(kind) @ self.layout.features(loads)
+        if loads.local is None or kind not in _EXCHANGING:
+            return exposed
+        return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
+
+    def communication_per(self, kind: Kind) -> np.ndarray:
+        """[stages, columns]: the communication inside :meth:`per`."""
+        return self._communication[kind]
 
     @cached_property
-    def output_layer(self) -> OutputLayer:
-        return output_layer_of(self)
-
-    def seconds_per(self, kind: Kind) -> np.ndarray:
-        """[stages, features]: seconds of ``kind`` per token, per query-key pair, per chunk, and of
-        whatever else :meth:`features` tells; B and I without recompute, exposed communication
-        included."""
-        return self._seconds[kind] + self._comm[kind]
-
-    def comm_seconds_per(self, kind: Kind) -> np.ndarray:
-        """[stages, features]: the communication inside :meth:`seconds_per`."""
-        return self._comm[kind]
-
-    @cached_property
-    def _seconds(self) -> Mapping[Kind, np.ndarray]:
-        """Computation only."""
-        if self.unlike_devices:
-            return self._of_devices(lambda each, kind: each._seconds[kind])
-        result = {}
+    def _computation(self) -> Mapping[Kind, np.ndarray]:
+        if self.layout.unlike_devices:
+            return self._of_devices(lambda each, kind: each._computation[kind])
+        layout, result = self.layout, {}
         for kind in OF_LAYERS:
-            per = self.over_stages(
-                [
-                    self.row(
-                        each.layer_seconds[kind],
-                        each,
-                        each.context_seconds.get(kind, 0.0),
-                        each.chosen_seconds.get(kind, 0.0),
-                    )
-                    for each in self.figures
-                ]
-            )
-            per[0] += self.row(self.profile.first_seconds[kind])
-            result[kind] = per + self.output_layer.seconds(kind)
-        return {**result, **self.output_layer.head_seconds()}
+            rows = [
+                layout.row(each.layer_seconds[kind], each) + layout.further_row(each, kind)
+                for each in layout.coefficients
+            ]
+            result[kind] = layout.over_stages(rows)
+            self.ends.add_seconds(kind, result[kind])
+        return {**result, **self.ends.head_seconds()}
 
     @cached_property
-    def _comm(self) -> Mapping[Kind, np.ndarray]:
-        if self.unlike_devices:
-            return self._of_devices(lambda each, kind: each._comm[kind])
+    def _communication(self) -> Mapping[Kind, np.ndarray]:
+        if self.layout.unlike_devices:
+            return self._of_devices(lambda each, kind: each._communication[kind])
         result = {}
         for kind in OF_LAYERS:
             rows = []
-            for each in self.figures:
-                layer = np.zeros(self.width)
+            for each in self.layout.coefficients:
+                layer = np.zeros(self.layout.width)
                 if kind is not Kind.WEIGHT:
-                    layer[0] = self._exposed(each)
-                if self.zero == 3:
-                    layer[2] = each.gather_seconds[kind]
+                    layer[TOKENS] = exposed_seconds(self.layout, each)
+                if self.layout.zero == 3:
+                    layer[CHUNKS] = each.gather_seconds[kind]
                 rows.append(layer)
-            result[kind] = self.over_stages(rows)
-        return {**result, **self.output_layer.head_comm_seconds()}
+            result[kind] = self.layout.over_stages(rows)
+        return {**result, **self.ends.head_comm_seconds()}
+
+    @cached_property
+    def _by_device(self) -> Mapping[int, "OpSeconds"]:
+        """The seconds of each layout of :meth:`StageLayout.stagewise`, by its id."""
+        return {id(each): OpSeconds(each, ends_of(each)) for each in self.layout.device_layouts[0]}
 
     def _of_devices(
         self, of: Callable[["OpSeconds", Kind], np.ndarray]
     ) -> Mapping[Kind, np.ndarray]:
         """[stages, ...] by kind, where devices differ."""
         return {
-            kind: self.stagewise(lambda each, kind=kind: of(each, kind))  # type: ignore[misc]
+            kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
             for kind in (*OF_LAYERS, *OF_HEAD)
         }
 
-    def _exposed(self, of: LayerFigures) -> float:
-        """Seconds per token of one layer's forward that go to communication."""
-        tensor = self.tensor_seconds(of.tensor_bytes_per_token)
-        return self.all_to_all_seconds(of) + tensor + self.expert_seconds(of)
+    # --- of local documents ----------------------------------------------------------------------
 
-    def _exchange(self, of: LayerFigures, kind: Kind) -> float:
+    def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
         """Seconds per token of one layer's op that go to exchanging rows for heads, whether they
         were measured with the layer or not."""
-        if self.cp == 1 or kind not in _EXCHANGING:
+        if self.layout.cp == 1 or kind not in _EXCHANGING:
             return 0.0
         measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
-        return self.all_to_all_seconds(of) + measured / self.shards
+        return all_to_all_seconds(self.layout, of) + measured / self.layout.shards
 
     @cached_property
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
         """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
         one context-parallel rank computes alone do without."""
-        if self.unlike_devices:
+        if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
         return {
-            kind: self.over_stages(
-                [np.array([self._exchange(each, kind)]) for each in self.figures]
+            kind: self.layout.over_stages(
+                [np.array([self._exchange(each, kind)]) for each in self.layout.coefficients]
             )[:, 0]
-            for kind in self._seconds
+            for kind in (*OF_LAYERS, *OF_HEAD)
         }
 
-    def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
-        """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
-        if loads.local is None:
-            return 0.0
-        return np.outer(per_token, loads.local.tokens)
+    # --- recompute, links ------------------------------------------------------------------------
 
-    def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: alone, without recompute."""
-        taken = self.seconds_per(kind) @ self.features(loads)
-        if kind in OF_HEAD:  # which exchanges no rows for heads
-            return taken
-        return taken - self._unexchanged(self.exchange_per_token[kind], loads)
-
-    def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: exposed communication inside :meth:`seconds`."""
-        exposed = self.comm_seconds_per(kind) @ self.features(loads)
-        if loads.local is None or kind not in _EXCHANGING:
-            return exposed
-        return exposed - self._unexchanged(self.stagewise(OpSeconds._all_to_all), loads)
-
-    def _all_to_all(self) -> np.ndarray:
-        """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
-        rows = [np.array([self.all_to_all_seconds(each)]) for each in self.figures]
-        return self.over_stages(rows)[:, 0]
-
-    def recompute_seconds_per(self, choice: Choice) -> np.ndarray:
-        """[features]: seconds that one layer with that choice adds to B or I."""
+    def recompute_per(self, choice: Choice) -> np.ndarray:
+        """[columns]: seconds that one layer with that choice adds to B or I."""
         kind, letter = choice
-        of = self.figures[kind]
+        layout, of = self.layout, self.layout.coefficients[kind]
         if letter == OFFLOAD:
-            return np.zeros(self.width)
+            return np.zeros(layout.width)
         modules = SELECTIVE.get(letter, ())
-        attends = letter == FULL or "core_attn" in modules
-        again = (of.context_seconds, of.chosen_seconds) if attends else ({}, {})
-        forward = (each.get(Kind.FORWARD, 0.0) for each in again)
-        row = self.row(of.recompute_seconds[letter], of, *forward)
+        row = layout.row(of.recompute_seconds[letter], of)
+        if letter == FULL or "core_attn" in modules:
+            row += layout.further_row(of, Kind.FORWARD)
         if letter == FULL:
-            row[0] += self._exposed(of)
+            row[TOKENS] += exposed_seconds(layout, of)
         elif _exchanges(letter):
-            row[0] += self.all_to_all_seconds(of)
+            row[TOKENS] += all_to_all_seconds(layout, of)
         elif "mlp" in modules:
-            tensor = self.tensor_seconds(of.tensor_bytes_per_token)
-            row[0] += tensor / 2 + self.expert_seconds(of)
+            tensor = tensor_seconds(layout, of.tensor_bytes_per_token)
+            row[TOKENS] += tensor / 2 + expert_seconds(layout, of)
         return row
 
-    def recompute_seconds(self, choice: Choice, loads: Loads) -> np.ndarray:
+    def recompute(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of one layer; where devices differ [stages, chunks]."""
-        if self.unlike_devices:
-            return self.stagewise(
-                lambda each: np.tile(each.recompute_seconds(choice, loads), (self.stages, 1))
+        if self.layout.unlike_devices:
+            return self.layout.stagewise(
+                lambda each: np.tile(
+                    self._by_device[id(each)].recompute(choice, loads), (each.stages, 1)
+                )
             )
-        taken = self.recompute_seconds_per(choice) @ self.features(loads)
+        taken = self.recompute_per(choice) @ self.layout.features(loads)
         if loads.local is None:
             return taken
         kind, letter = choice
         if _exchanges(letter):
-            exchange = self._exchange(self.figures[kind], Kind.FORWARD)
+            exchange = self._exchange(self.layout.coefficients[kind], Kind.FORWARD)
             taken = taken - exchange * loads.local.tokens
         return taken
 
-    def link_seconds(self, loads: Loads) -> np.ndarray:
+    def link(self, loads: Loads) -> np.ndarray:
         """[stages - 1, chunks]: that a message of the chunk occupies each link between stages."""
-        return np.outer(self.links_per_token[:-1], loads.tokens)
+        return np.outer(self.layout.links_per_token[:-1], loads.tokens)
+
+
+def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
+    """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
+    if loads.local is None:
+        return 0.0
+    return np.outer(per_token, loads.local.tokens)
+
+
+def _all_to_all(layout: StageLayout) -> np.ndarray:
+    """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
+    rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
+    return layout.over_stages(rows)[:, 0]
 
 
 def _exchanges(letter: str) -> bool:

@@ -4,7 +4,6 @@ What these frameworks run is Megatron's own schedule with whole documents packed
 level 0): of the survey's choices the fastest that needs no more, and what its plans recompute.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +57,7 @@ def stock_choice(
             "no layout fits by Megatron's own schedule with documents packed, and frameworks run "
             "no other; without --for, tune looks at --epp"
         )
-    cost = dataclasses.replace(cost_for(choice.layout), layers=choice.layers)
+    cost = cost_for(choice.layout).replace(layers=choice.layers)
     plans = (heaviest_plan(lengths, cost, options, STOCK)[0].plan for lengths in batches)
     recomputed = recomputed_layers(plans)
     return choice, StockSettings(choice.layout, choice.layers, recomputed, tokens, choice.ep)

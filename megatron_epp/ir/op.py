@@ -15,8 +15,8 @@ class Kind(Enum):
     A new kind of op is a member here and four answers: what it needs, makes and frees, and which
     ops a chunk must have (ir/rules); what it takes (the cost model, and sim/unit_table for pictures
     without one); what runs it (runtime/executor); how it is drawn (show/colours). Text form,
-    checks, order, messages and simulation follow from these; ``tests/ir/test_new_kind.py`` adds
-    one, ``tests/ir/test_costly_kind.py`` one that costs and frees.
+    checks, order, messages and simulation follow from these; ``tests/ir/test_costly_kind.py`` adds
+    one that costs and frees.
     """
 
     FORWARD = "F"

@@ -11,12 +11,14 @@ a file           a line of a plan, ``place 0 1 1 0``, or a line for each rank:
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import numpy as np
+
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.plan import MOST_LAYERS
+from megatron_epp.ir.recompute import MOST_LAYERS
 from megatron_epp.ir.span import NUMBER
 
 EVENLY, INTERLEAVED = "even", "interleaved"
@@ -41,6 +43,18 @@ class Placement:
     @property
     def ranks(self) -> int:
         return 1 + max(self.place)
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether a rank has several stages."""
+        return self.ranks < self.stages
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, where in enumerate(self.place) if where == rank)
+
+    def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
+        """``values`` of every stage, added up for every rank."""
+        return tuple(np.bincount(self.place, weights=np.array(values)).tolist())
 
     @property
     def is_even(self) -> bool:

@@ -45,13 +45,19 @@ from typing import Any, NoReturn
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
-from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
+from megatron_epp.ir.placement import Placement
+from megatron_epp.ir.recompute import (
+    KEEP,
+    LETTERS,
+    MOST_LAYERS,
+    format_recompute,
+    parse_recompute,
+)
 from megatron_epp.ir.span import NUMBER, Span
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
-MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 Orders = tuple[tuple[Op, ...], ...]
 Turns = tuple[tuple[int, ...], ...]
 Prefixes = tuple[Span | None, ...]  # of every document: what it continues
@@ -206,6 +212,10 @@ class Plan:
         return len(self.layers)
 
     @property
+    def placement(self) -> Placement:
+        return Placement(self.rank_of)
+
+    @property
     def rank_of(self) -> tuple[int, ...]:
         """The rank on which each stage lies."""
         return self.place or tuple(range(self.stages))
@@ -213,15 +223,15 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Pipeline ranks: places that compute one op at a time."""
-        return 1 + max(self.place) if self.place else self.stages
+        return self.placement.ranks
 
     @property
     def shares_ranks(self) -> bool:
         """Whether a rank computes several stages."""
-        return self.ranks < self.stages
+        return self.placement.shares_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
+        return self.placement.stages_of(rank)
 
     @property
     def rank_orders(self) -> tuple[tuple[tuple[int, Op], ...], ...]:

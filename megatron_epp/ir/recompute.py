@@ -27,6 +27,7 @@ IN_FLIGHT = 2  # offloaded layers on the device while an op runs: one in use, on
 # Whose layers run their MLP again in backward: a layer of experts then exchanges rows once more.
 MLP_AGAIN = frozenset({FULL} | {letter for letter, run in SELECTIVE.items() if "mlp" in run})
 LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
+MOST_LAYERS = 9999  # of a stage: four digits in a choice
 
 _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
 

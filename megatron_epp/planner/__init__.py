@@ -1,7 +1,6 @@
 """Planners: document lengths in, a checked plan out.
 
-    PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica), or what
-                                                 a method without a pipeline takes (PlannedGroups)
+    PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica)
     plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan for each
     evaluation_plan(lengths, cost)               forwards only
 
@@ -17,44 +16,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_epp.planner.evaluation import evaluation_plan
     from megatron_epp.planner.options import ALL, LEVERS, TRAINING_LEVERS, Options, parse_levers
-    from megatron_epp.planner.registry import (
-        EXECUTED,
-        GROUPS,
-        PIPELINES,
-        PLANNERS,
-        SIMULATED,
-        makes_plans,
-        planner_of,
-    )
+    from megatron_epp.planner.registry import COMPARED, COMPARISON_METHODS, PLANNERS, planner_of
     from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
-    from megatron_epp.planner.result import (
-        GroupMicroBatch,
-        PlannedGroups,
-        PlannedReplica,
-        PlannedStep,
-        SimulatedPipeline,
-    )
+    from megatron_epp.planner.result import PlannedReplica, PlannedStep, PlannerResult
 
 _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
-    "registry": (
-        "EXECUTED",
-        "GROUPS",
-        "PIPELINES",
-        "PLANNERS",
-        "SIMULATED",
-        "makes_plans",
-        "planner_of",
-    ),
+    "registry": ("COMPARED", "COMPARISON_METHODS", "PLANNERS", "planner_of"),
     "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
-    "result": (
-        "GroupMicroBatch",
-        "PlannedReplica",
-        "PlannedGroups",
-        "PlannedStep",
-        "SimulatedPipeline",
-    ),
+    "result": ("PlannedReplica", "PlannedStep", "PlannerResult"),
 }
 MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -55,8 +55,8 @@ def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = Fals
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
     """[stages, chunks]: ``cost.seconds``; of a block's loads the slowest replica's."""
     if isinstance(loads, BlockLoads):
-        return np.max([cost.seconds(kind, member) for member in loads.members], axis=0)
-    return cost.seconds(kind, loads)
+        return np.max([cost.seconds.of(kind, member) for member in loads.members], axis=0)
+    return cost.seconds.of(kind, loads)
 
 
 def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:

@@ -14,7 +14,6 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import NOTHING, Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
 from megatron_epp.planner.order.problem import rates_of, with_kept
-from megatron_epp.planner.virtual.placed import evaluation_stages
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
@@ -50,7 +49,7 @@ def evaluation_plans(
             )
         shares, peaks = _shares(batch, cost, options, most)
         plans = tuple(share.plan for share in shares)
-        states = np.array(cost.of_ranks(cost.states_bytes))
+        states = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
         headroom = np.maximum(cost.headroom_bytes, 1.0)
         worst = float(((np.array(peaks) - states) / headroom).max())
         if worst <= 1:
@@ -65,15 +64,33 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
     parallelism H of a chunk as many forwards behind its own as there are stages, since the last
     stage's output is as long on its way there, and back through the stages."""
-    rules = rules_for(cost.vocabulary_parallel, forward_only=True)
+    rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     made = [
         (KIND_CODE[kind], at - behind)
-        for at in range(count + cost.stages)
-        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.stages))
+        for at in range(count + cost.layout.stages)
+        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.layout.stages))
         if kind in rules and 0 <= at - behind < count
     ]
-    kinds, chunks = (np.tile(np.array(each), (cost.stages, 1)) for each in zip(*made, strict=True))
+    kinds, chunks = (
+        np.tile(np.array(each), (cost.layout.stages, 1)) for each in zip(*made, strict=True)
+    )
     return kinds, chunks
+
+
+def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
+    """For ``kinds`` [stages, ops], the same on every stage: the stage and the op's place there of
+    each op of a rank, [ranks, ops]; a stage behind another runs each a step later."""
+    stages, ops = kinds.shape
+    rows = []
+    for rank in range(cost.layout.placement.ranks):
+        own = [stage for stage in range(stages) if cost.layout.placement.place[stage] == rank]
+        rows.append(sorted((at + stage, stage, at) for stage in own for at in range(ops)))
+    most = max(map(len, rows))
+    found = np.full((2, len(rows), most), -1, np.int64)
+    for rank, row in enumerate(rows):
+        for number, (_, stage, at) in enumerate(row):
+            found[:, rank, number] = stage, at
+    return found[0], found[1]
 
 
 def _shares(
@@ -82,7 +99,8 @@ def _shares(
     """Plans with chunks of at most ``most`` tokens, and their peaks, [stages]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
-    wanted = max(cost.stages, round(ideal_chunks(total / width, rates, cost.stages))) * width
+    pp = cost.layout.stages
+    wanted = max(pp, round(ideal_chunks(total / width, rates, pp))) * width
     cuts = cut_each(batch.lengths, total / wanted, rates, most, options.multiple)
     loose = rates.span_seconds(cuts.tails).sum()
     loose += rates.span_seconds(cuts.shorts).sum()
@@ -91,8 +109,8 @@ def _shares(
     chunking = folded(assemble(cuts, bucket, buckets, rates), width, rates)
     kinds, chunks = _order(chunking.count, cost)
     draft = Draft(chunking, {}, kinds, chunks)
-    if cost.place:
-        stages, at = evaluation_stages(kinds, cost)
+    if cost.layout.place:
+        stages, at = _turns(kinds, cost)
         own = [np.where(at < 0, NOTHING, each[0, at]) for each in (kinds, chunks)]
         draft = Draft(chunking, {}, own[0], own[1], stages=stages)
     shares = shares_of(batch, draft, cost, options)

@@ -34,15 +34,15 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
         lengths=np.array([tokens]),
         spans=(number, edges[:-1], edges[1:]),
     )
-    layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
-    rules = rules_for(cost.vocabulary_parallel)
-    moved = moved_bytes(cost.table_of(loads, cost.kinds.first(FULL, layers)), loads, rules)
+    layers = np.tile(np.array(cost.layout.layers, dtype=np.float64)[:, None], (1, slices))
+    rules = rules_for(cost.layout.vocabulary_parallel)
+    moved = moved_bytes(cost.table_of(loads, cost.layout.kinds.first(FULL, layers)), loads, rules)
     # Where there is an H, the first backward waits for that of all slices.
     up, down = (Kind.FORWARD, Kind.HEAD), (Kind.BACKWARD, Kind.HEAD_WEIGHT)
     order = [(kind, c) for kind in up for c in range(slices)]
     order += [(kind, c) for c in reversed(range(slices)) for kind in down]
-    held = np.zeros(cost.stages)
-    peak = np.zeros(cost.stages)
+    held = np.zeros(cost.layout.stages)
+    peak = np.zeros(cost.layout.stages)
     for kind, chunk in order:
         if kind in rules:
             makes, frees = moved[KIND_CODE[kind], :, :, chunk]
@@ -52,11 +52,12 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """The largest chunk of whole documents that every stage can hold with all recomputed."""
-    budgets = np.array(cost.device_budget_bytes)[list(cost.rank_of)]
-    fixed = _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
-    headroom = budgets - np.array(cost.states_bytes) - fixed
-    per_token = _alone(cost, _MANY, 1) / _MANY
+    """The largest chunk of whole documents that every rank can hold with all recomputed."""
+    # What an op needs whatever its chunk's size is not left.
+    headroom = cost.headroom_bytes - np.array(
+        cost.layout.placement.of_ranks(_alone(cost, 0, 1).tolist())
+    )
+    per_token = np.array(cost.layout.placement.of_ranks(_alone(cost, _MANY, 1).tolist())) / _MANY
     return max(1, int((headroom / np.maximum(per_token, 1e-9)).min()))
 
 
@@ -69,8 +70,8 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]
     needed = np.min([_alone(cost, tokens, slices) for slices in _SLICES], axis=0)
-    needed += np.array(cost.states_bytes)
-    for stage, rank in enumerate(cost.rank_of):
+    needed += np.array(cost.memory.states_bytes)
+    for stage, rank in enumerate(cost.layout.placement.place):
         budget = cost.device_budget_bytes[rank]
         if needed[stage] > budget:
             raise PlanError(

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from megatron_epp.cost.columns import TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Kind
@@ -14,7 +15,6 @@ def lower_bound_seconds(
     cost: Cost,
     forward_only: bool = False,
     local: bool = False,
-    place: tuple[int, ...] = (),
 ) -> float:
     """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
 
@@ -23,24 +23,24 @@ def lower_bound_seconds(
     has come through the stages in front of it; after its last op that others wait for, a gradient
     has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
     takes the cheaper of running it there and not. Where the cost has the output layer on all
-    stages, so has the bound: H before the last B of its stage, G as a W.
+    stages, so has the bound: H before the last B of its stage, G as a W. A rank that has several
+    stages does the work of all of them, and hands messages between them over at once.
 
     local   whether documents may be local to a context-parallel rank: then no row need be exchanged
-    place   the rank of every stage, where a rank has several: it does the work of all of them, and
-            hands messages between them over at once
     """
-    whole = cost.whole_features(lengths, 1.0)
-    least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
-    latency = cost.links_per_token + cost.profile.link_latency_seconds
+    place = cost.layout.place
+    whole = cost.layout.whole_features(lengths, 1.0)
+    least = cost.layout.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
+    latency = cost.layout.links_per_token + cost.layout.profile.link_latency_seconds
     if place:
         latency = latency * (np.diff(place, append=place[-1]) != 0)
     forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
-    head, head_weight = (cost.seconds_per(kind) @ whole for kind in OF_HEAD)
+    head, head_weight = (cost.seconds.per(kind) @ whole for kind in OF_HEAD)
     if forward_only:
         return float((ramp + forward @ whole + head).max())
     back = least_seconds_per(cost, Kind.BACKWARD, local)
-    halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds_per(Kind.WEIGHT))
+    halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds.per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])
     tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
     in_one = forward @ whole + back @ whole + head + ramp + np.maximum(head_weight, tail)
@@ -58,10 +58,10 @@ def lower_bound_seconds(
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     """[stages, features]; without exchange where nothing need be spread over the ranks."""
-    per = cost.seconds_per(kind)
+    per = cost.seconds.per(kind)
     if local:
         per = per.copy()
-        per[:, 0] -= cost.exchange_per_token[kind]
+        per[:, TOKENS] -= cost.seconds.exchange_per_token[kind]
     return per
 
 
@@ -72,10 +72,10 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
     lengths   sorted, longest first
     local     of one replica alone: those in lockstep have no local documents
     """
-    whole = lower_bound_seconds(lengths, cost, local=local, place=cost.place)
+    whole = lower_bound_seconds(lengths, cost, local=local)
     if width == 1:
         return whole
-    return max(whole / width, lower_bound_seconds(lengths[:1], cost, place=cost.place))
+    return max(whole / width, lower_bound_seconds(lengths[:1], cost))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

@@ -1,141 +1,128 @@
-"""The planners by name.
+"""The planners by name, in one table.
 
-A pipeline planner is a function ``draft(batch, cost, options)``; what is alike for all of them is
-here: the batch is sorted, a document that fits no plan is refused, the draft is checked, played
-and timed.
+A planner is a function ``draft(batch, cost, options)``; what is alike for all of them is here: the
+batch is sorted, a document that fits no plan is refused, the draft is checked, played and timed.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
-from megatron_epp.planner.device_groups import flexsp, hybrid_cp
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
-from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
+from megatron_epp.planner.published import (
+    adaptis,
+    chunkflow,
+    one_f_one_b,
+    packing,
+    seq1f1b,
+    slimpipe,
+    zb_v,
+)
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.result import PlannedGroups, PlannedReplica, SimulatedPipeline
-from megatron_epp.planner.virtual import adaptis, placed, slimpipe
-from megatron_epp.planner.virtual.methods import METHODS
+from megatron_epp.planner.result import PlannedReplica
 
-DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
-PlanFunction = Callable[[Sequence[int], Cost, Options], PlannedReplica]
-BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
-GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
-SimulatedFunction = Callable[[Sequence[int], Cost, Options], SimulatedPipeline]
+Place = tuple[int, ...]  # the rank of every stage
 
 
-def _block(name: str, draft: DraftFunction | None = None) -> BlockFunction:
-    """The planner ``name``, which plans by ``draft``, or as for several stages on a rank, for the
-    replicas of a block (options.lockstep), whose documents it deals to them. A PlanError where a
-    document fits no plan."""
-
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        began = time.perf_counter()
-        batch = SortedBatch.of(lengths)
-        require_fit(cost, batch.documents)
-        alone = draft is not None and not cost.place
-        made = (
-            draft(batch, cost, options)  # type: ignore[misc]
-            if alone
-            else placed.draft(name, batch, cost, options)
-        )
-        assert made is not None, "nothing was excluded, so there is a draft"
-        found = emit_block(name, batch, made.draft, made.cost, options)
-        took = (time.perf_counter() - began) / options.lockstep
-        planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in found.planned)
-        return dataclasses.replace(found, planned=planned)
-
-    return plan
+def _any_place(place: Place) -> bool:
+    return True
 
 
-def _alone(block: BlockFunction) -> PlanFunction:
-    """``block`` for one replica."""
+def _one_stage_a_rank(place: Place) -> bool:
+    return place == tuple(range(len(place)))
 
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
-        (planned,) = block(lengths, cost, options).planned
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A row of the table: a planner whose plans training, ``plan``, ``compare``, ``tune``,
+    ``simulate`` and ``serve`` run under this name.
+
+    draft          a plan as arrays for a batch; None only where a bound on seconds was given
+    whole          whether it can leave every document whole
+    compared       whether ``compare`` shows it unasked
+    takes          whether it plans stages on these ranks
+    placements     in words, what it takes
+    """
+
+    name: str
+    draft: Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
+    whole: bool = False
+    compared: bool = True
+    takes: Callable[[Place], bool] = _any_place
+    placements: str = "any"
+
+    def __call__(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
+        """Plan one replica's documents; as :meth:`plan_block`."""
+        (planned,) = self.plan_block(lengths, cost, options).planned
         return planned
 
-    return plan
+    def require_place(self, place: Place) -> None:
+        """Raise a ValueError where the planner does not plan stages on these ranks."""
+        if not self.takes(place):
+            raise ValueError(
+                f"planner {self.name!r} does not plan stages on ranks "
+                f"{' '.join(map(str, place))}; expected the placement {self.placements}"
+            )
 
+    def plan_block(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+        """Plan the documents of the replicas of a block (``options.lockstep``), dealt to them.
 
-def _timed[T: (PlannedGroups, SimulatedPipeline)](
-    group: Callable[[Sequence[int], Cost, Options], T],
-) -> Callable[[Sequence[int], Cost, Options], T]:
-    """``group``, timed; it knows no H and G."""
-
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> T:
+        Raises:
+            PlanError: a document fits no plan.
+            ValueError: the planner does not plan stages on these ranks.
+        """
         began = time.perf_counter()
-        planned = group(lengths, cost.with_vocabulary(False), options)
-        return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
-
-    return plan
-
-
-_DRAFTS: Mapping[str, DraftFunction] = {
-    "epp": epp.draft,
-    "infinipipe": infinipipe.draft,
-    "seq1f1b": seq1f1b.draft,
-    "chunkflow": chunkflow.draft,
-    "packing": packing.draft,
-}
-# Planners whose plans a pipeline can run: for the replicas of a block together,
-BLOCKS: Mapping[str, BlockFunction] = {
-    **{name: _block(name, draft) for name, draft in _DRAFTS.items()},
-    **{name: _block(name) for name in METHODS},
-}
-# and plan(lengths, cost, options) for one.
-PIPELINES: Mapping[str, PlanFunction] = {name: _alone(BLOCKS[name]) for name in _DRAFTS}
-# And published methods, where they are asked for by name.
-EXECUTED: Mapping[str, PlanFunction] = {
-    **PIPELINES,
-    **{name: _alone(BLOCKS[name]) for name in METHODS},
-}
-# Of these, those that can leave every document whole.
-WHOLE = ("epp", "packing", "1f1b", "zb-v", "adaptis")
-# Methods without a pipeline, for comparison.
-GROUPS: Mapping[str, GroupFunction] = {
-    "flexsp": _timed(flexsp.plan),
-    "megatron-hybrid-cp": _timed(hybrid_cp.plan),
-}
-# Methods that choose what lies where by themselves, for comparison where they are asked for by name
-# and no placement is.
-SIMULATED: Mapping[str, SimulatedFunction] = {
-    "adaptis": _timed(adaptis.plan),
-    "slimpipe": _timed(slimpipe.plan),
-}
-PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedReplica | PlannedGroups]] = {
-    **PIPELINES,
-    **GROUPS,
-}
+        self.require_place(cost.layout.placement.place)
+        batch = SortedBatch.of(lengths)
+        require_fit(cost, batch.documents)
+        made = self.draft(batch, cost, options)
+        assert made is not None, "nothing was excluded, so there is a draft"
+        block = emit_block(self.name, batch, made.draft, made.cost, options)
+        took = (time.perf_counter() - began) / options.lockstep
+        planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in block.planned)
+        return dataclasses.replace(block, planned=planned)
 
 
-def planner_of(name: str, whole: bool = False) -> PlanFunction:
+_EVEN = "one stage a rank"
+_INTERLEAVED = f"{_EVEN}, or interleaved N"
+_ROWS = (
+    Planner("epp", epp.draft, whole=True),
+    Planner("infinipipe", infinipipe.draft, takes=_one_stage_a_rank, placements=_EVEN),
+    Planner("seq1f1b", seq1f1b.draft),
+    Planner("chunkflow", chunkflow.draft),
+    Planner("packing", packing.draft, whole=True),
+    Planner("1f1b", one_f_one_b.draft, True, False, one_f_one_b.is_interleaved, _INTERLEAVED),
+    Planner("zb-v", zb_v.draft, True, False, zb_v.is_v, "v"),
+    Planner("adaptis", adaptis.draft, True, False),
+    Planner("slimpipe", slimpipe.draft, False, False),
+)
+PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
+COMPARED = tuple(row.name for row in _ROWS if row.compared)
+# Methods without a pipeline, which `compare` alone knows, in a checkout (scripts/bench).
+COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
+
+
+def planner_of(name: str, whole: bool = False) -> Planner:
     """The planner called ``name``; a ValueError with the near matches where there is none, or
     where it makes no pipeline plan, or none with ``whole`` documents where that is asked."""
-    if whole and name in EXECUTED and name not in WHOLE:
-        raise ValueError(
-            f"planner {name!r} cuts documents, which must stay whole here; expected one of "
-            f"{', '.join(WHOLE)}"
-        )
-    if name in EXECUTED:
-        return EXECUTED[name]
-    if name in GROUPS:
+    if name in COMPARISON_METHODS:
         raise ValueError(
             f"planner {name!r} makes no pipeline plan, so nothing can run it; "
-            f"expected one of {', '.join(PIPELINES)}"
+            f"expected one of {', '.join(COMPARED)}"
         )
-    raise ValueError(unknown_name("planner", name, EXECUTED))
-
-
-def makes_plans(name: str, cost: Cost, options: Options) -> bool:
-    """Whether the planner makes a plan that runs: a method that chooses what lies where does where
-    a placement, or layers of the stages, are given."""
-    chooses = name in SIMULATED and options.open_layers and not cost.place
-    return name in EXECUTED and not chooses
+    if name not in PLANNERS:
+        raise ValueError(unknown_name("planner", name, PLANNERS))
+    if whole and not PLANNERS[name].whole:
+        able = ", ".join(row.name for row in _ROWS if row.whole)
+        raise ValueError(
+            f"planner {name!r} cuts documents, which must stay whole here; expected one of {able}"
+        )
+    return PLANNERS[name]

@@ -3,7 +3,7 @@
 import dataclasses
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from megatron_epp.planner.evaluation import evaluation_plans
 from megatron_epp.planner.options import MOST_EFFORT, Options
 from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.registry import BLOCKS, BlockFunction, planner_of
+from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedReplica, PlannedStep
 
 # At most this many rounds of balancing, each but the first with what the plans before it took, and
@@ -22,6 +22,7 @@ from megatron_epp.planner.result import PlannedReplica, PlannedStep
 BALANCING_ROUNDS = 2
 APART = 0.01
 Deals = tuple[tuple[int, ...], ...]  # documents of every replica
+BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 # So many replicas get the whole effort each; more share it. Chosen by hand, for the planning time.
 WHOLE_EFFORT = 4
 
@@ -95,7 +96,7 @@ def plan_step(
     deals, planned = _planned(lengths, cost, options, plan, replicas)
     if len({found.plan.layers for found in planned}) > 1:
         slowest = max(planned, key=lambda found: (not found.fits, found.seconds))
-        layers = dict.fromkeys((slowest.plan.layers, cost.layers))
+        layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
         deals, planned = _with_layers(lengths, cost, options, plan, replicas, layers)
     named = tuple(
         dataclasses.replace(
@@ -117,11 +118,11 @@ def _require_blocks(replicas: int, options: Options) -> None:
 def _unit_planner(planner: str, whole: bool) -> BlockFunction:
     """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
     for which it may look as hard as for each of its replicas."""
-    planner_of(planner, whole)  # refuses what makes no such plan
+    row = planner_of(planner, whole)
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
-        return BLOCKS[planner](lengths, cost, dataclasses.replace(options, effort=effort))
+        return row.plan_block(lengths, cost, dataclasses.replace(options, effort=effort))
 
     return plan
 
@@ -138,7 +139,7 @@ def _with_layers(
     closed = dataclasses.replace(options, open_layers=False)
     made, reasons = [], []
     for each in layers:
-        fixed = dataclasses.replace(cost, layers=each)
+        fixed = cost.replace(layers=each)
         try:
             made.append(_planned(lengths, fixed, closed, plan, replicas))
         except PlanError as error:  # a replica whose documents fit only with other layers

@@ -13,6 +13,8 @@ class PlannerResult:
     *_ratio               of stages x seconds: idle; recomputing; exposed communication
     peak_bytes            everything on the device: per stage; per device where it has several
                           stages; of every group of every micro-batch where there is no pipeline
+    chunks                parts that the documents were cut and packed into
+    pipelines             one after another; 0 where there is none
     levers                those that the planner was allowed to use
     note                  how the planner came to it: the chosen slice count, bins, order
     plan_seconds          wall time of planning, for reports alone: it influences nothing; 0
@@ -27,6 +29,8 @@ class PlannerResult:
     comm_ratio: float
     peak_bytes: tuple[int, ...]
     fits: bool
+    chunks: int
+    pipelines: int = 0
     levers: tuple[str, ...] = ()
     note: str = ""
     plan_seconds: float = 0.0
@@ -42,40 +46,6 @@ class PlannedReplica(PlannerResult):
     """One replica's plan, checked and played; a pipeline ends where all stages have drained."""
 
     plan: Plan
-    chunks: int
-    pipelines: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMicroBatch:
-    """Device groups that work side by side: degrees[g] devices hold documents[g]."""
-
-    degrees: tuple[int, ...]
-    documents: tuple[tuple[int, ...], ...]
-    seconds: tuple[float, ...]  # of every group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedGroups(PlannerResult):
-    """The work of a method without a pipeline: micro-batches of device groups, one after another;
-    bubble_ratio is the groups' waiting."""
-
-    batches: tuple[GroupMicroBatch, ...]
-    plan: None = None
-    pipelines: int = 0
-
-    @property
-    def chunks(self) -> int:
-        return sum(len(batch.degrees) for batch in self.batches)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedPipeline(PlannerResult):
-    """The time of a method with several stages on a device; no plan says that yet."""
-
-    chunks: int
-    plan: None = None
-    pipelines: int = 0
 
 
 @dataclass(frozen=True, slots=True)

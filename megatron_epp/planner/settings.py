@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
+from megatron_epp.cost.catalogue.devices import BUDGET_HELP
 from megatron_epp.flag_fields import JoinedWords, flag, one_of, positive, whole_number
 from megatron_epp.planner.options import MOST_EFFORT, Options
 
@@ -20,6 +21,9 @@ class SharedSettings:
         "what the epp planner may use: default (what training runs by default), all, none, or "
         "names joined by commas; default,-NAME takes one away",
         ("LIST", str),
+    )
+    memory_budget_gib: tuple[float, ...] | None = flag(
+        None, BUDGET_HELP, ("GIB", positive("GiB")), nargs="+"
     )
     host_memory_gib: float | None = flag(
         None,

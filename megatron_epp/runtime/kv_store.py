@@ -11,7 +11,7 @@ from torch import Tensor
 class _Kept:
     """One layer's K/V of one document, and the gradients of its context's. C rows of the buffer or
     of the context, G heads, D head size, which K and V need not have in common. Of latent attention
-    it may be latents and their rotated keys instead (layers/attention/latents.py)."""
+    it may be latents and their rotated keys instead (layers/mla.py)."""
 
     key_CGD: Tensor
     value_CGD: Tensor

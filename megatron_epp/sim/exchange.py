@@ -86,19 +86,20 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
 
 def _seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages] of reducing gradients and of gathering weights, alone."""
-    nothing = np.zeros(cost.stages)
-    if cost.zero != 1 or cost.network is None:
+    layout = cost.layout
+    nothing = np.zeros(layout.stages)
+    if layout.zero != 1 or layout.network is None:
         return nothing, nothing
     reduce, gather = nothing.copy(), nothing.copy()
-    dense, experts = cost.parameters
+    dense, experts = cost.memory.parameters
     # Devices that hold the same weights, and how far apart they lie.
     for held, copies, stride in (
-        (dense, cost.cp * cost.dp, cost.tp),
-        (experts, cost.tp * cost.cp * cost.dp // cost.ep, cost.ep),
+        (dense, layout.cp * layout.dp, layout.tp),
+        (experts, layout.tp * layout.cp * layout.dp // layout.ep, layout.ep),
     ):
         if copies == 1:
             continue
-        rate = cost.network.ring(copies, stride) / ((copies - 1) / copies)
+        rate = layout.network.ring(copies, stride) / ((copies - 1) / copies)
         reduce += held * GRADIENT_BYTES / rate
         gather += held * WEIGHT_BYTES / rate
     return reduce, gather

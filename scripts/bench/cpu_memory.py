@@ -89,7 +89,7 @@ class Tasks:
         self.tasks, self.groups = tasks, place.groups
         profile = obtain(args, config, model, place.groups, place.share)
         cost = training_cost(args, config, place.layers, profile)
-        self.cost = dataclasses.replace(cost, device_budget_bytes=(1e15,) * cost.stages)
+        self.cost = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
@@ -337,6 +337,7 @@ def uniform(batches: int, place: Place) -> str:
     """epp's recompute against uniform settings, on the model that the budgets' run measured."""
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.layout import StageLayout
     from megatron_epp.cost.profile import Profile
     from megatron_epp.ir import Step
     from megatron_epp.planner import Options, plan_step
@@ -348,12 +349,12 @@ def uniform(batches: int, place: Place) -> str:
     lengths = list(dict.fromkeys(step.lengths for step in first))[:batches]
     rows = []
     for batch, of_batch in enumerate(lengths):
-        ample = Cost(profile, first[0].plans[0].layers, (1e15, 1e15))
+        ample = Cost(StageLayout(profile, first[0].plans[0].layers), (1e15, 1e15))
         options = Options(context=16384)
         kept = plan_step(of_batch, ample, options, "epp").planned[0]
         for share in SHARES[1:]:
             budget = tuple(share * peak for peak in kept.peak_bytes)
-            cost = dataclasses.replace(ample, device_budget_bytes=budget)
+            cost = ample.replace(device_budget_bytes=budget)
             ours = plan_step(of_batch, cost, options, "epp").planned[0]
             candidates = [
                 (seconds, what)

@@ -86,9 +86,9 @@ class SplitSteps(VariantSteps):
     def _plan(self, iteration: int, lengths: Sequence[int]):
         from megatron_epp.planner import plan_step
 
-        ample = dataclasses.replace(self.cost, device_budget_bytes=(1e15,) * self.cost.stages)
+        ample = self.cost.replace(device_budget_bytes=(1e15,) * self.cost.layout.stages)
         packed = plan_step(lengths, ample, self.options, "packing").planned[0]
-        within = dataclasses.replace(self.cost, device_budget_bytes=packed.peak_bytes)
+        within = self.cost.replace(device_budget_bytes=packed.peak_bytes)
         variant = self.variant_at(iteration)
         levers = self.options.levers - {"wsplit"}
         if variant == "wsplit":

@@ -34,7 +34,7 @@ HEADERS = [
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """By planner, its plan of the batch."""
     from megatron_epp.corpus.lengths import open_corpus
-    from megatron_epp.planner import PIPELINES, Options, parse_levers
+    from megatron_epp.planner import Options, parse_levers, planner_of
 
     corpus = open_corpus(arguments.lengths, arguments.context)
     lengths = corpus.batch(arguments.batch, arguments.documents)
@@ -42,7 +42,7 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
         context=arguments.context, levers=parse_levers(arguments.levers), effort=arguments.effort
     )
     print(f"{len(lengths)} documents of {sum(lengths)} tokens, longest {max(lengths)}", flush=True)
-    return {name: PIPELINES[name](lengths, cost, options) for name in arguments.planners}
+    return {name: planner_of(name)(lengths, cost, options) for name in arguments.planners}
 
 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:
@@ -52,6 +52,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.layout import StageLayout
 
     profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
     bytes_per_token = alone.args.hidden_size * alone.args.params_dtype.itemsize
@@ -60,7 +61,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
         link_seconds_per_token=bytes_per_token / (arguments.link_gb_per_second * 1e9),
         link_latency_seconds=arguments.link_latency_us * 1e-6,
     )
-    return Cost(profile, layers, (arguments.budget_gib * GIB,) * len(layers))
+    return Cost(StageLayout(profile, layers), (arguments.budget_gib * GIB,) * len(layers))
 
 
 def replayed(

@@ -7,19 +7,19 @@ the group that is done first, micro-batch after micro-batch. No pipeline.
 from collections.abc import Sequence
 
 import numpy as np
-
-from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import PlanError
-from megatron_epp.planner.device_groups.costs import (
+from device_groups.costs import (
     GroupCosts,
     MicroBatch,
+    PlannedGroups,
     group_costs,
     planned_groups,
 )
-from megatron_epp.planner.device_groups.flexsp import blast
+from device_groups.flexsp import blast
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import PlanError
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.result import PlannedGroups
 
 
 def plan(

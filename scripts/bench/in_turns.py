@@ -125,13 +125,13 @@ class VariantSteps:
         variant = self.variant_at(iteration)
         levers = self.options.levers - (set() if variant.split else {"wsplit"})
         options = dataclasses.replace(self.options, levers=levers)
-        ample = dataclasses.replace(self.cost, device_budget_bytes=(1e15,) * self.cost.stages)
+        ample = self.cost.replace(device_budget_bytes=(1e15,) * self.cost.layout.stages)
         if variant.share_of_peak is None:
             return plan_step(lengths, ample, options, variant.planner).step
         whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
         VariantSteps.whole = tuple(float(peak) for peak in whole)
         budget = tuple(variant.share_of_peak * peak for peak in whole)
-        within = dataclasses.replace(self.cost, device_budget_bytes=budget)
+        within = self.cost.replace(device_budget_bytes=budget)
         return plan_step(lengths, within, options, variant.planner).step
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:

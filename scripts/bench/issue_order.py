@@ -27,7 +27,7 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Plan, Post, Program, Table, lower
 from megatron_epp.planner import Options
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.resident import beside_ratio
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, default=3, help="of every setup (default: 3)")
     parser.add_argument("--seeds", type=int, default=5, help="draws of every plan (default: 5)")
-    parser.add_argument("--planners", nargs="+", default=list(PIPELINES), choices=list(PIPELINES))
+    parser.add_argument("--planners", nargs="+", default=COMPARED, choices=COMPARED)
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
     found: dict[tuple[float, str], tuple[list[float], ...]] = {}
@@ -159,7 +159,7 @@ def main() -> None:
         for number in range(args.batches):
             batch = corpus.batch(number, documents)
             for planner in args.planners:
-                plan = PIPELINES[planner](batch, cost, Options(context=context, effort=1)).plan
+                plan = PLANNERS[planner](batch, cost, Options(context=context, effort=1)).plan
                 table = cost.table(plan)
                 for noise in NOISES:
                     so_far = found.setdefault((noise, planner), ([], [], [], []))

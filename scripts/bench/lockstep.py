@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import check_skeletons
-from megatron_epp.planner import PIPELINES, Options, PlannedStep, plan_step
+from megatron_epp.planner import COMPARED, Options, PlannedStep, plan_step
 
 DEVICE = "h100-80g"
 STAGES = {"qwen3-30b-a3b": 4, "gpt-oss-120b": 4, "deepseek-v3": 16}
@@ -81,7 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
-        "--planners", nargs="+", default=["epp", "infinipipe", "packing"], choices=list(PIPELINES)
+        "--planners", nargs="+", default=["epp", "infinipipe", "packing"], choices=COMPARED
     )
     parser.add_argument("--lengths", default="wlb")
     parser.add_argument("--context", type=int, default=131_072)

@@ -40,9 +40,9 @@ def measured(
     """(seconds of forward and backward, bytes at the peak above those before)."""
     import torch
 
-    from megatron_epp.layers.log_probs import block_log_probs
-    from megatron_epp.layers.vocabulary import OutputWeightShard
-    from megatron_epp.mcore.model.early_head import rows_at_once
+    from megatron_epp.layers.lm_head.log_probs import block_log_probs
+    from megatron_epp.layers.lm_head.vocabulary import OutputWeightShard
+    from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def predicted_bytes(
     hiddens = tokens * hidden * element  # their gradient
     if way == "plain":  # log-softmax, its exponentials, and the gradients of their product
         return 5 * tokens * words * 4 + hiddens + weight * element // 4
-    from megatron_epp.mcore.model.early_head import rows_at_once
+    from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 
     block = min(tokens, rows_at_once(words, on_gpu)) * words * 4
     # The logits and their exponentials; or, behind these, a block's share of the weight's gradient,

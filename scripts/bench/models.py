@@ -20,6 +20,8 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
+from device_groups import planned
+
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.models import MODELS
@@ -64,7 +66,7 @@ def row(name: str, cost: Cost, batches: Sequence[tuple[int, ...]], context: int)
     against = []
     for other in OTHERS:
         try:
-            found = [PLANNERS[other](batch, cost, even) for batch in batches]
+            found = [planned(other, batch, cost, even) for batch in batches]
             ratios = [f.seconds / o.seconds for f, o in zip(found, ours, strict=True)]
             fits = "" if all(each.fits for each in found) else ", over the budget"
             against.append(spread(ratios) + fits)
@@ -108,7 +110,7 @@ def main() -> None:
             pp, dp = LAYOUTS[name]
             cost = named_cost(name, DEVICE, pp=pp, tp=8, dp=dp)
             print(name, file=sys.stderr, flush=True)
-            said = f"{name}, pp {pp} tp 8 ep {cost.ep} dp {dp}"
+            said = f"{name}, pp {pp} tp 8 ep {cost.layout.ep} dp {dp}"
             print(f"| {' | '.join(row(said, cost, batches, args.context))} |", file=text)
         print(file=text)
     kinds = "; ".join(f"{name}: {format_kinds(MODELS[name].layer_kinds)}" for name in args.models)

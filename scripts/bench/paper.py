@@ -27,21 +27,19 @@ from headline import ROOT, publish
 sys.path.insert(0, str(ROOT))
 
 import homogeneous
+from device_groups import planned
 
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import ALL, PIPELINES, PLANNERS, SIMULATED, Options
-from megatron_epp.planner.choose.choice import partition_of, vocabulary_of
-from megatron_epp.planner.chunks.fixed_size import fixed_chunks, packed_chunks, sizes
+from megatron_epp.ir.placement import named_placement
+from megatron_epp.planner import ALL, COMPARED, PLANNERS, Options
+from megatron_epp.planner.choose.choice import partition_of, vocabulary_of, with_placement
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
-from megatron_epp.planner.infinipipe import planner as infinipipe
-from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import loads_of, rates_of
-from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Setup, best_of, placement, result
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
@@ -150,9 +148,9 @@ def targets(numbers: Sequence[int]) -> str:
             for lengths in work.batches(numbers):
                 try:
                     cost = work.cost()
-                    ours, took = timed(PIPELINES["epp"], lengths, cost, how(work))
+                    ours, took = timed(PLANNERS["epp"], lengths, cost, how(work))
                     plain, slow_seconds = timed(
-                        PIPELINES["infinipipe"], lengths, cost, options(work)
+                        PLANNERS["infinipipe"], lengths, cost, options(work)
                     )
                 except ValueError as error:
                     reason = f"{error}".split(":")[0]
@@ -212,7 +210,7 @@ def against(work: Work, numbers: Sequence[int], names: Sequence[str]) -> dict[st
     cost = work.cost()
     found: dict[str, list[float]] = {name: [] for name in names}
     for lengths in work.batches(numbers):
-        plain = PIPELINES["infinipipe"](lengths, cost, options(work)).seconds
+        plain = PLANNERS["infinipipe"](lengths, cost, options(work)).seconds
         for name in names:
             try:
                 found[name].append(_seconds(name, lengths, cost, work) / plain)
@@ -223,7 +221,7 @@ def against(work: Work, numbers: Sequence[int], names: Sequence[str]) -> dict[st
 
 def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> float:
     """By name; the two homogeneous methods set up as in InfiniPipe's evaluation."""
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     if name == "deepspeed":
         degree = 16 if work.model == "gpt-7b" else 32
         recompute = 36 if work.model == "gpt-30b" else 0
@@ -234,10 +232,9 @@ def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> flo
         # TP 8 inside a node; CP 2 or 4 across, whose ring is taken to hide behind attention.
         cp = 2 if work.model == "gpt-7b" else 4
         recompute = {"gpt-7b": 10, "gpt-13b": 20, "gpt-30b": 55}[work.model]
-        profile = dataclasses.replace(cost.profile, all_to_all_bytes_per_token=0.0)
-        devices = cost.stages * cost.cp
-        flat = dataclasses.replace(
-            cost,
+        profile = dataclasses.replace(cost.layout.profile, all_to_all_bytes_per_token=0.0)
+        devices = cost.layout.stages * cost.layout.cp
+        flat = cost.replace(
             profile=profile,
             layers=(layers,),
             device_budget_bytes=cost.device_budget_bytes[:1],
@@ -249,8 +246,8 @@ def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> flo
             lengths, flat, work, [(cp, r) for r in (recompute, layers)], name, gather_factor=1.0
         )
     if name == UNEVEN:
-        return PIPELINES["epp"](lengths, cost, uneven(work)).seconds
-    return PLANNERS[name](lengths, cost, options(work)).seconds
+        return PLANNERS["epp"](lengths, cost, uneven(work)).seconds
+    return planned(name, lengths, cost, options(work)).seconds
 
 
 def _first_that_fits(lengths, cost, work, setups, name, **how) -> float:
@@ -331,7 +328,7 @@ def batch(numbers: Sequence[int]) -> str:
             cost = work.cost()
             found = against(work, numbers, names)
             rates = [
-                sum(held) / PIPELINES["infinipipe"](held, cost, options(work)).seconds
+                sum(held) / PLANNERS["infinipipe"](held, cost, options(work)).seconds
                 for held in work.batches(numbers)
             ]
             rate = statistics.median(rates)
@@ -414,7 +411,7 @@ def noise(numbers: Sequence[int]) -> str:
         losses: dict[str, list[float]] = {"infinipipe": [], "epp": []}
         for lengths in work.batches(numbers):
             for name in losses:
-                planned = PIPELINES[name](lengths, cost, options(work))
+                planned = PLANNERS[name](lengths, cost, options(work))
                 table_now = cost.table(planned.plan)
                 noisy = [
                     play(planned.plan, table_now, noise=0.05, seed=seed).seconds
@@ -443,13 +440,11 @@ def random_batches(numbers: Sequence[int]) -> str:
         cost = work.cost()
         (lengths,) = work.batches([1000 + number])
         try:
-            ours = PIPELINES["epp"](lengths, cost, options(work))
+            ours = PLANNERS["epp"](lengths, cost, options(work))
         except ValueError:
             continue
         others = {
-            name: PIPELINES[name](lengths, cost, options(work))
-            for name in PIPELINES
-            if name != "epp"
+            name: PLANNERS[name](lengths, cost, options(work)) for name in COMPARED if name != "epp"
         }
         fitting = [planned.seconds for planned in others.values() if planned.fits]
         if fitting and ours.seconds > min(fitting) * (1 + 1e-12):
@@ -470,13 +465,13 @@ def offload(numbers: Sequence[int]) -> str:
         say(f"offload: {work}")
         cost = work.cost()
         batches = work.batches(numbers)
-        theirs = [PIPELINES["infinipipe"](held, cost, options(work)).seconds for held in batches]
+        theirs = [PLANNERS["infinipipe"](held, cost, options(work)).seconds for held in batches]
         without: list[float] = []
         for rate in (0, 5, 10, 20):
-            profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate * 1e9)
-            machine = dataclasses.replace(cost, profile=profile)
+            profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=rate * 1e9)
+            machine = cost.replace(profile=profile)
             ours, took = zip(
-                *(timed(PIPELINES["epp"], held, machine, options(work)) for held in batches),
+                *(timed(PLANNERS["epp"], held, machine, options(work)) for held in batches),
                 strict=True,
             )
             seconds = [planned.seconds for planned in ours]
@@ -521,20 +516,21 @@ LAYOUTS = (
 )
 
 
-def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
-    """Megatron's interleaved 1F1B, which AdaPtis compares itself with: two stages a device, even
-    layers, whole backwards, micro-batches packed to the context."""
-    batch = SortedBatch.of(lengths)
-    chunking = packed_chunks(batch.lengths, options.context, rates_of(cost))
-    loads = loads_of(chunking, batch.lengths, options.multiple)
-    setup = Setup.even(cost, placement("interleaved", cost.stages), loads, chunking.sizes)
-    played = best_of(setup, splits=(False,), offload=False)
-    bound = lower_bound_seconds(batch.lengths, cost)
-    return result("interleaved", played, bound, chunking.count, "even layers")
+INTERLEAVED = {"interleaved": "1f1b", "adaptis": "adaptis", "slimpipe": "slimpipe"}
+
+
+def interleaved(cost: Cost) -> Cost | None:
+    """``cost`` with two stages a rank, even layers; None where there are too few."""
+    if 2 * cost.layout.stages > sum(cost.layout.layers):
+        return None
+    placement = named_placement("interleaved 2", cost.layout.stages)
+    assert placement is not None
+    return with_placement(cost, placement)
 
 
 def partition(numbers: Sequence[int]) -> str:
-    """Layers by time against even ones, and AdaPtis' and SlimPipe's ideas beside them: --zero 1,
+    """Layers by time against even ones, and beside them Megatron's interleaved 1F1B, AdaPtis and
+    SlimPipe with two stages a rank and even layers: --zero 1,
     h100-80g, as training runs it; lengths wlb. The partition, with the output layer on the last
     stage and cut over all, and which of the two, are chosen on batches 0 and 1."""
     rows = []
@@ -550,6 +546,7 @@ def partition(numbers: Sequence[int]) -> str:
             memory_budget_gib=budget,
             **AS_TRAINED,
         )
+        placed = interleaved(cost)
         how = Options(thousands * K)
         corpus = open_corpus("wlb", thousands * K)
         seen = [corpus.batch(number, 512) for number in (0, 1)]
@@ -562,13 +559,11 @@ def partition(numbers: Sequence[int]) -> str:
         for number in numbers:
             batch = corpus.batch(number, 512)
             plans = [
-                ("chosen", PIPELINES["epp"], chosen),
-                ("by time", PIPELINES["epp"], by_time),
-                ("even", PIPELINES["epp"], cost),
-                ("packing", PIPELINES["packing"], cost),
-                ("interleaved", interleaved_1f1b, cost),
-                ("adaptis", SIMULATED["adaptis"], cost),
-                ("slimpipe", SIMULATED["slimpipe"], cost),
+                ("chosen", PLANNERS["epp"], chosen),
+                ("by time", PLANNERS["epp"], by_time),
+                ("even", PLANNERS["epp"], cost),
+                ("packing", PLANNERS["packing"], cost),
+                *((title, PLANNERS[name], placed) for title, name in INTERLEAVED.items() if placed),
             ]
             for title, plan, on in plans:
                 if title == "by time" and chosen is by_time:
@@ -595,12 +590,12 @@ def partition(numbers: Sequence[int]) -> str:
             theirs = zip(seconds.get("interleaved", []), ours, strict=True)
             gains = [slow / fast for slow, fast in theirs]
             reached = "yes" if statistics.median(gains) >= goal else "no"
-        layers = " ".join(map(str, chosen.layers))
+        layers = " ".join(map(str, chosen.layout.layers))
         rows.append(
             (
                 f"{Path(name).stem} pp {pp} tp {tp} cp {cp}, wlb {thousands}K"
                 + (f", {budget:g} GiB" if budget else ""),
-                layers + (", vocabulary cut" if chosen.vocabulary_parallel else ""),
+                layers + (", vocabulary cut" if chosen.layout.vocabulary_parallel else ""),
                 spread(ours, "{:.3g}"),
                 percent(bubbles),
                 against("interleaved") + asked(goal),
@@ -661,10 +656,10 @@ def local(numbers: Sequence[int]) -> str:
         for number in numbers:
             held = corpus.batch(number, 512)
             spread_plan, plain_seconds = timed(
-                PIPELINES["epp"], held, cost, Options(thousands * K, levers - {"local"})
+                PLANNERS["epp"], held, cost, Options(thousands * K, levers - {"local"})
             )
             ours, seconds = timed(
-                PIPELINES["epp"], held, cost, Options(thousands * K, levers | {"local"})
+                PLANNERS["epp"], held, cost, Options(thousands * K, levers | {"local"})
             )
             ratios.append(ours.seconds / spread_plan.seconds)
             before.append(spread_plan.comm_ratio)
@@ -675,7 +670,7 @@ def local(numbers: Sequence[int]) -> str:
             alone = sum(s.tokens for c in ours.plan.chunks for s in c.spans if s.local)
             whole.append(alone / sum(held))
             with contextlib.suppress(ValueError):
-                groups = PLANNERS["flexsp"](held, cost, Options(thousands * K))
+                groups = planned("flexsp", held, cost, Options(thousands * K))
                 flexsp.append(ours.seconds / groups.seconds)
         fits = len(flexsp) == len(numbers)
         median = statistics.median
@@ -734,8 +729,8 @@ def vocabulary(numbers: Sequence[int]) -> str:
         for number in numbers:
             say(f"vocabulary: {name} {thousands}K pp {pp}, batch {number}")
             batch = corpus.batch(number, documents)
-            plain, slow_seconds = timed(PIPELINES["epp"], batch, whole, how)
-            ours, seconds = timed(PIPELINES["epp"], batch, cut, how)
+            plain, slow_seconds = timed(PLANNERS["epp"], batch, whole, how)
+            ours, seconds = timed(PLANNERS["epp"], batch, cut, how)
             ratios.append(ours.seconds / plain.seconds)
             bubbles.append(ours.bubble_ratio)
             before.append(plain.bubble_ratio)
@@ -798,14 +793,14 @@ def flexsp(numbers: Sequence[int]) -> str:
         groups, ratios, bubbles, comm, gaps, took = [], [], [], [], [], []
         for number in numbers:
             batch = corpus.batch(number, documents)
-            ours, seconds = timed(PIPELINES["epp"], batch, cut, how)
-            ratios.append(ours.seconds / PIPELINES["epp"](batch, whole, neither).seconds)
+            ours, seconds = timed(PLANNERS["epp"], batch, cut, how)
+            ratios.append(ours.seconds / PLANNERS["epp"](batch, whole, neither).seconds)
             bubbles.append(ours.bubble_ratio)
             comm.append(ours.comm_ratio)
             gaps.append(ours.gap)
             took.append(seconds)
             with contextlib.suppress(ValueError):
-                theirs = PLANNERS["flexsp"](batch, whole, how)
+                theirs = planned("flexsp", batch, whole, how)
                 groups.append(ours.seconds / theirs.seconds)
         median = statistics.median
         fits = len(groups) == len(numbers)
@@ -859,7 +854,7 @@ def defaults(numbers: Sequence[int]) -> str:
         seen = [corpus.batch(number, documents) for number in range(2)]
         chosen = vocabulary_of(whole, seen, how, "epp").cost
         by_time = partition_of(chosen, seen, how, "epp")
-        other = chosen.with_vocabulary(not chosen.vocabulary_parallel)
+        other = chosen.with_vocabulary(not chosen.layout.vocabulary_parallel)
         ways = {
             f"without `{lever}`": (chosen, _without(how, lever)) for lever in sorted(how.levers)
         }
@@ -874,15 +869,15 @@ def defaults(numbers: Sequence[int]) -> str:
         for number in numbers:
             say(f"defaults: {name} {lengths} {thousands}K, batch {number}")
             batch = corpus.batch(number, documents)
-            plain = PIPELINES["epp"](batch, chosen, how).seconds
+            plain = PLANNERS["epp"](batch, chosen, how).seconds
             for way, (cost, options_there) in ways.items():
                 try:
-                    found = PIPELINES["epp"](batch, cost, options_there)
+                    found = PLANNERS["epp"](batch, cost, options_there)
                     ratios[way].append(found.seconds / plain if found.fits else float("nan"))
                 except ValueError:
                     ratios[way].append(float("nan"))
         room = "" if budget is None else f", {budget:g} GiB"
-        where = "over the stages" if chosen.vocabulary_parallel else "on the last stage"
+        where = "over the stages" if chosen.layout.vocabulary_parallel else "on the last stage"
         names.append(
             f"{name} {lengths} {thousands}K, pp {pp} tp {tp} cp {cp}{room}, output {where}"
         )

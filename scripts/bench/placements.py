@@ -10,7 +10,6 @@ are ours. With --plan-time: seconds that a plan takes for 16 ranks of 2 stages a
 """
 
 import argparse
-import dataclasses
 import io
 import statistics
 import sys
@@ -68,7 +67,7 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
 def plan_times(repeats: int) -> str:
     """Seconds that a plan takes for 16 ranks of 2 stages and 512 documents: least and median."""
     cost = named_cost("llama3-70b", "h100-80g", pp=16, tp=8, dp=REPLICAS)
-    cost = dataclasses.replace(cost, dp=1)
+    cost = cost.replace(dp=1)
     lines = ["| placement | planner | least | median |", "|---|---|---|---|"]
     lengths = open_corpus("wlb", 64 * K).batch(5, 512)
     for name in ("interleaved 2", "v"):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
+from megatron_epp.planner import ALL, COMPARED, PLANNERS, Options, plan_step
 from megatron_epp.show.table import markdown
 
 K = 1024
@@ -46,7 +46,7 @@ def by_planner() -> str:
     """Medians over five batches of each distribution."""
     headers = ["planner", *(f"pp {pp}, {name}" for pp in (4, 8) for name in ("wlb", "wikipedia"))]
     rows = []
-    for name in PLANNERS:
+    for name in COMPARED:
         cells = [name]
         for pp in (4, 8):
             cost = named_cost("gpt-13b", "a100-80g", pp=pp, cp=8)
@@ -160,8 +160,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
     warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
-    for plan in PLANNERS.values():
-        plan(open_corpus("wlb", CONTEXT).batch(0, 64), warm, Options(context=CONTEXT, levers=ALL))
+    batch = open_corpus("wlb", CONTEXT).batch(0, 64)
+    for name in COMPARED:
+        PLANNERS[name](batch, warm, Options(context=CONTEXT, levers=ALL))
     parts = [PARTS[name] for name in args.parts.split(",")]
     text = "\n".join(f"### {title}\n\n{table()}" for title, table in parts)
     publish(text, args.output)

@@ -112,7 +112,7 @@ def probe_alone(alone: SingleProcess, model: Any) -> Any:
     """Probe that measures parts of ``model`` on made-up chunks, as the trainer's calibration
     does."""
     from megatron_epp.mcore.calibrate.probe import Probe
-    from megatron_epp.mcore.model.early_head import block_tokens, early_head
+    from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
 
     args = alone.args
     head_tokens = block_tokens(args) if early_head(args) else None
@@ -192,7 +192,7 @@ def replay(
 
 def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> StageRun:
     """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
-    from megatron_epp.mcore.model.early_head import early_head
+    from megatron_epp.mcore.lm_head.fused_head import early_head
 
     on_gpu = alone.device.type == "cuda"
     runner = StageRunner(

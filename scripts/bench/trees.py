@@ -20,7 +20,6 @@ of a replica that has every second group whole.
 """
 
 import argparse
-import dataclasses
 import io
 import sys
 from collections.abc import Sequence
@@ -108,7 +107,7 @@ def seconds_and_peak(plan: Plan, cost: Cost) -> tuple[float, float]:
 
 def rates_of(cost: Cost) -> np.ndarray:
     """[stages, kinds, 3]: what a loop's stages would have measured."""
-    return np.stack([cost.seconds_per(kind)[:, :3] for kind in OF_LAYERS], axis=1)
+    return np.stack([cost.seconds.per(kind)[:, :3] for kind in OF_LAYERS], axis=1)
 
 
 def bound_seconds(groups: Sequence[Group], cost: Cost) -> float:
@@ -120,19 +119,19 @@ def bound_seconds(groups: Sequence[Group], cost: Cost) -> float:
             ends.append(begin + length)
             tokens += length
             pairs += length * (length + 1) / 2 + begin * length
-    per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
+    per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
     return float((per[:, :2] @ np.array([tokens, pairs])).max())
 
 
 def with_trees(groups: Sequence[Group], cost: Cost) -> Plan:
-    layers, rates = cost.layers, rates_of(cost)
+    layers, rates = cost.layout.layers, rates_of(cost)
     lengths = [group.lengths for group in groups]
     parents = [group.parents for group in groups]
     return sliced_plan(lengths, layers, rates, CallOptions(), False, parents)
 
 
 def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool) -> list[str]:
-    layers, rates = cost.layers, rates_of(cost)
+    layers, rates = cost.layout.layers, rates_of(cost)
     samples = packed(groups, most)
     stock = seconds_and_peak(sliced_plan(samples, layers, rates, STOCK, False), cost)
     slices = seconds_and_peak(sliced_plan(samples, layers, rates, CallOptions(), False), cost)
@@ -172,7 +171,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
     cost = named_cost(args.model, DEVICE, pp=args.stages, tp=args.tp)
-    cost = dataclasses.replace(cost, device_budget_bytes=(float("inf"),) * args.stages)
+    cost = cost.replace(device_budget_bytes=(float("inf"),) * args.stages)
     text = io.StringIO()
     print(f"### {args.model}, pp {args.stages} tp {args.tp}, {args.groups} groups a call and "
           f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip

@@ -43,7 +43,7 @@ def seconds(cost: Cost, batches, options: Options, planner: str) -> float:
     total = 0.0
     for lengths in batches:
         try:
-            step = plan_step(lengths, cost, options, planner, cost.dp)
+            step = plan_step(lengths, cost, options, planner, cost.layout.dp)
         except ValueError:
             return float("inf")
         if not all(found.fits for found in step.planned):
@@ -74,7 +74,7 @@ def bound_seconds(cost: Cost, batches, options: Options, planner: str) -> float:
     def least(lengths: Sequence[int]) -> float:
         held = np.sort(np.array(lengths))[::-1]
         whole = lower_bound_seconds(held, cost, local=local)
-        return max(whole / cost.dp, lower_bound_seconds(held[:1], cost, local=local))
+        return max(whole / cost.layout.dp, lower_bound_seconds(held[:1], cost, local=local))
 
     return float(np.mean([least(lengths) for lengths in batches]))
 

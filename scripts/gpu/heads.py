@@ -28,7 +28,7 @@ def main() -> None:
 
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
     from megatron_epp.mcore.flags.config import FUSED_LINEARS
-    from megatron_epp.mcore.model import early_head
+    from megatron_epp.mcore.lm_head import fused_head
 
     shape = Shape(arguments.tokens)
 
@@ -60,7 +60,7 @@ def main() -> None:
         probe = probe_alone(alone, model)
         for block in BLOCKS:
             # The constants that this probe is there to choose: no setting of a training.
-            with mock.patch.object(early_head, "rows_at_once", return_value=block):
+            with mock.patch.object(fused_head, "rows_at_once", return_value=block):
                 row = told(lambda weigh: probe.ends(shape, weigh))
             print(f"head in blocks of {block}, {arguments.tokens} tokens: {row}", flush=True)
 

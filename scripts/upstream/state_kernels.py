@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_epp.certify.command import OWN_BOUND
-from megatron_epp.layers.states.scans import causal_conv
+from megatron_epp.layers.ssm.scans import causal_conv
 from megatron_epp.runtime.kv_store import Store
 
 PACKAGES, KINDS = ("mamba_ssm", "fla"), ("mamba", "delta")
@@ -178,16 +178,16 @@ def build(alone: Any, kind: str) -> Any:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
-    from megatron_epp.mcore.model.kinds.base import LayerPlace
-    from megatron_epp.mcore.model.kinds.registry import layer_parts
-    from megatron_epp.mcore.model.states.local_states import delta_alone, mamba_alone
+    from megatron_epp.mcore.kinds.base import LayerPlace
+    from megatron_epp.mcore.kinds.modules import kinds_of_layer
+    from megatron_epp.mcore.kinds.ssm.local import local_gated_delta_net, local_mamba
 
     config = gpt_config_from_args(alone.args).transformer
-    spec = {"mamba": mamba_alone, "delta": delta_alone}[kind](config)
+    spec = {"mamba": local_mamba, "delta": local_gated_delta_net}[kind](config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     torch.manual_seed(7)
     layer = build_module(spec, config, layer_number=1, pg_collection=groups)
-    for part in layer_parts(layer):
+    for part in kinds_of_layer(layer):
         part.install(LayerPlace(layer, 0, 128, alone.attention, DroppedOutputs()))
     return layer
 

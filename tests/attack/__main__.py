@@ -1,6 +1,6 @@
 """Attacks the package as a careless user, a failing machine and an adversary would.
 
-    .venv/bin/python -m tests.attack                     everything: 16 minutes on two quiet cores
+    .venv/bin/python -m tests.attack                     everything
     .venv/bin/python -m tests.attack --part lines        one part; --list shows all attacks
 
 Run on demand, from the project's folder; pytest tries a few of them (test_attack.py). Everything
@@ -23,14 +23,14 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-from tests.attack import damaged_files, lines, random_plans, soak, training
+from tests.attack import damaged_files, lines, soak, training
 from tests.attack.command_server import CommandServer
 from tests.attack.contract import Attack, Outcome, attempt
 from tests.attack.material import Material
 
-PARTS = ("lines", "files", "training", "plans", "soak")
+PARTS = ("lines", "files", "training", "soak")
 # Nothing in these is timed, and most of it needs one core: two attacks at a time.
-SIDE_BY_SIDE = ("lines", "files", "plans")
+SIDE_BY_SIDE = ("lines", "files")
 _WIDTHS = (9, 46, 44, 9)
 
 
@@ -60,20 +60,16 @@ class Grounds:
         return Material(self.folder / "material", self.server)
 
 
-def attacks(grounds: Grounds, parts: list[str], iterations: int, plans: int) -> Iterator[Attack]:
+def attacks(grounds: Grounds, parts: list[str], iterations: int) -> Iterator[Attack]:
     # Those that take longest go first.
     if "lines" in parts:
         yield from lines.training_attacks(grounds.torch_server, grounds.folder / "flags")
-    if "files" in parts:
-        yield from damaged_files.state_attacks(grounds.torch_server, grounds.material)
     if "lines" in parts:
         yield from lines.attacks(grounds.server, grounds.material)
     if "files" in parts:
         yield from damaged_files.attacks(grounds.server, grounds.material)
     if "training" in parts:
         yield from training.attacks(grounds.folder / "undisturbed")
-    if "plans" in parts:
-        yield from random_plans.attacks(grounds.server, plans)
     if "soak" in parts:
         yield from soak.attacks(iterations)
 
@@ -86,7 +82,7 @@ def main() -> int:
     untried = 0
     try:
         with Grounds(folder) as grounds:
-            listed = attacks(grounds, chosen.part, chosen.iterations, chosen.plans)
+            listed = attacks(grounds, chosen.part, chosen.iterations)
             wanted = [
                 attack
                 for attack in listed
@@ -152,7 +148,6 @@ def _read() -> argparse.Namespace:
     add("--only", action="append", metavar="WORD", help="attacks whose name holds this")
     add("--minutes", type=float, default=20.0, help="after which none is begun (default: 20)")
     add("--iterations", type=int, default=100, help="of the soak (default: 100)")
-    add("--plans", type=int, default=1000, help="random plans to be run (default: 1000)")
     add("--list", action="store_true", help="list the attacks")
     add("--keep", action="store_true", help="keep the temporary folder")
     chosen = parser.parse_args()

@@ -1,8 +1,7 @@
 """An attack, and its outcome."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +58,3 @@ def attempt(attack: Attack, folder: Path) -> Outcome:
 def expect(condition: bool, otherwise: str) -> None:
     if not condition:
         raise GaveWay(otherwise)
-
-
-@contextmanager
-def seconds_left(limit: float) -> Iterator[Callable[[], float]]:
-    """How many of ``limit`` seconds are left, never below 0."""
-    end = time.monotonic() + limit
-    yield lambda: max(0.0, end - time.monotonic())

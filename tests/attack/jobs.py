@@ -18,48 +18,20 @@ from types import TracebackType
 
 from tests.attack.command_server import ROOT
 from tests.attack.contract import GaveWay, Skipped
+from tests.mcore import runs
 
 DATA_BYTES = 4 << 30  # private memory of a process
 _TOKEN = "EPP_ATTACK"
-_MODEL = """
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0
-"""
 MODULE = ["-m", "megatron_epp.pretrain_gpt"]  # what is trained with
 _LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
 
 
 def flags(corpus: Path | str, **changes: object) -> list[str]:
     """Flags of a small job; ``changes`` override or add, None takes a flag away."""
-    named = {
-        "seq-length": 128,
-        "max-position-embeddings": 128,
-        "pipeline-model-parallel-size": 2,
-        "global-batch-size": 6,
-        "train-iters": 8,
-        "lr": "1e-3",
-        # Independent of --train-iters: a job that is cut short computes what a whole one does.
-        "lr-decay-iters": 100_000,
-        "lr-decay-style": "constant",
-        "eval-iters": 0,
-        "data-path": corpus,
-        "split": "100,0,0",
-        "tokenizer-type": "NullTokenizer",
-        "vocab-size": 127,
-        "log-interval": 1,
-        "epp": True,
-        "epp-cost-model": "analytic",  # measured ones differ from job to job, and plans with them
-        **{key.replace("_", "-"): value for key, value in changes.items()},
-    }
-    words = _MODEL.split()
-    for key, value in named.items():
-        if value is True:
-            words.append(f"--{key}")
-        elif value is not None:
-            words += [f"--{key}", str(value)]
-    return words
+    # The learning rate does not depend on --train-iters: a job that is cut short computes what a
+    # whole one does.
+    steady = {"train_iters": 8, "lr_decay_iters": 100_000, "lr_decay_style": "constant"}
+    return runs.flags(corpus, **{**steady, "epp": True, "epp_plan_ahead": True, **changes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +47,6 @@ class Job:
 
     launcher     whether torchrun starts the ranks; else this process does
     wrap         words before the command, as ``unshare -m``
-    per_rank     further flags, working folder of each rank, without a launcher
     """
 
     def __init__(
@@ -87,10 +58,9 @@ class Job:
         launcher: bool = False,
         wrap: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        cwd: Sequence[Path] = (),
     ):
         self.folder, self.words, self.ranks, self.launcher = folder, list(words), ranks, launcher
-        self.wrap, self.cwd = list(wrap), list(cwd)
+        self.wrap = list(wrap)
         self.token = uuid.uuid4().hex
         self.log = folder / f"log-{self.token[:6]}"
         self.temporary = folder / f"tmp-{self.token[:6]}"
@@ -110,22 +80,21 @@ class Job:
         own = [*MODULE, *self.words]
         if self.launcher:
             run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            self._start([*program, *run, str(self.ranks), *own], {}, ROOT)
+            self._start([*program, *run, str(self.ranks), *own], {})
             return self
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         for rank in range(self.ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
             numbers = {name: str(value) for name, value in place.items()}
-            cwd = self.cwd[rank] if self.cwd else ROOT
-            self._start([*program, *own], {**world, **numbers}, cwd)
+            self._start([*program, *own], {**world, **numbers})
         return self
 
-    def _start(self, command: Sequence[str], more: Mapping[str, str], cwd: Path) -> None:
+    def _start(self, command: Sequence[str], more: Mapping[str, str]) -> None:
         with self.log.open("ab") as log:
             self.processes.append(
                 subprocess.Popen(
                     [*self.wrap, *command],
-                    cwd=cwd,
+                    cwd=ROOT,
                     env={**self.environment, **more},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -162,10 +131,6 @@ class Job:
                         words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
                         found[int(entry)] = " ".join(w.decode(errors="replace") for w in words)
         return found
-
-    def planner(self) -> int | None:
-        """The process of the planner's service."""
-        return next((p for p, words in self.members().items() if " serve " in words), None)
 
     def rank(self, rank: int) -> int:
         """The process of ``rank``."""

@@ -141,4 +141,4 @@ def test_the_list(tmp_path) -> None:
         timeout=60,
     )
     assert listed.returncode == 0, listed.stderr
-    assert "kill -9 of a rank" in listed.stdout and "100 iterations" in listed.stdout
+    assert "SIGTERM of the job" in listed.stdout and "100 iterations" in listed.stdout

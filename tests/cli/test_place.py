@@ -63,7 +63,7 @@ def test_a_budget_is_one_number_or_one_for_every_pipeline_rank(
 def states_bytes(plan: Path) -> float:
     """Of one stage."""
     layers = Plan.parse(plan.read_text()).layers
-    return max(named_cost("gpt-7b", "a100-80g", pp=4, cp=8, layers=layers).states_bytes)
+    return max(named_cost("gpt-7b", "a100-80g", pp=4, cp=8, layers=layers).memory.states_bytes)
 
 
 def test_simulate(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:

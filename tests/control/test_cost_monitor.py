@@ -10,9 +10,11 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import Residual
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import Kind, Op, Plan, Timed
 
 PLAN = Plan.parse(
@@ -21,7 +23,10 @@ PLAN = Plan.parse(
 )
 
 
-COST = Cost(analytic_profile(Model("m", 4, 64, 176, 4, 2, 16, 1000), DEVICES["cpu"]), (4,), (1e9,))
+COST = Cost(
+    StageLayout(analytic_profile(Model("m", 4, 64, 176, 4, 2, 16, 1000), DEVICES["cpu"]), (4,)),
+    (1e9,),
+)
 
 
 def test_an_offloaded_layer_computes_what_a_kept_one_does() -> None:
@@ -40,7 +45,7 @@ def test_a_sample_says_of_which_kinds_the_layers_are() -> None:
     kinds = {"near": LayerShape(window=16), "far": LayerShape()}
     model = Model("m", 4, 64, 176, 4, 2, 16, 1000, kinds=kinds, pattern="near far 2*near")
     profile = analytic_profile(model, DEVICES["cpu"])
-    cost = Cost(profile, (1, 3), (1e9,) * 2, layer_kinds=model.layer_kinds)
+    cost = Cost(StageLayout(profile, (1, 3), layer_kinds=model.layer_kinds), (1e9,) * 2)
     plan = Plan.parse(
         "plan v1\ndocuments 40\nlayers 1 3\nchunk 0: 0[0:30]\nchunk 1: 0[30:40]\n"
         "recompute 0: 1k 1k\nrecompute 1: 1f2k 3k\nstage 0: F0 F1 B1 B0\nstage 1: F0 F1 B1 B0\n"
@@ -49,18 +54,18 @@ def test_a_sample_says_of_which_kinds_the_layers_are() -> None:
     one = Residual(1, Kind.BACKWARD, 1, 10, 30, 1.0, 2.0)
     sample = monitor._sample(cost, plan, one)
     assert sample.kinds == ("far", "near", "near")
-    assert sample.window_pairs == ((16, 10 * 16),) and sample.pairs == sum(range(31, 41))
-    assert sample.context == 30
+    assert sample.columns == ((WindowPairs(16), 10 * 16),)
+    assert sample.pairs == sum(range(31, 41))
 
 
 def test_a_sample_of_a_slower_rank_is_what_the_fastest_would_have_taken() -> None:
-    profile = replace(COST.profile, rank_slowness=(1.0, 2.5))
+    profile = replace(COST.layout.profile, rank_slowness=(1.0, 2.5))
     plan = Plan.parse(
         "plan v1\ndocuments 40\nlayers 1 3\nchunk 0: 0[0:40]\nstage 0: F0 B0\nstage 1: F0 B0\n"
     )
     monitor = CostMonitor(SimpleNamespace(), [], may_refit=True)
     one = Residual(1, Kind.BACKWARD, 0, 40, 0, 1.0, 5.0)
-    sample = monitor._sample(Cost(profile, (1, 3), (1e9,) * 2), plan, one)
+    sample = monitor._sample(Cost(StageLayout(profile, (1, 3)), (1e9,) * 2), plan, one)
     assert sample.value == 2.0 and sample.last
 
 

@@ -13,12 +13,15 @@ from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options
 
 COST = Cost(
-    without_states(profile(Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True), DEVICES["cpu"])),
-    (2, 2),
+    StageLayout(
+        without_states(profile(Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True), DEVICES["cpu"])),
+        (2, 2),
+    ),
     (1e12, 1e12),
 )
 

@@ -123,12 +123,22 @@ def test_the_last_length_is_held_against_the_tokens(tmp_path: Path) -> None:
         examine(str(tmp_path / "corpus"))
 
 
-def test_a_cut_or_grown_index_is_refused(tmp_path: Path) -> None:
+def test_a_cut_grown_or_foreign_index_is_refused(tmp_path: Path) -> None:
     path = write_pair(tmp_path / "corpus", [5, 6, 7])
     whole = path.read_bytes()
-    for data in (whole[:-1], whole[:20], b"", b"text", b"X" + whole[1:], whole + b"0000"):
+    for data, line in (
+        (whole[:-1], "truncated: 101 bytes, its header promises 102 for 3 sequences"),
+        (whole[:20], "truncated: 20 bytes, its header alone takes 34"),
+        (b"", ""),
+        (b"text", ""),
+        (whole + b"0000", ""),
+        (b"X" + whole[1:], "not a Megatron index"),
+        (whole[:9] + b"\2" + whole[10:], "version 2; expected 1"),
+        (whole[:17] + b"\6" + whole[18:], "token type 6 is not an integer"),
+        (whole[:18] + b"\0" + whole[19:], "no document; expected at least one"),
+    ):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"corpus\.idx"):
+        with pytest.raises(ValueError, match=rf"corpus\.idx.*{line}"):
             read_index(path)
 
 

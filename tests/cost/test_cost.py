@@ -15,6 +15,7 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import stage_kinds
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LAYER_KIND
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
@@ -27,7 +28,7 @@ GPT = sorted(PUBLISHED)
 
 def compute_seconds(cost: Cost, kind: Kind, load: Loads) -> np.ndarray:
     """[stages, chunks] without communication."""
-    return cost.seconds(kind, load) - cost.comm_seconds(kind, load)
+    return cost.seconds.of(kind, load) - cost.seconds.communication(kind, load)
 
 
 def loads(cost: Cost, *spans: tuple[int, int], length: int | None = None):
@@ -46,7 +47,7 @@ def test_equation_1(name: str, tokens: int) -> None:
     known = PUBLISHED[name]
     cost = named_cost(name, "a100-80g", pp=1, zero=1, memory_budget_gib=10_000)
     load = loads(cost, (0, tokens))
-    seconds = sum(cost.seconds(kind, load).sum() for kind in (F, B))
+    seconds = sum(cost.seconds.of(kind, load).sum() for kind in (F, B))
     a1, a2 = known.a1_ms_per_square_token, known.a2_ms_per_token
     assert seconds == pytest.approx((a1 * tokens**2 + a2 * tokens) / 1e3, rel=1e-12)
 
@@ -61,10 +62,10 @@ def test_equation_1_of_a_slice(name: str) -> None:
     a1, a2 = known.a1_ms_per_square_token / 1e3, known.a2_ms_per_token / 1e3
     slice_ = (a1 * (50_000**2 - 30_000**2) + a2 * 20_000) / 32
     assert seconds[:, 1] == pytest.approx([slice_] * 4, rel=1e-12)
-    gather = sum(cost.comm_seconds_per(kind)[:, 2] for kind in (F, B))
+    gather = sum(cost.seconds.communication_per(kind)[:, 2] for kind in (F, B))
     assert gather == pytest.approx([known.b1_ms / 1e3 / 5 / 4] * 4, rel=1e-12)
     published = named_cost(name, "a100-80g", pp=4, cp=8, b1_divisor=1)
-    gather = sum(published.comm_seconds_per(kind)[:, 2] for kind in (F, B))
+    gather = sum(published.seconds.communication_per(kind)[:, 2] for kind in (F, B))
     assert gather.sum() == pytest.approx(known.b1_ms / 1e3, rel=1e-12)
 
 
@@ -75,37 +76,37 @@ def test_equation_3(name: str) -> None:
     shape = MODELS[name]
     tokens = 10_000
     moved = 4 * 2 * shape.layers * shape.hidden * tokens * 2 / 8 / 96.5e9
-    per_token = sum(cost.comm_seconds_per(kind)[:, 0].sum() for kind in (F, B))
+    per_token = sum(cost.seconds.communication_per(kind)[:, 0].sum() for kind in (F, B))
     assert per_token * tokens == pytest.approx(moved, rel=1e-12)
     # Inside a node against across nodes; one device exchanges nothing.
     far = named_cost(name, "a100-80g", pp=4, cp=16)
-    near_token, far_token = (c.comm_seconds_per(F)[0, 0] for c in (cost, far))
+    near_token, far_token = (c.seconds.communication_per(F)[0, 0] for c in (cost, far))
     assert far_token / near_token == pytest.approx(8 / 16 * 96.5 / 10.33, rel=1e-12)
     alone = named_cost(name, "a100-80g", pp=4, cp=1, memory_budget_gib=1000)
-    assert alone.comm_seconds_per(F)[0, 0] == 0
+    assert alone.seconds.communication_per(F)[0, 0] == 0
 
 
 @pytest.mark.parametrize("name", GPT)
 def test_halves_of_the_backward(name: str) -> None:
     """W is a third of the linears' forward plus backward, attention has none; I is the rest."""
     cost = named_cost(name, "a100-80g", pp=4, cp=8)
-    linear = cost.seconds_per(F)[:, 0] + cost.seconds_per(B)[:, 0]
-    linear -= cost.comm_seconds_per(F)[:, 0] + cost.comm_seconds_per(B)[:, 0]
-    assert cost.seconds_per(W)[:, 0] == pytest.approx(linear / 3, rel=1e-12)
-    assert (cost.seconds_per(W)[:, 1] == 0).all()
-    halves = cost.seconds_per(I) + cost.seconds_per(W)
-    assert halves == pytest.approx(cost.seconds_per(B), rel=1e-12)
+    linear = cost.seconds.per(F)[:, 0] + cost.seconds.per(B)[:, 0]
+    linear -= cost.seconds.communication_per(F)[:, 0] + cost.seconds.communication_per(B)[:, 0]
+    assert cost.seconds.per(W)[:, 0] == pytest.approx(linear / 3, rel=1e-12)
+    assert (cost.seconds.per(W)[:, 1] == 0).all()
+    halves = cost.seconds.per(I) + cost.seconds.per(W)
+    assert halves == pytest.approx(cost.seconds.per(B), rel=1e-12)
     # Backward to forward: 2 for linears, 2.5 for attention.
-    assert cost.seconds_per(B)[:, 1] == pytest.approx(2.5 * cost.seconds_per(F)[:, 1])
+    assert cost.seconds.per(B)[:, 1] == pytest.approx(2.5 * cost.seconds.per(F)[:, 1])
 
 
 def test_a_recomputed_layer_costs_its_forward() -> None:
     """Eq. 17: F_hat, all-to-all included, gathers not."""
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 30_000), (30_000, 50_000))
-    forward = cost.seconds(F, load)[0] - cost.comm_seconds_per(F)[0, 2]
-    assert cost.recompute_seconds((0, FULL), load) == pytest.approx(forward / 10, rel=1e-12)
-    assert (cost.recompute_seconds((0, KEEP), load) == 0).all()
+    forward = cost.seconds.of(F, load)[0] - cost.seconds.communication_per(F)[0, 2]
+    assert cost.seconds.recompute((0, FULL), load) == pytest.approx(forward / 10, rel=1e-12)
+    assert (cost.seconds.recompute((0, KEEP), load) == 0).all()
 
 
 def test_memory_of_a_whole_document() -> None:
@@ -113,17 +114,19 @@ def test_memory_of_a_whole_document() -> None:
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 8000))
     layers = np.full((4, 1), 10.0)
-    held = cost.activation_bytes(load, {(0, KEEP): layers})[:, 0]
+    held = cost.memory.activation_bytes(load, {(0, KEEP): layers})[:, 0]
     layer_bytes = 34 * 5120 * 8000 / 8
     assert held[:3] == pytest.approx([10 * layer_bytes] * 3)
     assert held[3] == pytest.approx(10 * layer_bytes + 6 * 128_256 * 8000 / 8)
     # Recomputed in full, a layer keeps its input.
-    held = cost.activation_bytes(load, {(0, KEEP): layers - 4, (0, FULL): layers * 0 + 4})[:, 0]
+    held = cost.memory.activation_bytes(load, {(0, KEEP): layers - 4, (0, FULL): layers * 0 + 4})[
+        :, 0
+    ]
     assert held[0] == pytest.approx(6 * layer_bytes + 4 * 2 * 5120 * 8000 / 8)
     transient = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, logits_held=False)
-    held = transient.activation_bytes(load, {(0, KEEP): layers})[:, 0]
+    held = transient.memory.activation_bytes(load, {(0, KEEP): layers})[:, 0]
     assert held[3] == held[0]
-    assert transient.workspace_bytes(F, load)[3, 0] == 6 * 128_256 * 8000 / 8
+    assert transient.memory.workspace_bytes(F, load)[3, 0] == 6 * 128_256 * 8000 / 8
 
 
 def test_memory_of_a_cut_document() -> None:
@@ -133,15 +136,20 @@ def test_memory_of_a_cut_document() -> None:
     load = loads(cost, (0, 5000), (5000, 8000))
     layers = np.full((4, 2), 10.0)
     kv = 2 * 2 * 5120 / 8  # of one token and layer
-    held = cost.activation_bytes(load, {(0, KEEP): layers})[0]
+    held = cost.memory.activation_bytes(load, {(0, KEEP): layers})[0]
     assert held == pytest.approx([10 * (34 * 5120 / 8 - kv) * 5000, 10 * 34 * 5120 / 8 * 3000])
-    assert cost.kv_bytes(load)[0] == pytest.approx([10 * kv * 5000])
-    assert cost.kv_gradient_bytes(load)[0] == pytest.approx([10 * kv * 5000])  # as in the paper
+    assert cost.memory.kv_bytes(load)[0] == pytest.approx([10 * kv * 5000])
+    assert cost.memory.kv_gradient_bytes(load)[0] == pytest.approx(
+        [10 * kv * 5000]
+    )  # as in the paper
     # What is kept of a slice and its K/V is what a whole document keeps.
-    whole = cost.activation_bytes(loads(cost, (0, 8000)), {(0, KEEP): layers[:, :1]})[0, 0]
-    assert held.sum() + cost.kv_bytes(load)[0, 0] == pytest.approx(whole)
+    whole = cost.memory.activation_bytes(loads(cost, (0, 8000)), {(0, KEEP): layers[:, :1]})[0, 0]
+    assert held.sum() + cost.memory.kv_bytes(load)[0, 0] == pytest.approx(whole)
     # Checkpointing a split chunk cannot free its K and V: e (D + 2 D_kv) are left.
-    full = cost.activation_bytes(load, {(0, FULL): layers})[0].sum() + cost.kv_bytes(load)[0, 0]
+    full = (
+        cost.memory.activation_bytes(load, {(0, FULL): layers})[0].sum()
+        + cost.memory.kv_bytes(load)[0, 0]
+    )
     assert full == pytest.approx(10 * 2 * (5120 * 8000 + 2 * 5120 * 5000) / 8)
 
 
@@ -164,32 +172,32 @@ def test_states() -> None:
     layer = shape.shapes[LAYER_KIND].parameters
     stage = 10 * layer
     buffers = 3 * 2 * layer
-    zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8).states_bytes
+    zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8).memory.states_bytes
     assert zero3[1] == math.ceil(16 * stage / 8 + buffers)
     ends = 16 * (stage + shape.vocabulary_parameters) / 8 + buffers
     assert zero3[0] == zero3[3] == math.ceil(ends)
-    zero1 = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, dp=2, tp=2, zero=1).states_bytes
+    zero1 = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, dp=2, tp=2, zero=1).memory.states_bytes
     assert zero1[1] == math.ceil(6 * stage / 2 + 12 * stage / 2 / 8)
 
 
 def test_zero_1_gathers_nothing() -> None:
     for kind in OF_LAYERS:
         resident = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=1)
-        assert (resident.comm_seconds_per(kind)[:, 2] == 0).all()
-    assert named_cost("llama3-8b", "h100-80g", pp=4).zero == 1
-    assert named_cost("gpt-7b", "a100-80g", pp=4, cp=8).zero == 3
+        assert (resident.seconds.communication_per(kind)[:, 2] == 0).all()
+    assert named_cost("llama3-8b", "h100-80g", pp=4).layout.zero == 1
+    assert named_cost("gpt-7b", "a100-80g", pp=4, cp=8).layout.zero == 3
 
 
 def test_defaults_of_the_papers_world() -> None:
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     assert cost.device_budget_bytes == (74 * GIB,) * 4
-    assert cost.devices == 32
-    assert cost.link_seconds(loads(cost, (0, 100))).sum() == 0
-    assert (cost.seconds_per(F)[3] == cost.seconds_per(F)[0]).all()  # no head
+    assert cost.layout.devices == 32
+    assert cost.seconds.link(loads(cost, (0, 100))).sum() == 0
+    assert (cost.seconds.per(F)[3] == cost.seconds.per(F)[0]).all()  # no head
     head = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, head_seconds=True, link_seconds=True)
-    extra = head.seconds_per(F)[3, 0] - head.seconds_per(F)[0, 0]
+    extra = head.seconds.per(F)[3, 0] - head.seconds.per(F)[0, 0]
     assert extra == pytest.approx(2 * 5120 * 128_256 / 212e12 / 8)
-    assert head.link_seconds(loads(head, (0, 100)))[0] == pytest.approx(100 * 2 * 5120 / 50e9)
+    assert head.seconds.link(loads(head, (0, 100)))[0] == pytest.approx(100 * 2 * 5120 / 50e9)
 
 
 def test_even_layers() -> None:
@@ -206,7 +214,7 @@ def costs() -> st.SearchStrategy[Cost]:
     def make(name: str, on: str, zero: int, tp: int, cp: int, held: bool, host: float) -> Cost:
         made = profile(MODELS[name], DEVICES[on], logits_held=held)
         made = dataclasses.replace(made, host_bytes_per_second=host)
-        return Cost(made, (1,), (1e12,), tp, cp, 1, zero)
+        return Cost(StageLayout(made, (1,), tp, cp, 1, zero), (1e12,))
 
     return st.builds(
         make,
@@ -222,7 +230,15 @@ def costs() -> st.SearchStrategy[Cost]:
 
 def on_layers(cost: Cost, plan: Plan) -> Cost:
     return Cost(
-        cost.profile, plan.layers, (1e12,) * plan.stages, cost.tp, cost.cp, cost.dp, cost.zero
+        StageLayout(
+            cost.layout.profile,
+            plan.layers,
+            cost.layout.tp,
+            cost.layout.cp,
+            cost.layout.dp,
+            cost.layout.zero,
+        ),
+        (1e12,) * plan.stages,
     )
 
 
@@ -233,7 +249,7 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
     table, load = cost.table(plan), cost.loads(plan.chunks, plan.documents)
     kept = tuple(tuple(KEEP * len(choice) for choice in stage) for stage in plan.recompute)
     plain = cost.table(dataclasses.replace(plan, recompute=kept))
-    made, spread = cost.profile, cost.tp * cost.cp
+    made, spread = cost.layout.profile, cost.layout.tp * cost.layout.cp
     cut = {
         (c, span.document): span.tokens
         for c, chunk in enumerate(plan.chunks)
@@ -264,7 +280,7 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
                 alone = seconds
                 if kind in (B, I):
                     alone += sum(
-                        cost.recompute_seconds((0, letter), load)[c]
+                        cost.seconds.recompute((0, letter), load)[c]
                         for letter in choice
                         if letter != "o"
                     )
@@ -292,7 +308,7 @@ def test_the_peak_of_a_backward(cost: Cost, plan: Plan) -> None:
     """One layer at a time: while it runs, what it recomputes lives beside what it held. Offloaded
     layers hold nothing, but two of them are there all along; they count first."""
     cost = on_layers(cost, plan)
-    made, spread = cost.profile, cost.tp * cost.cp
+    made, spread = cost.layout.profile, cost.layout.tp * cost.layout.cp
     load, table = cost.loads(plan.chunks, plan.documents), cost.table(plan)
     for stage in range(plan.stages):
         for c, chunk in enumerate(plan.chunks):
@@ -342,7 +358,9 @@ def test_an_i_never_holds_activations_and_weight_inputs_at_once() -> None:
     text = text.replace("recompute 0: 3f1k 4k 2c2k\nrecompute 1: 4k 4k 4k\n", "")
     plan = Plan.parse(text.split("stage 0")[0] + "stage 0: F2 I2 W2 F0 F1 I1 W1 I0 W0\n")
     played = play(plan, cost.table(plan))
-    at = {str(record.op): record.peak_bytes - cost.states_bytes[0] for record in played.records}
+    at = {
+        str(record.op): record.peak_bytes - cost.memory.states_bytes[0] for record in played.records
+    }
     kept = at["F2"]
     assert kept == pytest.approx(900 / 8 * (40 * 34 * 5120 + 6 * 128_256), rel=1e-6)
     assert at["I2"] == kept
@@ -360,7 +378,7 @@ def test_letters_are_counted(plan: Plan) -> None:
 
 @given(plans())
 def test_loads(plan: Plan) -> None:
-    cost = Cost(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (1,), (1e12,))
+    cost = Cost(StageLayout(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (1,)), (1e12,))
     load = cost.loads(plan.chunks, plan.documents)
     assert load.tokens.tolist() == [chunk.tokens for chunk in plan.chunks]
     assert load.pairs.sum() == sum(n * (n + 1) / 2 for n in plan.documents)
@@ -376,10 +394,12 @@ def test_the_profiles_own_layout_scales() -> None:
     """A profile measured under tp 2 says the same under tp 2, and half of it on twice as many."""
     made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
     measured = dataclasses.replace(made, tp=2)
-    same = Cost(measured, (8,), (1e12,), tp=2)
+    same = Cost(StageLayout(measured, (8,), tp=2), (1e12,))
     load = loads(same, (0, 4096))
-    alone = Cost(made, (8,), (1e12,)).seconds(F, load)  # on one device nothing is exchanged
+    alone = Cost(StageLayout(made, (8,)), (1e12,)).seconds.of(
+        F, load
+    )  # on one device nothing is exchanged
     assert compute_seconds(same, F, load) == pytest.approx(alone)
-    twice = Cost(measured, (8,), (1e12,), tp=2, cp=2)
+    twice = Cost(StageLayout(measured, (8,), tp=2, cp=2), (1e12,))
     constant = 8 * made.layer_seconds[Kind.FORWARD].per_chunk
     assert compute_seconds(twice, F, load) - constant == pytest.approx((alone - constant) / 2)

@@ -12,7 +12,7 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB, device
-from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
+from megatron_epp.ir import FULL, OF_HEAD, OF_LAYERS, Chunk, Kind, Plan, Span
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
@@ -36,35 +36,35 @@ def test_each_stage_has_its_devices_figures(cut: bool) -> None:
     mixed = named_cost("llama3-8b", MIXED, **layout)
     alone = [named_cost("llama3-8b", name, **layout) for name in ("h100-80g", "a100-40g")]
     of_stage = [alone[0], alone[0], alone[1], alone[1]]
-    for kind in mixed._seconds:
-        rows = [one.seconds_per(kind)[stage] for stage, one in enumerate(of_stage)]
-        assert np.array_equal(mixed.seconds_per(kind), rows)
-    assert set(mixed._seconds) >= set(OF_LAYERS)
+    for kind in (*OF_LAYERS, *OF_HEAD):
+        rows = [one.seconds.per(kind)[stage] for stage, one in enumerate(of_stage)]
+        assert np.array_equal(mixed.seconds.per(kind), rows)
     loads = mixed.loads([], [])
-    assert mixed.recompute_seconds((0, FULL), loads).shape == (4, 0)
+    assert mixed.seconds.recompute((0, FULL), loads).shape == (4, 0)
     assert mixed.device_budget_bytes == (74 * GIB, 74 * GIB, 37 * GIB, 37 * GIB)
-    fast, slow = (one.profile.link_seconds_per_token for one in alone)
+    fast, slow = (one.layout.profile.link_seconds_per_token for one in alone)
     assert fast < slow
-    assert mixed.links_per_token.tolist() == [fast, slow, slow, slow]  # the last one goes round
-    assert mixed.states_bytes == alone[0].states_bytes
+    links = mixed.layout.links_per_token.tolist()
+    assert links == [fast, slow, slow, slow]  # the last one goes round
+    assert mixed.memory.states_bytes == alone[0].memory.states_bytes
 
 
 def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
     alone = named_cost("llama3-8b", "h100-80g", pp=2, cp=8)
-    profile = replace(alone.profile, rank_slowness=(1.0, 2.0))
-    mixed = replace(alone, profile=profile)
+    profile = replace(alone.layout.profile, rank_slowness=(1.0, 2.0))
+    mixed = alone.replace(profile=profile)
     for kind in OF_LAYERS:
-        computed = mixed.seconds_per(kind) - mixed.comm_seconds_per(kind)
-        known = alone.seconds_per(kind) - alone.comm_seconds_per(kind)
+        computed = mixed.seconds.per(kind) - mixed.seconds.communication_per(kind)
+        known = alone.seconds.per(kind) - alone.seconds.communication_per(kind)
         assert np.allclose(computed, known * [[1.0], [2.0]], rtol=1e-12)
-    assert mixed.states_bytes == alone.states_bytes
+    assert mixed.memory.states_bytes == alone.memory.states_bytes
     features = expected_features(mixed, [LENGTHS])
     found = fastest_layers(mixed, features)
     assert found is not None and 20 <= found[0] <= 22  # of 32; the output layer is on the slow one
-    placed = replace(mixed, layers=(8,) * 4, place=(0, 1, 1, 0))
-    assert placed.seconds_per(Kind.FORWARD)[1, 0] > 1.7 * placed.seconds_per(Kind.FORWARD)[0, 0]
+    placed = mixed.replace(layers=(8,) * 4, place=(0, 1, 1, 0))
+    assert placed.seconds.per(Kind.FORWARD)[1, 0] > 1.7 * placed.seconds.per(Kind.FORWARD)[0, 0]
     with pytest.raises(ValueError, match="measured on 2 pipeline ranks whose devices differ"):
-        replace(mixed, layers=(8,) * 4, device_budget_bytes=(1e11,) * 4)
+        mixed.replace(layers=(8,) * 4, device_budget_bytes=(1e11,) * 4)
     # By the command, too.
     file = tmp_path / "cost.json"
     profile.save(str(file))
@@ -83,8 +83,8 @@ def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
 def test_a_rank_of_several_stages_has_one_device() -> None:
     mixed = named_cost("llama3-8b", "h100-80g,a100-40g", pp=4, cp=8, place=(0, 1, 1, 0))
     alone = named_cost("llama3-8b", "a100-40g", pp=4, cp=8)
-    rows = mixed.seconds_per(Kind.FORWARD)
-    assert np.array_equal(rows[1:3], alone.seconds_per(Kind.FORWARD)[1:3])
+    rows = mixed.seconds.per(Kind.FORWARD)
+    assert np.array_equal(rows[1:3], alone.seconds.per(Kind.FORWARD)[1:3])
     assert (rows[[0, 3], 0] < rows[1, 0]).all()
     assert mixed.device_budget_bytes == (74 * GIB, 37 * GIB)
     found = fastest_layers(mixed, expected_features(mixed, [LENGTHS]))
@@ -96,11 +96,11 @@ def test_recompute_and_copies_are_of_the_stages_device() -> None:
     loads = cost.loads([Chunk((Span(0, 0, 100),)), Chunk((Span(1, 0, 300),))], [100, 300])
     alone = [named_cost("llama3-8b", name, pp=2, cp=8) for name in ("h100-80g", "a100-80g")]
     for of in (
-        lambda one: one.recompute_seconds((0, FULL), loads),
-        lambda one: one.copy_seconds(loads),
+        lambda one: one.seconds.recompute((0, FULL), loads),
+        lambda one: one.memory.copy_seconds(loads),
     ):
         assert np.array_equal(of(cost), [of(one) for one in alone])
-    assert cost.profile.host_bytes_per_second == device("a100-80g").host_bytes_per_second
+    assert cost.layout.profile.host_bytes_per_second == device("a100-80g").host_bytes_per_second
 
 
 @pytest.mark.parametrize("text", [MIXED, "a100-40g,h200-141g,h100-80g,a100-80g"])
@@ -120,7 +120,7 @@ def test_no_partition_is_faster(text: str) -> None:
         for borders in combinations(range(1, 32), 3)
     ]
     assert slowest(found) == pytest.approx(min(map(slowest, every)), rel=1e-12)
-    assert slowest(found) < slowest(cost.layers)
+    assert slowest(found) < slowest(cost.layout.layers)
 
 
 def test_plan_and_simulate_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

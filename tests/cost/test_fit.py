@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample, fit_profile
 from megatron_epp.cost.fitting.regression import fit, nnls
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import (
     MEASURED,
     Bytes,
@@ -208,13 +210,16 @@ def test_what_slices_pay_for_their_context_is_not_taken_for_their_pairs() -> Non
     slices = [(512, 8192), (512, 2048), (1024, 4096), (1024, 1024), (256, 4096), (256, 1024)]
     rows = [
         Sample(
-            "k", False, 0, tokens, tokens * context + tokens * tokens // 2, 0, 0.0, (), (), context
+            *("k", False, 0, tokens, tokens * context + tokens * tokens // 2, 0, 0.0),
+            columns=((CONTEXT, context),),
         )
         for tokens, context in [*slices, (256, 0), (512, 0), (1024, 0), (2048, 0)] * 4
     ]
 
     def value(row: Sample) -> float:
-        price = 7e-4 * row.context  # against the model's sizes what 7 us are to 256 channels
+        price = 7e-4 * row.number(
+            CONTEXT
+        )  # against the model's sizes what 7 us are to 256 channels
         return seconds_of(truth, Kind.BACKWARD, row) + price
 
     found = {
@@ -225,8 +230,10 @@ def test_what_slices_pay_for_their_context_is_not_taken_for_their_pairs() -> Non
         ).profile
         for known in (True, False)
     }
-    assert found[True].context_seconds[Kind.BACKWARD] == pytest.approx(7e-4, rel=1e-2)
-    assert found[True].context_seconds[Kind.WEIGHT] == 0
+    assert found[True].column_seconds.get(CONTEXT, {})[Kind.BACKWARD] == pytest.approx(
+        7e-4, rel=1e-2
+    )
+    assert found[True].column_seconds.get(CONTEXT, {})[Kind.WEIGHT] == 0
     whole = Sample("k", False, 0, 16_384, 16_384 * 8_192, 0, 0.0)
     right = value(whole)
     assert seconds_of(found[True], Kind.BACKWARD, whole) == pytest.approx(right, rel=1e-2)
@@ -247,13 +254,15 @@ def test_noise_is_seen_in_the_quality() -> None:
 def test_a_fitted_profile_makes_a_cost() -> None:
     rows = measured(noise=0.0)
     rows.pop("truth")
-    cost = Cost(fit_profile(TEMPLATE, WHERE, **rows).profile, (4, 4), (1e12, 1e12))
+    cost = Cost(StageLayout(fit_profile(TEMPLATE, WHERE, **rows).profile, (4, 4)), (1e12, 1e12))
     row = rows["seconds"][Kind.FORWARD][0]
     load = np.array([row.tokens, row.pairs, 1.0])
     expected = seconds_of(
-        cost.profile, Kind.FORWARD, dataclasses.replace(row, choice="kkkk", first=True, last=False)
+        cost.layout.profile,
+        Kind.FORWARD,
+        dataclasses.replace(row, choice="kkkk", first=True, last=False),
     )
-    assert cost.seconds_per(Kind.FORWARD)[0] @ load == pytest.approx(expected)
+    assert cost.seconds.per(Kind.FORWARD)[0] @ load == pytest.approx(expected)
 
 
 def test_bad_samples() -> None:

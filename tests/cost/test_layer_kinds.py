@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.control.routed_memory import routed_bytes
-from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
+from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
+from megatron_epp.cost.columns import CONTEXT, WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
+from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before
-from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_figures
+from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_coefficients
 from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
@@ -116,7 +119,9 @@ def test_pairs_and_tails_of_chunks(seed: int, window: int) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 90) for _ in range(random.randint(1, 5))]
     plan = arbitrary_plan(lengths, (1, 1), random)
-    loads = Cost(PROFILE.of_kind("dense"), (1,), (1e12,)).loads(plan.chunks, plan.documents)
+    loads = Cost(StageLayout(PROFILE.of_kind("dense"), (1,)), (1e12,)).loads(
+        plan.chunks, plan.documents
+    )
     kept: list[set[int]] = [set() for _ in lengths]
     for number, chunk in enumerate(plan.chunks):
         pairs = 0
@@ -152,7 +157,7 @@ def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
         letters = {letter: Bytes(some(900), some(700)) for letter in its.saved_bytes}
         again = {letter: Bytes(some(900), some(700)) for letter in its.saved_bytes}
         figures[kind] = dataclasses.replace(
-            layer_figures(its),
+            layer_coefficients(its),
             saved_bytes=letters,
             recompute_workspace_bytes=again,
             weight_input_bytes=Bytes(some(300), some(300)),
@@ -161,7 +166,7 @@ def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
         )
     made = dataclasses.replace(PROFILE.with_kinds(figures), host_bytes_per_second=2e9)
     zero = draw(st.sampled_from((1, 3)))
-    cost = Cost(made, layers, (1e15,) * stages, 2, 4, 2, zero, 4, word)
+    cost = Cost(StageLayout(made, layers, 2, 4, 2, zero, 4, word), (1e15,) * stages)
     lengths = [random.randint(1, 900) for _ in range(random.randint(1, 5))]
     letters = draw(st.sampled_from(("kf", "kfmnbca", "kfo", "o")))
     plan = arbitrary_plan(lengths, layers, random, letters=letters, split_backward=0.3)
@@ -187,8 +192,11 @@ def bare(made: Profile) -> Profile:
 def of_one_layer(cost: Cost) -> dict[str, Cost]:
     """For each kind of its layers, the cost of a model of one such layer."""
     return {
-        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
-        for kind in set(cost.layer_kinds)
+        kind: Cost(
+            StageLayout(cost.layout.profile.of_kind(kind), (1,), 2, 4, 2, cost.layout.zero, 4),
+            (1e15,),
+        )
+        for kind in set(cost.layout.layer_kinds)
     }
 
 
@@ -197,36 +205,36 @@ def of_one_layer(cost: Cost) -> dict[str, Cost]:
 def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
     """Grids of stages with several kinds, against one model of one layer for every layer."""
     cost, plan = both
-    cost = dataclasses.replace(cost, profile=bare(cost.profile))
+    cost = cost.replace(profile=bare(cost.layout.profile))
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
     alone = of_one_layer(cost)
-    word, near = iter(cost.layer_kinds), pytest.approx
-    for stage, layers in enumerate(cost.layers):
+    word, near = iter(cost.layout.layer_kinds), pytest.approx
+    for stage, layers in enumerate(cost.layout.layers):
         mine = [alone[next(word)] for _ in range(layers)]
-        assert cost.kv_bytes(loads)[stage] == near(
-            sum(one.kv_bytes(loads)[0] for one in mine), abs=layers
+        assert cost.memory.kv_bytes(loads)[stage] == near(
+            sum(one.memory.kv_bytes(loads)[0] for one in mine), abs=layers
         )
-        assert cost.kv_gradient_bytes(loads)[stage] == near(
-            sum(one.kv_gradient_bytes(loads)[0] for one in mine), abs=layers
+        assert cost.memory.kv_gradient_bytes(loads)[stage] == near(
+            sum(one.memory.kv_gradient_bytes(loads)[0] for one in mine), abs=layers
         )
-        assert cost.weight_input_bytes(loads)[stage] == near(
-            sum(one.weight_input_bytes(loads)[0] for one in mine), abs=layers
+        assert cost.memory.weight_input_bytes(loads)[stage] == near(
+            sum(one.memory.weight_input_bytes(loads)[0] for one in mine), abs=layers
         )
-        if cost.zero == 1:
-            states = sum(one.states_bytes[0] for one in mine)
-            assert cost.states_bytes[stage] == near(states, abs=layers)
+        if cost.layout.zero == 1:
+            states = sum(one.memory.states_bytes[0] for one in mine)
+            assert cost.memory.states_bytes[stage] == near(states, abs=layers)
         for chunk, choice in enumerate(plan.recompute[stage]):
             again, held, copies = 0.0, 0.0, 0.0
             for one, letter in zip(mine, choice, strict=True):
                 if letter == "o":
-                    copies += one.copy_seconds(loads)[chunk]
+                    copies += one.memory.copy_seconds(loads)[chunk]
                 else:
-                    again += one.recompute_seconds((0, letter), loads)[chunk]
-                    held += one.saved_bytes((0, letter), loads)[chunk]
+                    again += one.seconds.recompute((0, letter), loads)[chunk]
+                    held += one.memory.saved_bytes((0, letter), loads)[chunk]
             assert table.held_bytes[Item.ACTIVATIONS][stage][chunk] == near(held, abs=1.01)
             assert table.recompute_seconds[stage][chunk] == near(again)
             for kind in OF_LAYERS:
-                seconds = sum(one.seconds(kind, loads)[0, chunk] for one in mine)
+                seconds = sum(one.seconds.of(kind, loads)[0, chunk] for one in mine)
                 if kind is not Kind.WEIGHT:
                     work = seconds + (again if kind is not Kind.FORWARD else 0.0)
                     seconds += max(0.0, copies - work)
@@ -237,11 +245,11 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
 @settings(deadline=None)
 def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None:
     cost, plan = both
-    cost = dataclasses.replace(cost, profile=bare(cost.profile))
+    cost = cost.replace(profile=bare(cost.layout.profile))
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
     alone = of_one_layer(cost)
-    word = iter(cost.layer_kinds)
-    for stage, layers in enumerate(cost.layers):
+    word = iter(cost.layout.layer_kinds)
+    for stage, layers in enumerate(cost.layout.layers):
         names = [next(word) for _ in range(layers)]
         mine = [alone[name] for name in names]
         for chunk, choice in enumerate(plan.recompute[stage]):
@@ -249,14 +257,14 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
             document = max(0, loads.document[chunk])
 
             def made(one: Cost) -> float:
-                one_layer = one.layer_kv_gradient_bytes(one.figures[0], loads)
+                one_layer = one.memory.layer_kv_gradient_bytes(one.layout.coefficients[0], loads)
                 return float(one_layer[document]) if last else 0.0  # noqa: B023
 
             def works(one: Cost) -> float:
-                return float(one.workspace_bytes(Kind.BACKWARD, loads)[0, chunk])  # noqa: B023
+                return float(one.memory.workspace_bytes(Kind.BACKWARD, loads)[0, chunk])  # noqa: B023
 
             # Wherever they stand, their gradients count from the start, kind by kind.
-            numbers = map(cost.kinds.names.index, names)
+            numbers = map(cost.layout.kinds.names.index, names)
             offloaded = [
                 one
                 for _, one, letter in sorted(
@@ -273,22 +281,22 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                     continue
                 alive = 0.0
                 if letter != "k":
-                    alive = one.recompute_workspace_bytes((0, letter), loads)[chunk]
+                    alive = one.memory.recompute_workspace_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + alive + works(one))
-                held += made(one) - one.saved_bytes((0, letter), loads)[chunk]
+                held += made(one) - one.memory.saved_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + works(one))
             peak -= sum(map(made, mine))
             aside = 0.0
             if offloaded:
-                largest = max(one.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
+                largest = max(one.memory.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
                 aside = min(2, len(offloaded)) * largest
             assert table.workspace_bytes[Kind.BACKWARD][stage][chunk] == pytest.approx(
                 peak + aside, abs=6
             )
             forward = max(
-                one.forward_workspace_bytes(loads, {(0, letter): np.ones((1, loads.chunks))})[
-                    0, chunk
-                ]
+                one.memory.forward_workspace_bytes(
+                    loads, {(0, letter): np.ones((1, loads.chunks))}
+                )[0, chunk]
                 for one, letter in zip(mine, choice, strict=True)
             )
             assert table.workspace_bytes[Kind.FORWARD][stage][chunk] == pytest.approx(
@@ -302,7 +310,7 @@ def test_counts_by_kind_say_what_the_plan_says(both: tuple[Cost, Plan]) -> None:
     """For plans whose layers of every kind stand in the order of the counts."""
     cost, plan = both
     order = "fmnbcako"
-    kinds, texts = cost.kinds, []
+    kinds, texts = cost.layout.kinds, []
     for stage, word in enumerate(kinds.words):
         row = []
         for choice in plan.recompute[stage]:
@@ -341,19 +349,19 @@ def twins(difference: float) -> tuple[Cost, Cost]:
     """llama3-8b, and the same in two kinds that differ so much in what nothing depends on (W's
     gathers under ZeRO 1)."""
     one = named_cost("llama3-8b", "h100-80g", pp=4, tp=8)
-    figures = layer_figures(one.profile)
+    figures = layer_coefficients(one.layout.profile)
     gathers = {**figures.gather_seconds, Kind.WEIGHT: figures.gather_seconds[Kind.WEIGHT]}
     gathers[Kind.WEIGHT] += difference
     other = dataclasses.replace(figures, gather_seconds=gathers)
-    made = one.profile.with_kinds({"even": figures, "odd": other})
-    return one, dataclasses.replace(one, profile=made, layer_kinds=("even", "odd") * 16)
+    made = one.layout.profile.with_kinds({"even": figures, "odd": other})
+    return one, one.replace(profile=made, layer_kinds=("even", "odd") * 16)
 
 
 def test_kinds_with_the_same_figures_are_one() -> None:
     one, two = twins(0.0)
-    assert two.kinds.number == 1
+    assert two.layout.kinds.number == 1
     _, apart = twins(1.0)
-    assert apart.kinds.number == 2 and apart.kinds.counts.tolist() == [[4.0] * 4] * 2
+    assert apart.layout.kinds.number == 2 and apart.layout.kinds.counts.tolist() == [[4.0] * 4] * 2
     plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), letters="kfmo")
     for other in (two, apart):
         tables = [cost.table(plan) for cost in (one, other)]
@@ -378,7 +386,7 @@ def test_kinds_with_the_same_figures_are_one() -> None:
 )
 def test_which_layer_is_which_must_be_said(kinds: tuple[str, ...], error: str) -> None:
     with pytest.raises(ValueError) as caught:
-        Cost(PROFILE, (1, 1), (1e12,) * 2, layer_kinds=kinds)
+        Cost(StageLayout(PROFILE, (1, 1), layer_kinds=kinds), (1e12,) * 2)
     assert str(caught.value).startswith(error)
 
 
@@ -404,7 +412,7 @@ def test_sparse_attention_has_no_context_parallel_ranks(tmp_path: Path) -> None:
     described = model_file(tmp_path, kinds={"local": INDEX, "far": {}})
     with pytest.raises(ValueError, match=r"^cp 2: expected 1, as the model has sparse attention"):
         named_cost(described, "h200-141g", pp=2, cp=2)
-    assert named_cost(described, "h200-141g", pp=2).layers == (2, 2)
+    assert named_cost(described, "h200-141g", pp=2).layout.layers == (2, 2)
 
 
 def test_exchanges_and_states_by_expert_degree() -> None:
@@ -412,12 +420,14 @@ def test_exchanges_and_states_by_expert_degree() -> None:
     experts and their optimizer are shared."""
     at = {ep: named_cost("qwen3-30b-a3b", "h200-141g", pp=4, tp=2, cp=4, ep=ep) for ep in (1, 2, 8)}
     token = 2 * 2 * 8 * 2048
-    rates = at[1].profile.all_to_all_bytes_per_second
+    rates = at[1].layout.profile.all_to_all_bytes_per_second
     for ep in (2, 8):
-        more = at[ep].comm_seconds_per(Kind.FORWARD) - at[1].comm_seconds_per(Kind.FORWARD)
+        more = at[ep].seconds.communication_per(Kind.FORWARD) - at[1].seconds.communication_per(
+            Kind.FORWARD
+        )
         assert more[1, 0] == pytest.approx(12 * token * (ep - 1) / ep / 8 / rates[ep])
         assert (more[:, 1:] == 0).all()
-        fewer = at[1].states_bytes[1] - at[ep].states_bytes[1]
+        fewer = at[1].memory.states_bytes[1] - at[ep].memory.states_bytes[1]
         experts = 12 * 128 * 3 * 2048 * 768
         assert fewer == pytest.approx(6 * experts * (1 - 1 / ep), abs=4)
 
@@ -475,14 +485,16 @@ def test_a_border_costs_its_states_whatever_the_tokens(name, layers, state_mib) 
     known = model(name)
     made = profile(known, DEVICES["h100-80g"])
     kinds = known.layer_kinds
-    cost = Cost(made, even_layers(known.layers, 4), (1e15,) * 4, 1, 8, layer_kinds=kinds)
+    cost = Cost(
+        StageLayout(made, even_layers(known.layers, 4), 1, 8, layer_kinds=kinds), (1e15,) * 4
+    )
     attention = made.kinds["attention"].kv_bytes_per_token * kinds.count("attention")
     for tokens in (1024, 65_536):
         for slices in (2, 5):
             spans = [Span(0, n * tokens, (n + 1) * tokens) for n in range(slices)]
             loads = cost.loads([Chunk((span,)) for span in spans], (slices * tokens,))
             kept = attention * (slices - 1) * tokens
-            states = (cost.kv_bytes(loads).sum() * 8 - kept) / 2**20
+            states = (cost.memory.kv_bytes(loads).sum() * 8 - kept) / 2**20
             rows = states / (slices - 1) / layers - state_mib
             assert 0 < rows < 0.1  # those in front of the border, for the convolution
 
@@ -506,7 +518,7 @@ def test_flops_by_hand() -> None:
     mlp = 9 * 3 * 7168 * 2048 + 7168 * 256
     assert deepseek.flops_per_token == 2 * (queries + latents + up + out + mlp + 2 * 7168)
     assert deepseek.flops_per_pair == 2 * 128 * (192 + 128)
-    assert deepseek.flops_per_context_token == 2 * up
+    assert deepseek.work[CONTEXT].flops == 2 * up
     window = model("gpt-oss-120b").shapes["window"]
     assert window.flops_per_pair == 4 * 64 * 64
     assert window.flops_per_token == 2 * (
@@ -534,7 +546,10 @@ def test_what_later_slices_get() -> None:
     plain = profile(dataclasses.replace(shape, kinds=expanded), DEVICES["h100-80g"])
     assert plain.kinds["experts"].kv_bytes_per_token == 81_920
     assert not plain.kinds["experts"].kv_replicated and latent.kv_replicated
-    assert not plain.kinds["experts"].context_seconds and latent.context_seconds[Kind.FORWARD] > 0
+    assert (
+        not plain.kinds["experts"].column_seconds.get(CONTEXT, {})
+        and latent.column_seconds.get(CONTEXT, {})[Kind.FORWARD] > 0
+    )
 
 
 def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
@@ -543,19 +558,19 @@ def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_th
     (part,), (of_all,) = (Layer(MODEL, one).mixers for one in (shape, taught))
     assert part.flops_per_pair == 2 * (6 * 10 + 6)
     assert of_all.flops_per_pair == part.flops_per_pair + 2 * 4 * (24 + 8)
-    assert part.flops_per_chosen_pair == 2 * 4 * (24 + 8 + 24)
+    assert part.work[WindowPairs(9)].flops == 2 * 4 * (24 + 8 + 24)
     latents = Layer(MODEL, KINDS["latents"]).parameters
     indexer = 20 * 60 + 64 * 10 + 2 * 10 + 64 * 6
     assert Layer(MODEL, shape).parameters == latents + indexer
     assert part.carried.channels == 24 + 8 + 10 and not part.carried.heads
 
     made = bare(PROFILE.of_kind("sparse"))
-    cost = Cost(made, (1,), (1e15,))
+    cost = Cost(StageLayout(made, (1,)), (1e15,))
     chunks = [Chunk((Span(0, 0, 30),)), Chunk((Span(0, 30, 70), Span(1, 0, 5)))]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        of, found = made.layer_seconds[kind], cost.seconds(kind, cost.loads(chunks, (70, 5)))[0]
+        of, found = made.layer_seconds[kind], cost.seconds.of(kind, cost.loads(chunks, (70, 5)))[0]
         for rows, seconds in ((range(1, 31), found[0]), ([*range(31, 71), *range(1, 6)], found[1])):
-            chosen = made.chosen_seconds[kind] * sum(min(row, 9) for row in rows)
+            chosen = made.column_seconds[WindowPairs(9)][kind] * sum(min(row, 9) for row in rows)
             assert seconds == pytest.approx(of(len(rows), sum(rows)) + chosen)
 
 
@@ -601,7 +616,10 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
     assert found.layer_kinds == ("local", "far") * 2
     assert found.shapes["local"].shape == LayerShape(window=128)
     cost = named_cost(model_file(tmp_path), "h100-80g", pp=2)
-    assert cost.kinds.names == ("local", "far") and cost.kinds.counts.tolist() == [[1, 1]] * 2
+    assert (
+        cost.layout.kinds.names == ("local", "far")
+        and cost.layout.kinds.counts.tolist() == [[1, 1]] * 2
+    )
     experts = {"experts": 4, "active_experts": 1, "expert_hidden": 9}
     alone = model(model_file(tmp_path, kinds={"far": experts}, pattern=""))
     assert alone.layer_kinds == ("far",) * 4 and alone.most_experts == 4
@@ -653,7 +671,9 @@ def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
     assert list(PROFILE.kinds) == list(KINDS)
     for kind, figures in PROFILE.kinds.items():
         alone = PROFILE.of_kind(kind)
-        assert layer_figures(alone) == layer_figures(figures) and list(alone.kinds) == [kind]
+        assert layer_coefficients(alone) == layer_coefficients(figures) and list(alone.kinds) == [
+            kind
+        ]
     again = PROFILE.of_kind("mlp").with_kinds(PROFILE.kinds)
     assert again == PROFILE
 
@@ -696,7 +716,7 @@ def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
     for per_letter, in_full in ((known, 40 * 100 + 100), (
         dataclasses.replace(known, forward_workspace_bytes={}), 3 * 100 + 10
     )):  # fmt: skip
-        cost = Cost(per_letter, (2, 2), (1e12,) * 2)
+        cost = Cost(StageLayout(per_letter, (2, 2)), (1e12,) * 2)
         loads = cost.loads(chunks, (500, 100))
         counts = {
             (0, "f"): np.array([[0.0, 1.0], [0.0, 0.0]]),
@@ -715,7 +735,7 @@ def test_the_model_file_of_the_docs(tmp_path) -> None:
     path.write_text(text[start : text.index("\n\n", start)])
     found = model(str(path))
     assert format_kinds(found.layer_kinds) == "3*local far local far 2*experts"
-    assert named_cost(str(path), "h100-80g", pp=2, tp=4).ep == 4
+    assert named_cost(str(path), "h100-80g", pp=2, tp=4).layout.ep == 4
     fields = {field.name for field in dataclasses.fields(LayerShape)}
     assert all(f"`{name}`" in text for name in fields), fields
 
@@ -735,34 +755,38 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     """Their part of the memory alone, wherever it lives: from F to B, or while B makes it again."""
     model = MODELS["qwen3-30b-a3b"]
     shape = dataclasses.replace(model, layers=4, pattern="4*experts")
-    cost = Cost(profile(shape, DEVICES["h100-80g"]), (4,), (1e15,), tp=4, ep=4)
-    fuller = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, routing=2.0))
+    cost = Cost(StageLayout(profile(shape, DEVICES["h100-80g"]), (4,), tp=4, ep=4), (1e15,))
+    fuller = cost.replace(profile=dataclasses.replace(cost.layout.profile, routing=2.0))
     loads = cost.loads([Chunk((Span(0, 0, 4096),))], [4096])
-    inside = cost.saved_bytes((0, "k"), loads) - cost.saved_bytes((0, "m"), loads)
+    inside = cost.memory.saved_bytes((0, "k"), loads) - cost.memory.saved_bytes((0, "m"), loads)
     for letter in "kcna":
-        grown = fuller.saved_bytes((0, letter), loads) - cost.saved_bytes((0, letter), loads)
-        assert grown == pytest.approx(inside), letter
-        again = fuller.recompute_workspace_bytes((0, letter), loads)
-        assert again == cost.recompute_workspace_bytes((0, letter), loads), letter
-    for letter in "fmb":
-        assert fuller.saved_bytes((0, letter), loads) == cost.saved_bytes((0, letter), loads), (
-            letter
+        grown = fuller.memory.saved_bytes((0, letter), loads) - cost.memory.saved_bytes(
+            (0, letter), loads
         )
-        grown = fuller.recompute_workspace_bytes((0, letter), loads)
-        assert grown - cost.recompute_workspace_bytes((0, letter), loads) == pytest.approx(
+        assert grown == pytest.approx(inside), letter
+        again = fuller.memory.recompute_workspace_bytes((0, letter), loads)
+        assert again == cost.memory.recompute_workspace_bytes((0, letter), loads), letter
+    for letter in "fmb":
+        assert fuller.memory.saved_bytes((0, letter), loads) == cost.memory.saved_bytes(
+            (0, letter), loads
+        ), letter
+        grown = fuller.memory.recompute_workspace_bytes((0, letter), loads)
+        assert grown - cost.memory.recompute_workspace_bytes((0, letter), loads) == pytest.approx(
             inside, abs=1
         )
-    alone = dataclasses.replace(fuller, ep=1)
-    assert alone.saved_bytes((0, "k"), loads) == cost.saved_bytes((0, "k"), loads)
+    alone = fuller.replace(ep=1)
+    assert alone.memory.saved_bytes((0, "k"), loads) == cost.memory.saved_bytes((0, "k"), loads)
     # What one more even share would add to a plan's peak, and back again as text.
     plan = Plan.parse(
         "plan v1\ndocuments 4096\nlayers 4\nchunk 0: 0[0:4096]\nrecompute 0: 1f3k\nstage 0: F0 B0\n"
     )
     (grown,) = routed_bytes(cost, Step(((0,),), (plan,)))
     assert grown == pytest.approx(float(3 * inside[0]), rel=0.4) and grown > 0
-    assert Profile.from_json(fuller.profile.to_json()) == fuller.profile
+    assert Profile.from_json(fuller.layout.profile.to_json()) == fuller.layout.profile
     with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):
-        Profile.from_json(fuller.profile.to_json().replace('"routing": 2.0', '"routing": 0.5'))
+        Profile.from_json(
+            fuller.layout.profile.to_json().replace('"routing": 2.0', '"routing": 0.5')
+        )
 
 
 def test_only_latents_have_an_up_projection_to_recompute() -> None:
@@ -781,7 +805,7 @@ def test_only_latents_have_an_up_projection_to_recompute() -> None:
         share = (1536 * 128 * 192 + 512 * 128 * 256) / one.shapes["dense"].active_parameters
         forward = made.layer_seconds[Kind.FORWARD].per_token
         assert made.recompute_seconds["u"].per_token == pytest.approx(share * forward)
-        cost = Cost(made, (1, 1), (1e15,) * 2)
+        cost = Cost(StageLayout(made, (1, 1)), (1e15,) * 2)
         assert "u" in ladder(cost, cost.loads([Chunk((Span(0, 0, 4096),))], [4096]))
     plain = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
     assert plain.saved_bytes["u"] == plain.saved_bytes["k"]
@@ -794,18 +818,18 @@ def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
     shape = model("deepseek-v3")
     made = profile(shape, DEVICES["h100-80g"])
     figures = made.kinds["dense"]
-    forward = figures.context_seconds[Kind.FORWARD]
+    forward = figures.column_seconds.get(CONTEXT, {})[Kind.FORWARD]
     assert forward == 2 * 512 * 128 * 256 / DEVICES["h100-80g"].linear_flops
-    assert figures.context_seconds[Kind.BACKWARD] == 3 * forward
+    assert figures.column_seconds.get(CONTEXT, {})[Kind.BACKWARD] == 3 * forward
     block = CONTEXT_BLOCK * 2 * 128 * (192 + 128)
     assert figures.workspace_bytes[Kind.FORWARD] == Workspace(per_op=block)
     assert figures.workspace_bytes[Kind.BACKWARD].per_op == 2 * block
     dense = dataclasses.replace(
         shape, layers=1, pattern="dense", kinds={"dense": shape.kinds["dense"]}
     )
-    cost = Cost(profile(dense, DEVICES["h100-80g"]), (1,), (1e15,))
+    cost = Cost(StageLayout(profile(dense, DEVICES["h100-80g"]), (1,)), (1e15,))
     slices = cost.loads([Chunk((Span(0, 0, 4096),)), Chunk((Span(0, 4096, 8192),))], [8192])
     for letter, again in {"c": True, "f": True, "u": False, "m": False}.items():
-        row = cost.recompute_seconds_per((0, letter))
+        row = cost.seconds.recompute_per((0, letter))
         assert (row[-1] > 0) == again, letter
-    assert cost.seconds(Kind.FORWARD, slices)[0][1] > cost.seconds(Kind.FORWARD, slices)[0][0]
+    assert cost.seconds.of(Kind.FORWARD, slices)[0][1] > cost.seconds.of(Kind.FORWARD, slices)[0][0]

@@ -12,6 +12,7 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Bytes, Workspace
 from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
@@ -21,7 +22,7 @@ MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
 
 def cost(layers=(3, 2), **changes) -> Cost:
     made = profile(MODEL, DEVICES["cpu"])
-    return Cost(dataclasses.replace(made, **changes), layers, (1e15,) * len(layers))
+    return Cost(StageLayout(dataclasses.replace(made, **changes), layers), (1e15,) * len(layers))
 
 
 def loads(*chunks: str, documents: tuple[int, ...]):
@@ -48,20 +49,31 @@ def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
         for keeps in (True, False)
     )
     load = loads("0[0:5]", "0[5:9]", "1[0:6]", documents=(9, 6))
-    assert apart.kv_bytes(load).tolist() == [[150.0, 0.0], [100.0, 0.0]]
-    assert kept.kv_bytes(load).tolist() == [[270.0, 0.0], [180.0, 0.0]]
+    assert apart.memory.kv_bytes(load).tolist() == [[150.0, 0.0], [100.0, 0.0]]
+    assert kept.memory.kv_bytes(load).tolist() == [[270.0, 0.0], [180.0, 0.0]]
     # Nobody leaves a gradient for it there, and its chunk saves it no more.
-    assert kept.kv_gradient_bytes(load).tolist() == apart.kv_gradient_bytes(load).tolist()
-    saved = kept.profile.saved_bytes["k"]
-    assert kept.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 4), saved(6, 0)]
-    assert apart.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 0), saved(6, 0)]
+    assert (
+        kept.memory.kv_gradient_bytes(load).tolist()
+        == apart.memory.kv_gradient_bytes(load).tolist()
+    )
+    saved = kept.layout.profile.saved_bytes["k"]
+    assert kept.memory.saved_bytes((0, "k"), load).tolist() == [
+        saved(5, 5),
+        saved(4, 4),
+        saved(6, 0),
+    ]
+    assert apart.memory.saved_bytes((0, "k"), load).tolist() == [
+        saved(5, 5),
+        saved(4, 0),
+        saved(6, 0),
+    ]
 
 
 def test_gradients_of_kept_rows_have_their_own_size() -> None:
     the_cost = cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0)
     load = loads("0[0:5]", "0[5:9]", documents=(9,))
-    assert the_cost.kv_bytes(load).tolist() == [[150.0], [100.0]]
-    assert the_cost.kv_gradient_bytes(load).tolist() == [[300.0], [200.0]]
+    assert the_cost.memory.kv_bytes(load).tolist() == [[150.0], [100.0]]
+    assert the_cost.memory.kv_gradient_bytes(load).tolist() == [[300.0], [200.0]]
 
 
 def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
@@ -69,7 +81,7 @@ def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
     none = {kind: Workspace() for kind in Kind}
     the_cost = cost(last_workspace_bytes=figure, workspace_bytes=none, last_workspace_tokens=6.0)
     load = loads("0[0:5]", "1[0:12]", documents=(5, 12))
-    assert the_cost.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]
+    assert the_cost.memory.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]
 
 
 def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
@@ -79,19 +91,21 @@ def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
     document = slices.document[chunk]
     made = 0.0
     if document >= 0 and slices.later[chunk] < 0:
-        made = the_cost.profile.kv_gradient_bytes_per_token * load.context_tokens[document]
+        made = the_cost.layout.profile.kv_gradient_bytes_per_token * load.context_tokens[document]
     choice = plan.recompute[stage][chunk]
-    saved = [float(the_cost.saved_bytes((0, letter), load)[chunk]) for letter in choice]
+    saved = [float(the_cost.memory.saved_bytes((0, letter), load)[chunk]) for letter in choice]
     again = [
         0.0
         if letter == "k"
         else float(
-            the_cost.bytes_of(the_cost.profile.recompute_workspace_bytes[letter], load)[chunk]
+            the_cost.layout.bytes_of(
+                the_cost.layout.profile.recompute_workspace_bytes[letter], load
+            )[chunk]
         )
         for letter in choice
     ]
-    ends = the_cost.end_bytes(load)[stage][chunk]
-    head = the_cost.output_layer.freed_bytes(load)[stage][chunk]
+    ends = the_cost.ends.held_bytes(load)[stage][chunk]
+    head = the_cost.ends.freed_bytes(load)[stage][chunk]
     held = sum(saved) + ends
     peak = held
     held -= head
@@ -105,7 +119,7 @@ def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_a_backwards_peak_is_that_of_its_layers_one_by_one(seed, lengths) -> None:
     the_cost = cost(kv_gradient_bytes_per_token=300.0)
-    plan = arbitrary_plan(lengths, the_cost.layers, Random(seed), letters="kfcmnab")
+    plan = arbitrary_plan(lengths, the_cost.layout.layers, Random(seed), letters="kfcmnab")
     table = the_cost.table(plan)
     load = the_cost.loads(plan.chunks, plan.documents)
     slices = slices_of(plan)
@@ -116,7 +130,7 @@ def test_a_backwards_peak_is_that_of_its_layers_one_by_one(seed, lengths) -> Non
             promised = (
                 table.held_bytes[Item.ACTIVATIONS][stage][chunk]
                 + table.workspace_bytes[Kind.BACKWARD][stage][chunk]
-                - the_cost.workspace_bytes(Kind.BACKWARD, load)[stage][chunk]
+                - the_cost.memory.workspace_bytes(Kind.BACKWARD, load)[stage][chunk]
                 + (table.held_bytes[Item.KV_GRADIENTS][stage][document] if loose else 0.0)
             )
             found = slow_peak(the_cost, plan, stage, chunk)
@@ -133,7 +147,7 @@ def test_recomputing_the_first_layers_costs_no_peak() -> None:
         plan = Plan(documents, (4,), chunks, ((choice,),), ((),))
         return float(the_cost.table(plan).workspace_bytes[Kind.BACKWARD][0][0])
 
-    base = float(the_cost.workspace_bytes(Kind.BACKWARD, load)[0][0])
+    base = float(the_cost.memory.workspace_bytes(Kind.BACKWARD, load)[0][0])
     assert workspace("ffkk") == base
     assert workspace("kkff") > base
     counts = {(0, "f"): np.full((1, 1), 2.0), (0, "k"): np.full((1, 1), 2.0)}

@@ -72,7 +72,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(shape))
     assert model(str(file)) == Model(**shape)
-    assert named_cost(str(file), "h100-80g", pp=4).layers == (2, 2, 1, 1)
+    assert named_cost(str(file), "h100-80g", pp=4).layout.layers == (2, 2, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""A kind of layer that carries a state: two classes, and it is priced, planned for and named.
+"""A kind of layer that carries a state and has a coefficient of its own: three classes, and it is
+priced, fitted, planned for and named.
 
 What carries such a state at run time is the store that keeps K and V, in
 tests/layers/test_carried_states.py: as many rows as there are borders, and as many of gradients.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +18,33 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import MODELS, Model
+from megatron_epp.cost.columns import Column
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.fitting.fit import Sample, fit_profile
 from megatron_epp.cost.kinds import layer
-from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
+from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes, Work
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
-from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Chunk, Item, Kind, Span, check
+from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance
+from megatron_epp.ir import FULL, Chunk, Item, Kind, Span, check
 from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.sim.play import play
 
 HEADS, TAPS = 8, 3
+SUM_KIND = "full-sum-dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Column):
+    """Blocks of ``size`` rows that a scan goes through, one after the other."""
+
+    NAME = "blocks"
+
+    def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        return -(-(stop - start) // self.size)
+
+
+BLOCKS = Blocks(256)
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class SumSizes(Sizes):
 class DecayedSum(Part):
     """A decaying sum over tokens behind a convolution over TAPS rows: input, sum, output."""
 
-    MIXER, WORD, ALONE = True, "sum", "sum"
+    MIXER, WORD, ALONE, COLUMNS = True, "sum", "sum", (Blocks,)
 
     @classmethod
     def there(cls, shape: Any) -> bool:
@@ -63,6 +82,10 @@ class DecayedSum(Part):
     @property
     def weight_inputs(self) -> int:
         return 2 * self.model.hidden + 2 * self.inner
+
+    @property
+    def work(self) -> Mapping[Column, Work]:
+        return {BLOCKS: Work(2.0 * BLOCKS.size * self.inner, backward=3.0)}
 
     @property
     def recomputed(self) -> Mapping[str, RecomputedModule]:
@@ -96,9 +119,11 @@ def toy_model(layers: int = 8) -> Model:
 def toy_cost(pp: int = 2, room_gib: float = 20.0) -> Cost:
     model = toy_model()
     made = profile(model, DEVICES["h100-80g"], logits_held=False)
-    cost = Cost(made, even_layers(8, pp), (1e15,) * pp, 2, 2, layer_kinds=model.layer_kinds)
-    budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
-    return dataclasses.replace(cost, device_budget_bytes=budget)
+    cost = Cost(
+        StageLayout(made, even_layers(8, pp), 2, 2, layer_kinds=model.layer_kinds), (1e15,) * pp
+    )
+    budget = tuple(states + room_gib * GIB for states in cost.memory.states_bytes)
+    return cost.replace(device_budget_bytes=budget)
 
 
 @pytest.mark.parametrize("scale", [1, 5])
@@ -108,21 +133,73 @@ def test_a_state_is_charged_by_border_whatever_the_tokens(scale: int, slices: in
     cost, part = toy_cost(), 1000 * scale
     chunks = [Chunk((Span(0, n * part, (n + 1) * part),)) for n in range(slices)]
     loads = cost.loads(chunks, (slices * part,))
-    borders, shards = slices - 1, cost.tp * cost.cp
+    borders, shards = slices - 1, cost.layout.tp * cost.layout.cp
     assert loads.borders.tolist() == [borders]
-    attention = Cost(cost.profile.of_kind("full-heads-dense"), (1,), (1e15,), 2, 2)
+    attention = Cost(
+        StageLayout(cost.layout.profile.of_kind("full-heads-dense"), (1,), 2, 2), (1e15,)
+    )
     for found, of_attention, each in (
-        (cost.kv_bytes(loads), attention.kv_bytes(loads), STATE_BYTES),
-        (cost.kv_gradient_bytes(loads), attention.kv_gradient_bytes(loads), GRADIENT_BYTES),
+        (cost.memory.kv_bytes(loads), attention.memory.kv_bytes(loads), STATE_BYTES),
+        (
+            cost.memory.kv_gradient_bytes(loads),
+            attention.memory.kv_gradient_bytes(loads),
+            GRADIENT_BYTES,
+        ),
     ):
         states = 3 * borders * each / shards  # a stage has three such layers, and one of attention
         np.testing.assert_allclose(found - of_attention, states)
-    assert (cost.seconds(Kind.FORWARD, loads) > 0).all()
+    assert (cost.seconds.of(Kind.FORWARD, loads) > 0).all()
+
+
+def test_a_column_of_its_own_is_part_of_seconds() -> None:
+    """And runs again with the whole layer; a column that no layer has is no column of the cost."""
+    cost = toy_cost(pp=1)
+    made = cost.layout.profile
+    chunks = [Chunk((Span(0, 0, 300),)), Chunk((Span(0, 300, 1000), Span(1, 0, 257)))]
+    loads, blocks = cost.loads(chunks, (1000, 257)), np.array([2, 3 + 2])
+    assert cost.layout.further == (BLOCKS,) and (cost.layout.features(loads)[3] == blocks).all()
+    without = made.kinds | {SUM_KIND: dataclasses.replace(made.kinds[SUM_KIND], column_seconds={})}
+    less = cost.replace(profile=made.with_kinds(without))
+    assert less.layout.further == ()
+    flops = 2.0 * BLOCKS.size * HEADS * 64
+    for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 3), (Kind.INPUT, 3), (Kind.WEIGHT, 0)):
+        taken = times * flops / DEVICES["h100-80g"].linear_flops
+        assert made.kinds[SUM_KIND].column_seconds[BLOCKS][kind] == taken
+        more = cost.seconds.of(kind, loads)[0] - less.seconds.of(kind, loads)[0]
+        np.testing.assert_allclose(more, 6 * taken * blocks / cost.layout.shards, atol=1e-12)
+    number = cost.layout.kinds.names.index(SUM_KIND)
+    again = cost.seconds.recompute((number, FULL), loads)
+    again = again - less.seconds.recompute((number, FULL), loads)
+    forward = made.kinds[SUM_KIND].column_seconds[BLOCKS][Kind.FORWARD]
+    np.testing.assert_allclose(again, forward * blocks / cost.layout.shards, atol=1e-12)
+    lengths = np.array([100, 1000, 257])
+    assert cost.layout.whole_features(lengths, 2.0).tolist()[2:] == [2.0, 1 + 4 + 2]
+
+
+def test_a_column_of_its_own_is_fitted_and_kept_in_files() -> None:
+    made = toy_cost().layout.profile.of_kind(SUM_KIND)
+    value = json.loads(made.to_json())
+    assert list(value["column_seconds"]) == ["blocks 256"] and value["context_seconds"] == {}
+    assert Profile.from_json(made.to_json()) == made
+    plain = MODELS["llama3-8b"]
+    assert "column_seconds" not in json.loads(profile(plain, DEVICES["h100-80g"]).to_json())
+    value["column_seconds"]["blocs 256"] = value["column_seconds"].pop("blocks 256")
+    with pytest.raises(ValueError, match="column_seconds: 'blocs 256': no kind of layers has such"):
+        Profile.from_json(json.dumps(value))
+    rows = []
+    for tokens, blocks in ((200, 1), (256, 9), (1000, 4), (1024, 30), (4000, 16), (4096, 50)) * 4:
+        seconds = 2e-6 * tokens + 3e-3 * blocks + 1e-4
+        columns = ((BLOCKS, blocks),)
+        rows.append(Sample("k", False, 0, tokens, 0, 0, seconds, columns=columns))
+    where = Provenance("toy", "h100-80g", "bf16", "2026-11-25", "the table above", MEASURED)
+    fitted = fit_profile(made, where, seconds={Kind.FORWARD: rows}).profile
+    assert fitted.column_seconds[BLOCKS][Kind.FORWARD] == pytest.approx(3e-3, rel=1e-3)
+    assert fitted.layer_seconds[Kind.FORWARD].per_token == pytest.approx(2e-6, rel=1e-3)
 
 
 def test_it_is_planned_for(tmp_path) -> None:
     cost = toy_cost(room_gib=6.0)
-    assert cost.kinds_text == "2*(3*full-sum-dense full-heads-dense)"
+    assert cost.layout.kinds_text == "2*(3*full-sum-dense full-heads-dense)"
     lengths = (120_000, 9_000, 40_000, 700, 3_000)
     for name in ("epp", "infinipipe"):
         planned = PLANNERS[name](lengths, cost, Options())
@@ -131,23 +208,22 @@ def test_it_is_planned_for(tmp_path) -> None:
     borders = cost.loads(planned.plan.chunks, planned.plan.documents).borders
     assert borders.sum() > 0
     # Larger states, the same orders: the peak grows by no less than those of one document.
-    figures = dict(cost.profile.kinds)
-    kind = "full-sum-dense"
-    figures[kind] = dataclasses.replace(figures[kind], border_bytes=1e9)
-    heavier = dataclasses.replace(cost, profile=cost.profile.with_kinds(figures))
+    figures = dict(cost.layout.profile.kinds)
+    figures[SUM_KIND] = dataclasses.replace(figures[SUM_KIND], border_bytes=1e9)
+    heavier = cost.replace(profile=cost.layout.profile.with_kinds(figures))
     light, heavy = (play(planned.plan, one.table(planned.plan)) for one in (cost, heavier))
     grown = np.array(heavy.peak_bytes) - np.array(light.peak_bytes)
     assert (grown > 0.9 * 3 * borders.max() * 1e9 / 4).all()
     path = str(tmp_path / "profile.json")
-    cost.profile.save(path)
-    assert Profile.load(path) == cost.profile
+    cost.layout.profile.save(path)
+    assert Profile.load(path) == cost.layout.profile
 
 
 def test_its_states_are_items_of_documents() -> None:
     cost = toy_cost()
     plan = PLANNERS["epp"]((60_000, 500), cost, Options()).plan
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    assert np.array_equal(table.held_bytes[Item.KV], cost.kv_bytes(loads))
+    assert np.array_equal(table.held_bytes[Item.KV], cost.memory.kv_bytes(loads))
 
 
 # --- what was forgotten ---------------------------------------------------------------------------

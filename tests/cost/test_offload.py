@@ -9,6 +9,7 @@ from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.sim.play import play
@@ -53,7 +54,7 @@ def cost(rate: float, layers: tuple[int, ...] = (4,)) -> Cost:
         link_latency_seconds=0.0,
         host_bytes_per_second=rate,
     )
-    return Cost(made, layers, (1e12,) * len(layers))
+    return Cost(StageLayout(made, layers), (1e12,) * len(layers))
 
 
 def plan(*choices: str, stages: int = 1, order: str = "F0 F1 B0 B1") -> Plan:

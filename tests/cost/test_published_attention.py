@@ -12,6 +12,7 @@ import pytest
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.ir import Kind
 
 TOKENS, HEADS, HEAD_SIZE = 16384, 16, 128
@@ -25,7 +26,7 @@ def predicted_tflops(length: int, *, kv_read: bool) -> float:
     device = dataclasses.replace(DEVICES["h100-80g"], attention_flops=PUBLISHED[16384] * 1e12)
     made = profile(MODEL, device, kv_read=kv_read)
     seconds = TOKENS * length * made.layer_seconds[Kind.FORWARD].per_pair
-    seconds += TOKENS * made.context_seconds.get(Kind.FORWARD, 0.0)
+    seconds += TOKENS * made.column_seconds.get(CONTEXT, {}).get(Kind.FORWARD, 0.0)
     return 4 * TOKENS * length * HIDDEN / seconds / 1e12
 
 
@@ -41,17 +42,21 @@ def test_without_it_short_sequences_are_far_off() -> None:
 def test_windows_and_halves_without_attention_carry_no_context() -> None:
     made = profile(MODELS["gpt-oss-20b"], DEVICES["h100-80g"], kv_read=True)
     for figures in made.kinds.values():
-        assert bool(figures.context_seconds) == (figures.window == 0)
+        assert bool(figures.column_seconds.get(CONTEXT, {})) == (figures.window == 0)
 
 
 def test_the_papers_constants_have_none_and_a_device_without_a_rate_neither() -> None:
-    assert not profile(MODELS["gpt-13b"], DEVICES["a100-80g"], kv_read=True).context_seconds
+    assert not profile(MODELS["gpt-13b"], DEVICES["a100-80g"], kv_read=True).column_seconds.get(
+        CONTEXT, {}
+    )
     unknown = dataclasses.replace(DEVICES["cpu"], memory_bytes_per_second=0.0)
-    assert not profile(MODELS["llama3-8b"], unknown, kv_read=True).context_seconds
+    assert not profile(MODELS["llama3-8b"], unknown, kv_read=True).column_seconds.get(CONTEXT, {})
 
 
 def test_backward_moves_seven_times_as_much() -> None:
     """K and V, their gradients written, read and added to float32: 14 bytes against 2."""
-    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"], kv_read=True).context_seconds
+    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"], kv_read=True).column_seconds.get(
+        CONTEXT, {}
+    )
     assert made[Kind.BACKWARD] == made[Kind.INPUT] == pytest.approx(7 * made[Kind.FORWARD])
     assert made[Kind.WEIGHT] == 0

@@ -9,6 +9,7 @@ from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import Item, Kind, Plan
 from megatron_epp.sim.play import play
@@ -28,7 +29,7 @@ def cost(layers: tuple[int, ...], between: float = BETWEEN) -> Cost:
         weight_input_bytes=Bytes(between, between),
         last_weight_input_bytes=Bytes(HEAD, HEAD),
     )
-    return Cost(made, layers, (1e12,) * len(layers))
+    return Cost(StageLayout(made, layers), (1e12,) * len(layers))
 
 
 def slow(letters: str, last: bool, between: float) -> float:

@@ -62,7 +62,7 @@ def test_neighbouring_stages_share_a_node_only_where_the_whole_job_does() -> Non
 
 def seconds(**how) -> float:
     cost = named_cost("llama3-70b", "h100-80g", pp=8, **how)
-    return float(cost.comm_seconds_per(Kind.FORWARD)[3, 0])
+    return float(cost.seconds.communication_per(Kind.FORWARD)[3, 0])
 
 
 def test_the_cost_of_a_layout_follows_its_groups_places() -> None:
@@ -72,12 +72,14 @@ def test_the_cost_of_a_layout_follows_its_groups_places() -> None:
     inside = seconds(tp=1, cp=4, topology="nodes", memory_budget_gib=1000)
     assert inside == seconds(tp=1, cp=4, topology="flat", memory_budget_gib=1000)
     cost = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, cp=4, topology="nodes")
-    (figures,) = cost.figures
-    assert cost.network is not None
-    moved = figures.all_to_all_bytes_per_token / 32 / cost.network.all_to_all(4, 8)
+    (figures,) = cost.layout.coefficients
+    assert cost.layout.network is not None
+    moved = figures.all_to_all_bytes_per_token / 32 / cost.layout.network.all_to_all(4, 8)
     gathers = figures.tensor_bytes_per_token * 7 / 8 / 4 / 350e9
-    layers = cost.layers[3]
-    assert cost.comm_seconds_per(Kind.FORWARD)[3, 0] == pytest.approx(layers * (moved + gathers))
+    layers = cost.layout.layers[3]
+    assert cost.seconds.communication_per(Kind.FORWARD)[3, 0] == pytest.approx(
+        layers * (moved + gathers)
+    )
 
 
 def test_a_topology_by_file_and_what_it_refuses(tmp_path) -> None:

@@ -8,13 +8,15 @@ import pytest
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.refit import LEAST, refit
 from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_within
-from megatron_epp.cost.profile import Seconds, layer_figures
+from megatron_epp.cost.profile import Seconds, layer_coefficients
 from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Span, Timed, Transfer
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.play import play
@@ -24,8 +26,8 @@ PROFILE = profile(MODEL, DEVICES["cpu"])
 
 
 def test_a_played_plan_has_no_residuals() -> None:
-    cost = Cost(PROFILE, (2, 2), (1e15, 1e15))
-    plan = arbitrary_plan([500, 900, 70], cost.layers, Random(1), letters="kfcmnab")
+    cost = Cost(StageLayout(PROFILE, (2, 2)), (1e15, 1e15))
+    plan = arbitrary_plan([500, 900, 70], cost.layout.layers, Random(1), letters="kfcmnab")
     table = cost.table(plan)
     found = residuals(plan, table, play(plan, table).records)
     assert len(found) == sum(map(len, plan.orders))
@@ -33,8 +35,8 @@ def test_a_played_plan_has_no_residuals() -> None:
 
 
 def test_transfers_and_nothing_have_no_residual() -> None:
-    cost = Cost(PROFILE, (4,), (1e15,))
-    plan = arbitrary_plan([50], cost.layers, Random(1))
+    cost = Cost(StageLayout(PROFILE, (4,)), (1e15,))
+    plan = arbitrary_plan([50], cost.layout.layers, Random(1))
     message = Message(Payload.ACTIVATION, 0, 0, 1)
     records = [
         Timed(0, Transfer(Kind.SEND, message), 0.0, 1.0),
@@ -44,8 +46,8 @@ def test_transfers_and_nothing_have_no_residual() -> None:
 
 
 def test_errors_are_sorted_by_slice_and_context() -> None:
-    cost = Cost(PROFILE, (4,), (1e15,))
-    plan = arbitrary_plan([600, 90], cost.layers, Random(4))
+    cost = Cost(StageLayout(PROFILE, (4,)), (1e15,))
+    plan = arbitrary_plan([600, 90], cost.layout.layers, Random(4))
     table = cost.table(plan)
     sorts = ErrorTable()
     sorts.add(residuals(plan, table, play(plan, table).records))
@@ -94,7 +96,10 @@ def test_a_machine_that_slowed_down_is_learnt() -> None:
     assert found is not None
     assert found.before > 0.2
     assert found.after < 0.05
-    cases = Cost(truth, (4, 4), (1e15, 1e15)), Cost(found.profile, (4, 4), (1e15, 1e15))
+    cases = (
+        Cost(StageLayout(truth, (4, 4)), (1e15, 1e15)),
+        Cost(StageLayout(found.profile, (4, 4)), (1e15, 1e15)),
+    )
     plan = arbitrary_plan([2000, 900], (4, 4), Random(2))
     right, learnt = (play(plan, cost.table(plan)).seconds for cost in cases)
     assert learnt == pytest.approx(right, rel=0.05)
@@ -112,9 +117,15 @@ def test_layers_and_ends_stay_apart() -> None:
         learnt, right = (p.layer_seconds[kind].per_token for p in (found.profile, truth))
         assert learnt == pytest.approx(right, rel=0.15)
     plan = arbitrary_plan([2000, 900], (7, 1), Random(2))
-    cases = Cost(truth, (7, 1), (1e15, 1e15)), Cost(found.profile, (7, 1), (1e15, 1e15))
+    cases = (
+        Cost(StageLayout(truth, (7, 1)), (1e15, 1e15)),
+        Cost(StageLayout(found.profile, (7, 1)), (1e15, 1e15)),
+    )
     right, learnt = (play(plan, cost.table(plan)).seconds for cost in cases)
     assert learnt == pytest.approx(right, rel=0.1)
+
+
+NEAR = WindowPairs(100)
 
 
 def of_kinds(truth, count: int) -> dict[Kind, list[Sample]]:
@@ -139,7 +150,7 @@ def of_kinds(truth, count: int) -> dict[Kind, list[Sample]]:
                     seconds += figures.recompute_seconds[letter](*load)
             seconds *= random.gauss(1, 0.02)
             ends = (stage == 0, stage == 3)
-            rows.append(Sample(choice, *ends, tokens, pairs, 0, seconds, word, ((100, near),)))
+            rows.append(Sample(choice, *ends, tokens, pairs, 0, seconds, word, ((NEAR, near),)))
     return made
 
 
@@ -150,7 +161,7 @@ def test_one_kind_that_slowed_down_is_learnt() -> None:
     model = dataclasses.replace(MODEL, layers=6, kinds=shapes, pattern="2*near far near 2*far")
     before = profile(model, DEVICES["cpu"])
     far = dataclasses.replace(
-        layer_figures(before.other_kinds["far"]),
+        layer_coefficients(before.other_kinds["far"]),
         **{
             name: {key: dataclasses.replace(s, per_token=2 * s.per_token) for key, s in it.items()}
             for name, it in (
@@ -159,7 +170,7 @@ def test_one_kind_that_slowed_down_is_learnt() -> None:
             )
         },
     )
-    truth = before.with_kinds({"near": layer_figures(before), "far": far})
+    truth = before.with_kinds({"near": layer_coefficients(before), "far": far})
     found = refit(before, of_kinds(truth, 80))
     assert found is not None and found.after < 0.05
     for op in (Kind.FORWARD, Kind.BACKWARD):
@@ -169,7 +180,7 @@ def test_one_kind_that_slowed_down_is_learnt() -> None:
     word = ("near", "far", "far", "far", "far", "near")
     plan = arbitrary_plan([2000, 900], (5, 1), Random(2))
     right, learnt, old = (
-        play(plan, Cost(p, (5, 1), (1e15, 1e15), layer_kinds=word).table(plan)).seconds
+        play(plan, Cost(StageLayout(p, (5, 1), layer_kinds=word), (1e15, 1e15)).table(plan)).seconds
         for p in (truth, found.profile, before)
     )
     assert learnt == pytest.approx(right, rel=0.1) and right > 1.1 * old

@@ -10,6 +10,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import plan_loads
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, OF_HEAD, OF_LAYERS, Chunk, Item, Kind, Payload, Plan, Span
@@ -32,15 +33,17 @@ def test_the_work_is_four_thirds_of_the_last_stages_and_even(held: bool) -> None
     cut = whole.with_vocabulary(True)
     bare = np.zeros((4, LOADS.chunks))
     for kind in (Kind.FORWARD, Kind.BACKWARD):
-        bare += whole.seconds(kind, LOADS) - cut.seconds(kind, LOADS)
+        bare += whole.seconds.of(kind, LOADS) - cut.seconds.of(kind, LOADS)
     assert (bare[:-1] == 0).all() and (bare[-1] > 0).all()
     assert bare[-1] == pytest.approx(
         6.0 * MODEL.vocabulary * MODEL.hidden / DEVICES["h100-80g"].linear_flops / 8 * LOADS.tokens
     )
     for kind in OF_HEAD:
-        made = cut.seconds(kind, LOADS)
+        made = cut.seconds.of(kind, LOADS)
         assert made == pytest.approx(np.tile(bare[-1] * 2 / 3 / 4, (4, 1)))
-    assert cut.seconds(Kind.WEIGHT, LOADS)[-1] == pytest.approx(cut.seconds(Kind.WEIGHT, LOADS)[1])
+    assert cut.seconds.of(Kind.WEIGHT, LOADS)[-1] == pytest.approx(
+        cut.seconds.of(Kind.WEIGHT, LOADS)[1]
+    )
 
 
 def test_what_a_chunk_costs_whatever_its_size_is_not_spread() -> None:
@@ -49,36 +52,35 @@ def test_what_a_chunk_costs_whatever_its_size_is_not_spread() -> None:
     ends[Kind.FORWARD] = Seconds(1e-7, 0.0, 3e-4)
     ends[Kind.BACKWARD] = Seconds(2e-7, 0.0, 6e-4)
     measured = dataclasses.replace(measured, last_seconds=ends)
-    made = Cost(measured, (8, 8), (1e15, 1e15), vocabulary_parallel=True)
-    head = made.seconds_per(Kind.HEAD)
+    made = Cost(StageLayout(measured, (8, 8), vocabulary_parallel=True), (1e15, 1e15))
+    head = made.seconds.per(Kind.HEAD)
     assert head[0] == pytest.approx([1e-7, 0.0, 6e-4])
-    assert (head == made.seconds_per(Kind.HEAD_WEIGHT)).all() and (head[0] == head[1]).all()
+    assert (head == made.seconds.per(Kind.HEAD_WEIGHT)).all() and (head[0] == head[1]).all()
 
 
 def test_states_move_and_none_is_lost() -> None:
     whole, cut = cost(), cost(vocabulary_parallel=True)
-    assert sum(cut.parameters[0]) == pytest.approx(sum(whole.parameters[0]))
-    layers = MODEL.layers // 4 * whole.profile.layer_parameters
-    share = whole.profile.last_parameters / 4
-    assert cut.parameters[0] == pytest.approx(
-        [layers + share + whole.profile.first_parameters, *[layers + share] * 3]
+    assert sum(cut.memory.parameters[0]) == pytest.approx(sum(whole.memory.parameters[0]))
+    layers = MODEL.layers // 4 * whole.layout.profile.layer_parameters
+    share = whole.layout.profile.last_parameters / 4
+    assert cut.memory.parameters[0] == pytest.approx(
+        [layers + share + whole.layout.profile.first_parameters, *[layers + share] * 3]
     )
-    assert cut.states_bytes[-1] < whole.states_bytes[-1]
-    assert cut.states_bytes[0] > whole.states_bytes[0]
+    assert cut.memory.states_bytes[-1] < whole.memory.states_bytes[-1]
+    assert cut.memory.states_bytes[0] > whole.memory.states_bytes[0]
 
 
 def test_messages() -> None:
     """The output goes round; between stages two rows a token go with it, to the last stage
     alone. Evaluation wants no rows."""
     cut = cost(vocabulary_parallel=True)
-    one = cut.link_seconds(LOADS)[0]
+    one = cut.seconds.link(LOADS)[0]
     table = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)})
     rows = np.asarray(table.link_seconds[Payload.HEAD])
     assert (rows == np.array([3, 3, 2, 1])[:, None] * one).all()
     two = cost(pp=2, vocabulary_parallel=True)
     assert (
-        two.output_layer.head_link_seconds(LOADS, False)[Payload.HEAD]
-        == np.array([2, 1])[:, None] * one
+        two.ends.head_link_seconds(LOADS, False)[Payload.HEAD] == np.array([2, 1])[:, None] * one
     ).all()
     evaluated = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)}, forward_only=True)
     rows = np.asarray(evaluated.link_seconds[Payload.HEAD])
@@ -125,10 +127,10 @@ def test_logits_that_would_be_held_are_not() -> None:
 def test_tensor_parallel_ranks_gather_the_output_for_each() -> None:
     cut = cost(tp=4, cp=2, vocabulary_parallel=True)
     for kind in OF_HEAD:
-        per = cut.comm_seconds_per(kind)
-        rate = cut.profile.tensor_bytes_per_second[4]
+        per = cut.seconds.communication_per(kind)
+        rate = cut.layout.profile.tensor_bytes_per_second[4]
         assert per[:, 0] == pytest.approx(HIDDEN_BYTES * 3 / 4 / 2 / rate)
-    assert (cost(vocabulary_parallel=True).comm_seconds_per(Kind.HEAD) == 0).all()
+    assert (cost(vocabulary_parallel=True).seconds.communication_per(Kind.HEAD) == 0).all()
 
 
 def test_a_table_is_made_as_the_plan_is() -> None:
@@ -141,32 +143,34 @@ def test_a_table_is_made_as_the_plan_is() -> None:
         assert set(made.table(cut).seconds) == {*OF_LAYERS, *OF_HEAD}
         assert set(made.table(whole).seconds) == set(OF_LAYERS)
         assert Item.HEAD_INPUTS not in made.table(whole).held_bytes
-        assert made.table(cut).resident_bytes == made.with_vocabulary(True).states_bytes
+        assert made.table(cut).resident_bytes == made.with_vocabulary(True).memory.states_bytes
 
 
 def test_a_measured_early_head_holds_what_the_last_stage_holds_here() -> None:
     """The norm's input and the gradient; not twice."""
     made = cost(logits_held=False)
     early = dataclasses.replace(
-        made.profile, last_bytes=Bytes(2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES), last_workspace_tokens=9
+        made.layout.profile,
+        last_bytes=Bytes(2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES),
+        last_workspace_tokens=9,
     )
-    cut = dataclasses.replace(made, profile=early, vocabulary_parallel=True)
-    assert cut.end_bytes(LOADS)[-1] == pytest.approx(2 * HIDDEN_BYTES * LOADS.tokens / 8)
-    assert (cut.output_layer.head_workspace_bytes(LOADS)[Kind.HEAD] < 1e9).all()
+    cut = made.replace(profile=early, vocabulary_parallel=True)
+    assert cut.ends.held_bytes(LOADS)[-1] == pytest.approx(2 * HIDDEN_BYTES * LOADS.tokens / 8)
+    assert (cut.ends.head_workspace_bytes(LOADS)[Kind.HEAD] < 1e9).all()
 
 
 def test_measured_figures_of_h_and_g_stand_before_those_of_the_whole() -> None:
-    made = cost(logits_held=False).profile
+    made = cost(logits_held=False).layout.profile
     measured = dataclasses.replace(
         made,
         head_seconds={Kind.HEAD: Seconds(8e-7, 0.0, 1e-4)},
         head_workspace_bytes={Kind.HEAD_WEIGHT: Workspace(16.0, 16.0, 0.0, 4e6)},
     )
     assert Profile.from_json(measured.to_json()) == measured
-    cut = Cost(measured, (16, 16), (1e15, 1e15), vocabulary_parallel=True)
-    assert cut.seconds_per(Kind.HEAD)[1] == pytest.approx([4e-7, 0.0, 1e-4])
-    assert cut.seconds_per(Kind.HEAD_WEIGHT)[1][0] > 0
-    assert cut.output_layer.head_workspace_bytes(LOADS)[Kind.HEAD_WEIGHT][0] == pytest.approx(
+    cut = Cost(StageLayout(measured, (16, 16), vocabulary_parallel=True), (1e15, 1e15))
+    assert cut.seconds.per(Kind.HEAD)[1] == pytest.approx([4e-7, 0.0, 1e-4])
+    assert cut.seconds.per(Kind.HEAD_WEIGHT)[1][0] > 0
+    assert cut.ends.head_workspace_bytes(LOADS)[Kind.HEAD_WEIGHT][0] == pytest.approx(
         8 * LOADS.tokens + 2e6
     )
 

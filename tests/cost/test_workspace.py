@@ -13,6 +13,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import line_above
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit
@@ -37,12 +38,12 @@ def cost(layer: Workspace, last: Workspace = NONE, tp: int = 1, cp: int = 1) -> 
         workspace_bytes={**PLAIN.workspace_bytes, Kind.BACKWARD: layer},
         last_workspace_bytes={**PLAIN.last_workspace_bytes, Kind.BACKWARD: last},
     )
-    return Cost(made, (4, 4), (80 * GIB, 80 * GIB), tp=tp, cp=cp)
+    return Cost(StageLayout(made, (4, 4), tp=tp, cp=cp), (80 * GIB, 80 * GIB))
 
 
 def workspace(of: Cost) -> list[list[float]]:
     loads = of.loads(PLAN.chunks, PLAN.documents)
-    return of.workspace_bytes(Kind.BACKWARD, loads).tolist()
+    return of.memory.workspace_bytes(Kind.BACKWARD, loads).tolist()
 
 
 def test_by_hand() -> None:
@@ -75,7 +76,7 @@ def test_it_is_charged_once_however_many_chunks_are_in_flight() -> None:
 
 
 def test_workspaces_go_to_text_and_back() -> None:
-    rich = cost(Workspace(1.0, 2.0, 3.0, 4.0)).profile
+    rich = cost(Workspace(1.0, 2.0, 3.0, 4.0)).layout.profile
     assert Profile.from_json(rich.to_json()) == rich
     bad = json.loads(rich.to_json())
     bad["workspace_bytes"]["F"]["per_contex_token"] = 1.0
@@ -88,11 +89,11 @@ def test_absent_figures_change_no_byte() -> None:
     loads = made.loads(PLAN.chunks, PLAN.documents)
     for kind in OF_LAYERS:
         bare = dataclasses.replace(
-            made.profile,
+            made.layout.profile,
             workspace_bytes={kind: Workspace(2.0, 2.0) for kind in OF_LAYERS},
             last_workspace_bytes={kind: Workspace() for kind in OF_LAYERS},
         )
-        grid = dataclasses.replace(made, profile=bare).workspace_bytes(kind, loads)
+        grid = made.replace(profile=bare).memory.workspace_bytes(kind, loads)
         assert grid.tolist() == [[10_000.0, 11_000.0, 1800.0]] * 2
 
 
@@ -106,7 +107,7 @@ def test_what_fits_leaves_room_for_it() -> None:
     with pytest.raises(Exception, match="document 0 of 60000 tokens on stage 0 needs at least"):
         require_fit(heavy, (60_000,))
     light = cost(Workspace())
-    room = 80 * GIB - np.max(light.states_bytes)
+    room = 80 * GIB - np.max(light.memory.states_bytes)
     half = cost(Workspace(per_op=float(room / 2)))
     whole, less = (most_tokens(one) for one in (light, half))
     assert 0.45 * whole < less < 0.5 * whole

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_epp.ir import HandOver, Kind, Op, Payload, Plan, StageOp, lower
 from megatron_epp.ir.program.sequence import sequence
-from megatron_epp.layers.early_loss import early_backward
+from megatron_epp.layers.lm_head.fused_loss import fused_backward
 
 WIDTH, LAYERS, ROWS = 6, 3, 12  # 12 rows of 6 doubles: more than the least that is offloaded
 
@@ -86,7 +86,7 @@ class Stage:
         self.host.wait()
         if self.is_last and not self.spread:
             weights = torch.ones(1, len(y), dtype=y.dtype, device=self.device)
-            y = early_backward(y[:, None], weights, self._losses, block=5).sum()
+            y = fused_backward(y[:, None], weights, self._losses, block=5).sum()
         self._saved[chunk] = x, y
         if self.is_last and not self.spread:
             return None

@@ -36,9 +36,10 @@ from megatron.core.distributed import (  # noqa: E402
 
 from megatron_epp.ir import Payload, Plan, lower_rank  # noqa: E402
 from megatron_epp.ir.random_plan import arbitrary_plan  # noqa: E402
-from megatron_epp.layers import early_loss  # noqa: E402
+from megatron_epp.layers.lm_head import fused_loss  # noqa: E402
 from megatron_epp.layers.wgrad.linear import Linear, deferred_linear  # noqa: E402
-from megatron_epp.mcore.model import bucket_order, early_head  # noqa: E402
+from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
+from megatron_epp.mcore.model import bucket_order  # noqa: E402
 from megatron_epp.mcore.model import stage as model_stage  # noqa: E402
 from megatron_epp.runtime import link  # noqa: E402
 from megatron_epp.runtime.clock import CudaClock  # noqa: E402
@@ -142,7 +143,7 @@ class Toy(nn.Module):
             return x
         if known_gradient is None:
             return token_losses(None, self.output_layer(x)[0])
-        return early_head.EarlyHead(known_gradient)(
+        return fused_head.FusedHead(known_gradient)(
             hidden_states=x,
             output_layer=self.output_layer,
             output_weight=None,
@@ -212,7 +213,7 @@ class Parts:
 
     stage: ModuleType = model_stage
     bucket_order: ModuleType = bucket_order
-    early_loss: ModuleType = early_loss
+    fused_loss: ModuleType = fused_loss
     buffer: ModuleType = param_and_grad_buffer
 
 
@@ -326,8 +327,8 @@ def of_ranks(parts: Parts) -> Iterator[None]:
             (parts.buffer, {"log_on_each_pipeline_stage": lambda *words, **others: None}),
             (distributed_data_parallel, {name: getattr(parts.buffer, name) for name in made}),
             (parts.stage, {"ReadyOrder": parts.bucket_order.ReadyOrder}),
-            (early_head, {"rows_at_once": lambda *words: BLOCK}),
-            (early_head, {"early_backward": parts.early_loss.early_backward}),
+            (fused_head, {"rows_at_once": lambda *words: BLOCK}),
+            (fused_head, {"fused_backward": parts.fused_loss.fused_backward}),
             (dist, {"get_rank": lambda group=None: HERE.host.rank}),
         ):
             stack.enter_context(patch.multiple(target, **replaced))

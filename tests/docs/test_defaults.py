@@ -13,6 +13,7 @@ from megatron_epp.certify.trial import DegreeFlags, Trial
 from megatron_epp.cli.flags import FLAGS
 from megatron_epp.flag_fields import flag_of
 from megatron_epp.planner.options import LEVERS, TRAINING_LEVERS
+from megatron_epp.planner.settings import SharedSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
 
@@ -58,6 +59,17 @@ def test_every_default_has_a_row_with_its_reason() -> None:
     assert {name: defaults for name, defaults, _ in rows} == in_code()
     assert len({name for name, *_ in rows}) == len(rows)
     assert all(len(why) > 3 for *_, why in rows)
+
+
+def test_training_and_plan_say_the_same_of_what_they_share() -> None:
+    """Each may then go on with what only it does."""
+    from megatron_epp.mcore.flags.config import Config
+
+    planning = {each.name: each for schema in FLAGS["plan"] for each in fields(schema)}
+    training = {each.name: each for each in fields(Config)}
+    for setting in fields(SharedSettings):
+        for each in (planning[setting.name], training[f"epp_{setting.name}"]):
+            assert each.metadata["help"].startswith(setting.metadata["help"])
 
 
 def test_a_row_that_is_missing_or_wrong_is_found() -> None:

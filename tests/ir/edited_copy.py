@@ -23,5 +23,6 @@ def run_with(
         for line, added in changes:
             assert text.count(line) == 1 or not text + line, (name, line)
             text = text.replace(line, added + line)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     return run_with_torch(program, folder, {"NUMBA_DISABLE_JIT": "1"})  # such plans are small

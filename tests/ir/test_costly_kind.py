@@ -1,10 +1,12 @@
 """A new kind of op that costs and frees something: the files that it touches, and who says which of
 them was forgotten (CONTRIBUTING, "Add a kind of op")."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron_epp.ir import op
 from tests.ir.edited_copy import run_with
 
 # L, in the place of W: takes half as long again and twice the workspace, and frees what I left. By
@@ -59,6 +61,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Kind, Op, Plan, PlanError, check, lower
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.runtime.executor import Executor
+from megatron_epp.show.page import to_html
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import timeline_of
 from megatron_epp.show.trace import to_trace
@@ -104,10 +107,15 @@ assert (table.workspace_bytes[Kind.LATE] == 2 * table.workspace_bytes[Kind.WEIGH
 assert [str(op) for op in lower(plan)[0] if isinstance(op, Op)] == "F0 F1 I1 L1 I0 L0".split()
 from megatron_epp.ir.program import sequence
 assert Kind.LATE in sequence.FORWARDS, "sequence: L has no work"
-timeline = timeline_of(play(plan, unit_table(plan)))
+pictured = play(plan, unit_table(plan))
+assert seconds(pictured, "L1") == 1.5
+timeline = timeline_of(pictured)
 assert "L0" in text_gantt(timeline, 120) and '"name":"L0"' in to_trace(timeline)
+assert "late" in to_html(timeline)
 compute = Mock()
-Executor((), compute, *[None] * 5)._do[Kind.LATE](Op.parse("L1"))
+executor = Executor((), compute, *[None] * 5)
+executor._do[Kind.LATE](Op.parse("L1"))
+assert set(executor._do) == set(Kind)
 compute.late.assert_called_once_with(1)
 found = planner_of("epp")([9000, 500, 300], cost, Options(effort=0))  # planners leave it alone
 assert found.seconds == play(found.plan, cost.table(found.plan)).seconds
@@ -139,3 +147,18 @@ def test_a_forgotten_place_is_named(tmp_path: Path, forgotten: str, said: str) -
     done = run_with(edits, USE, tmp_path)
     assert done.returncode != 0
     assert said in done.stderr, done.stderr[-2000:]
+
+
+def test_the_docstring_names_the_places() -> None:
+    """Those that every kind has; one that costs nothing is not in the cost model."""
+    named = re.findall(r"\b(?:ir|sim|runtime|show)/[a-z_]+", op.Kind.__doc__ or "")
+    assert (
+        {f"{name}.py" for name in named if "test" not in name}
+        == {
+            "ir/rules.py",
+            "sim/unit_table.py",
+            "runtime/executor.py",
+            "show/colours.py",
+        }
+        <= set(LATE)
+    )

@@ -21,7 +21,7 @@ from megatron_epp.ir import (
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import EXECUTED, PIPELINES
+from megatron_epp.planner.registry import COMPARED, PLANNERS
 from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
 from tests.plans import EXAMPLE, evaluation, random_place, two_ahead
 
@@ -48,7 +48,7 @@ def test_planned_batches() -> None:
     """Of all pipeline planners, training and evaluation, 1 to 8 stages."""
     plans = [plan for path in GOLDEN for plan in of_file(path)]
     planners = {plan.predicted.planner for plan in plans if plan.predicted is not None}
-    assert planners >= set(PIPELINES)
+    assert planners >= set(COMPARED)
     for plan in plans:
         assert_sound(plan)
 
@@ -56,7 +56,7 @@ def test_planned_batches() -> None:
 @pytest.mark.parametrize(
     ("planner", "placement"),
     [
-        *((planner, "even") for planner in PIPELINES),
+        *((planner, "even") for planner in COMPARED),
         *((planner, "v") for planner in ("epp", "adaptis", "zb-v")),
         *((planner, "interleaved 2") for planner in ("slimpipe", "1f1b")),
         ("packing", "place " + " ".join(f"{rank} {(3 * rank + 1) % 8}" for rank in range(8))),
@@ -71,7 +71,7 @@ def test_planned_batches_on_sixteen_stages(planner: str, placement: str) -> None
     cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8, place=place)
     lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(16)]
     options = Options(context=65536, effort=0)
-    plan = EXECUTED[planner](lengths, cost, options).plan
+    plan = PLANNERS[planner](lengths, cost, options).plan
     assert plan.shares_ranks == (not made.is_even)
     assert_sound(plan)
 

@@ -36,18 +36,27 @@ def documents(
     ]
 
 
-def naive(given: Documents) -> list[tuple[Tensor, ...]]:
-    """(out, dq, dk, dv) of each document in float64: scores, mask, softmax, autograd."""
+def naive(
+    given: Documents, before: int | None = None, sinks_H: Tensor | None = None
+) -> list[tuple[Tensor, ...]]:
+    """(out, dq, dk, dv) of each document in float64, with sinks their gradient: scores, mask,
+    softmax, autograd. ``before``: of the window, the inputs before each that it sees."""
     results = []
     for q, k, v, grad in given:
-        q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
-        repeat = q.shape[1] // k.shape[1]
-        keys, values = (t.repeat_interleave(repeat, 1) for t in (k, v))
-        scores_HTS = torch.einsum("thd,shd->hts", q, keys) * SCALE
-        hidden = torch.ones(len(q), len(q)).triu(1).bool()
-        weights_HTS = scores_HTS.masked_fill(hidden, -torch.inf).softmax(-1)
+        inputs = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+        keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in inputs[1:])
+        scores_HTS = torch.einsum("thd,shd->hts", inputs[0], keys) * SCALE
+        seen = torch.ones(len(q), len(q)).tril().bool()
+        if before is not None:
+            seen = seen.triu(-before)
+        scores_HTS = scores_HTS.masked_fill(~seen, -torch.inf)
+        if sinks_H is not None:
+            inputs.append(sinks_H.detach().clone().requires_grad_())
+            column = inputs[-1][:, None, None].expand(-1, len(q), 1)
+            scores_HTS = torch.cat((scores_HTS, column), -1)
+        weights_HTS = scores_HTS.softmax(-1)[..., : len(q)]
         out = torch.einsum("hts,shd->thd", weights_HTS, values)
-        results.append((out, *torch.autograd.grad(out, (q, k, v), grad.double())))
+        results.append((out, *torch.autograd.grad(out, inputs, grad.double())))
     return results
 
 

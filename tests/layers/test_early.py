@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.layers.early_loss import early_backward
+from megatron_epp.layers.lm_head.fused_loss import fused_backward
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
@@ -30,7 +30,7 @@ def run(block: int | None) -> tuple[int, int, Tensor, list[Tensor]]:
         if block is None:
             token_losses = losses(hidden, slice(0, ROWS))
         else:
-            token_losses = early_backward(hidden, weights, losses, block)
+            token_losses = fused_backward(hidden, weights, losses, block)
         total = (token_losses * weights).sum()
         held, most = meter.now, meter.op_peak()
         total.backward()
@@ -71,7 +71,7 @@ def test_rows_of_other_ranks_come_once_and_their_gradients_leave_once() -> None:
         return nn.functional.cross_entropy(logits, labels[0, rows], reduction="none")[None]
 
     whole = x.clone().requires_grad_()
-    (early_backward(whole, weights, losses, 7) * weights).sum().backward()
+    (fused_backward(whole, weights, losses, 7) * weights).sum().backward()
     blocks.clear()
     mine = slice(0, ROWS // 2)
     half = x[mine].clone().requires_grad_()
@@ -87,7 +87,7 @@ def test_rows_of_other_ranks_come_once_and_their_gradients_leave_once() -> None:
         assert gradient.shape == x.shape
         return gradient[mine].clone()
 
-    out = early_backward(half, weights, losses, 7, gather, scatter)
+    out = fused_backward(half, weights, losses, 7, gather, scatter)
     assert out.shape == (1, ROWS)
     assert [(b.start, b.stop) for b in blocks] == [(0, 7), (7, 14), (14, 20)]
     assert calls == ["gather", "scatter"]

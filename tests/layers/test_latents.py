@@ -8,10 +8,10 @@ from torch import Tensor
 
 from megatron_epp.cost import analytic
 from megatron_epp.ir import Plan
-from megatron_epp.layers.attention import latents
+from megatron_epp.layers import mla
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.attention.latents import Latents, LatentsAttention
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.mla import Latents, LatentsAttention
 from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import LAYER, ROWS, SCALE, Pass, Runner, sliced_plan
 
@@ -100,7 +100,7 @@ class Dropping(LatentRunner):
 def test_slices_compute_what_whole_documents_compute(name, block, runner) -> None:
     plan = ROWS[name]
     given, weight = documents(plan.documents)
-    with patch.object(latents, "BLOCK", block):
+    with patch.object(mla, "BLOCK", block):
         run = runner(plan, given, weight, multiple=4)
         results = run.run()
     expected, of_weight = naive(given, weight)
@@ -160,7 +160,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_planners_know_the_block() -> None:
-    assert analytic.CONTEXT_BLOCK == latents.BLOCK
+    assert analytic.CONTEXT_BLOCK == mla.BLOCK
 
 
 def test_a_job_keeps_keys_and_values_unless_it_is_told() -> None:

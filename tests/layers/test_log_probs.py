@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_epp.layers.log_probs import block_log_probs
-from megatron_epp.layers.vocabulary import OutputWeightShard
+from megatron_epp.layers.lm_head.log_probs import block_log_probs
+from megatron_epp.layers.lm_head.vocabulary import OutputWeightShard
 
 ROWS, HIDDEN, WORDS, BLOCK = 23, 4, 50, 9
 

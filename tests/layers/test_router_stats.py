@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron_epp.ir import Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
-from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
+from megatron_epp.layers.moe.current_chunk import CurrentChunk, note_in_layer, taken_along
+from megatron_epp.layers.moe.router_stats import Balancing, RouterStats
 from megatron_epp.runtime.kv_store import Store
 
 EXPERTS, TOPK, AUXILIARY, Z = 6, 2, 0.3, 0.05

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_epp.layers.experts.sinkhorn import TOLERANCE, weights
+from megatron_epp.layers.moe.sinkhorn import TOLERANCE, weights
 
 LENGTHS = (9, 1, 30, 4)
 EXPERTS = 6

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron_epp.cost import analytic
 from megatron_epp.ir import Plan
-from megatron_epp.layers.attention import sparse
-from megatron_epp.layers.attention.sparse import Index, Sparse, attend_chosen
+from megatron_epp.layers import dsa
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.dsa import Index, Sparse, attend_chosen
 from tests.layers.runner import LAYER, ROWS, SCALE, Runner, plan_of
 
 HEADS, SIZE, VALUE, INDEX_HEADS, INDEX_SIZE, MOST = 3, 6, 4, 5, 4, 4
@@ -90,12 +90,12 @@ class Dropping(SparseRunner):
 
 
 @pytest.mark.parametrize("runner", [SparseRunner, Dropping])
-@pytest.mark.parametrize("block", [1, 300, sparse.AT_ONCE])
+@pytest.mark.parametrize("block", [1, 300, dsa.AT_ONCE])
 @pytest.mark.parametrize("way", WAYS)
 def test_slices_compute_what_whole_documents_compute(way, block, runner) -> None:
     for name, plan in ROWS.items():
         given, how = documents(plan.documents), WAYS[way]
-        with patch.object(sparse, "AT_ONCE", block):
+        with patch.object(dsa, "AT_ONCE", block):
             run = runner(plan, given, how)
             results = run.run()
         expected, loss = naive(given, how)
@@ -113,4 +113,4 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_planners_know_the_block() -> None:
-    assert analytic.CHOICE_BLOCK == sparse.AT_ONCE
+    assert analytic.CHOICE_BLOCK == dsa.AT_ONCE

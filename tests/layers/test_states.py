@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.layers.concatenated import concatenated
-from megatron_epp.layers.states import carried
-from megatron_epp.layers.states.carried import WITHIN, Call, CarriedStates, calls_of
-from megatron_epp.layers.states.scans import (
+from megatron_epp.layers.ssm import carried
+from megatron_epp.layers.ssm.carried import WITHIN, Call, CarriedStates, calls_of
+from megatron_epp.layers.ssm.scans import (
     SCAN_ROWS,
     causal_conv,
     gated_delta_rule,

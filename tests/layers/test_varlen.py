@@ -1,33 +1,25 @@
 """Kernels for queries and keys of different lengths, given chunks: against whole documents."""
 
 import re
-import sys
-import weakref
-from contextlib import contextmanager
-from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.layers.attention.flash import FlashKernel
 from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.selftest import require_right
-from megatron_epp.layers.attention.te import MASK, TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from tests.layers.runner import (
     HEAD_SIZE,
     NAMES,
-    ROWS,
     SCALE,
     Varlen,
     distances,
     documents,
     naive,
     plan_of,
-    require_exact,
     sliced_plan,
 )
 
@@ -93,137 +85,6 @@ def test_torchs_kernels_take_what_they_are_given() -> None:
         gradients = kernel.backward(out, call, kept)
         assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
         assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape, (HEADS,)]
-
-
-class _Saving(torch.autograd.Function):
-    """As Transformer Engine's function: saves its inputs and its output."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens):
-        kernel = PlainKernel(SCALE)
-        out, _ = kernel.forward(Operands(q, k, v, cu_seqlens), False)
-        ctx.save_for_backward(q, k, v, out)
-        ctx.cu_seqlens = cu_seqlens
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out = ctx.saved_tensors
-        assert out.shape == q.shape
-        call = Operands(q, k, v, ctx.cu_seqlens)
-        return *PlainKernel(SCALE).backward(grad, call, None), None
-
-
-class DotProductAttention(torch.nn.Module):
-    """Transformer Engine's, as far as it can be had on a CPU: what it checks, and what it saves."""
-
-    made: tuple = ()
-
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups, **others):
-        super().__init__()
-        self.made = (num_attention_heads, kv_channels, num_gqa_groups)
-        assert others == {
-            "attention_dropout": 0.0,
-            "qkv_format": "thd",
-            "attn_mask_type": MASK,
-            "softmax_scale": SCALE,
-        }
-
-    def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
-        for tensor in (q, k, v):  # get_qkv_layout: anything else is copied, refused or misread
-            assert tensor.is_contiguous() and tensor.storage_offset() == 0
-        assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == 3
-        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
-        assert cu_seqlens_q.shape == cu_seqlens_kv.shape
-        assert (q.shape[1], q.shape[2], k.shape[1]) == self.made
-        cu_seqlens = CuSeqlens(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        queries, keys = zip(*cu_seqlens.lengths, strict=True)
-        assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_kv)
-        return _Saving.apply(q, k, v, cu_seqlens).flatten(1)
-
-
-@pytest.fixture
-def engine(monkeypatch) -> None:
-    package, module = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    module.DotProductAttention = DotProductAttention
-    package.pytorch = module
-    monkeypatch.setitem(sys.modules, "transformer_engine", package)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-
-
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("kind", ROWS)
-def test_transformer_engine_is_given_what_it_takes(kind, drop, engine) -> None:
-    class Engine(Varlen):
-        kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
-
-    Engine.drop = drop
-    plan = ROWS[kind]
-    given = documents(plan.documents, HEADS, GROUPS, torch.float64)
-    require_exact(Engine, plan, given, 8)
-
-
-def holders(tensor: Tensor) -> int:
-    """How many tensors share its memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def test_transformer_engine_holds_no_keys_between_forward_and_backward(engine) -> None:
-    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
-    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    cu_seqlens = CuSeqlens.of([9], [9], torch.device("cpu"))
-    before = [holders(x) for x in (q, k, v)]
-    call = Operands(q, k, v, cu_seqlens)
-    out, kept = kernel.forward(call, True)
-    assert [holders(x) for x in (q, k, v)] == before
-    assert holders(out) > holders(out.clone())  # which the graph does hold
-    expected = PlainKernel(SCALE).backward(grad, call, None)
-    copies = Operands(*(x.clone() for x in (q, k, v)), cu_seqlens)
-    for tensor in (q, k, v):
-        tensor.fill_(torch.nan)  # whoever kept a view would see it
-    found = kernel.backward(grad, copies, kept)
-    assert all(map(torch.equal, found, expected))
-    assert kernel.forward(copies, False)[1] is None
-
-
-@pytest.mark.parametrize("runs_backward", [True, False])
-def test_a_call_whose_backward_never_comes_is_freed(runs_backward, engine) -> None:
-    """After memory ran out there is no backward; what every layer holds must go at once."""
-    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
-    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
-    out, kept = kernel.forward(call, True)
-    # The last is held by the graph's hooks: it goes with the graph.
-    watched = [weakref.ref(x) for x in (kept, kept._output, kept._sources)]
-    if runs_backward:
-        kernel.backward(grad, call, kept)
-    del out, kept
-    assert [ref() for ref in watched] == [None] * 3
-
-
-def test_kernels_are_chosen_inside_the_context_that_was_given(engine, monkeypatch) -> None:
-    open_now: list[bool] = []
-
-    @contextmanager
-    def around():
-        open_now.append(True)
-        yield
-        open_now.pop()
-
-    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE, around)
-    seen = []
-    attend = DotProductAttention.forward
-    monkeypatch.setattr(
-        DotProductAttention,
-        "forward",
-        lambda *args, **named: (seen.append(list(open_now)), attend(*args, **named))[1],
-    )
-    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
-    kernel.forward(call, False)
-    kernel.backward(grad, call, kernel.forward(call, True)[1])
-    assert seen == [[True], [True]]
-    assert not open_now
 
 
 # ------------------------------------------------------------------ the self-test at start

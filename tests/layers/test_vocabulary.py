@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.layers.vocabulary import (
+from megatron_epp.layers.lm_head.vocabulary import (
     OutputWeightShard,
     Packing,
     Statistics,

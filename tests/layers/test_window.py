@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Kind
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.layers.attention import window
+from megatron_epp.layers import window
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.tails import Tails
@@ -24,6 +24,7 @@ from tests.layers.runner import (
     Runner,
     documents,
     errors,
+    naive,
     plan_of,
     sliced_plan,
 )
@@ -38,32 +39,6 @@ ATTENTIONS = {
 
 def sinks() -> Tensor:
     return torch.linspace(-1, 2, HEADS, dtype=torch.float64)
-
-
-def naive(given: Documents, before: int | None, sinks_H: Tensor | None):
-    """(out, dq, dk, dv) of each document, and the gradient of the sinks, by autograd."""
-    results, dsinks = [], torch.zeros(HEADS, dtype=torch.float64)
-    for q, k, v, grad in given:
-        q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
-        keys, values = (t.repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
-        scores_HTS = torch.einsum("thd,shd->hts", q, keys) * SCALE
-        seen = torch.ones(len(q), len(q)).tril().bool()
-        if before is not None:
-            seen = seen.triu(-before)
-        scores_HTS = scores_HTS.masked_fill(~seen, -torch.inf)
-        inputs = [q, k, v]
-        if sinks_H is not None:
-            sink = sinks_H.detach().clone().requires_grad_()
-            inputs.append(sink)
-            column = sink[:, None, None].expand(-1, len(q), 1)
-            scores_HTS = torch.cat((scores_HTS, column), -1)
-        weights_HTS = scores_HTS.softmax(-1)[..., : len(q)]
-        out = torch.einsum("hts,shd->thd", weights_HTS, values)
-        made = torch.autograd.grad(out, inputs, grad.double())
-        results.append((out, *made[:3]))
-        if sinks_H is not None:
-            dsinks += made[3]
-    return results, dsinks
 
 
 class Seeing(Runner):
@@ -86,8 +61,7 @@ def require_exact(
     plan, given: Documents, before, sinks_H=None, multiple=1, known=True, of="parts"
 ) -> Seeing:
     runner = Seeing(plan, given, multiple, before, sinks_H, known, of)
-    expected, _ = naive(given, before, sinks_H)
-    found = errors(runner.run(), expected)
+    found = errors(runner.run(), naive(given, before, sinks_H))
     assert max(found.values()) < 1e-13, (found, str(plan))
     return runner
 
@@ -146,7 +120,7 @@ def test_the_gradient_of_the_sinks(of) -> None:
             grad = runner.gathered(made.state.rows, made.state.tokens, 3)
             (share,) = torch.autograd.grad(made.out, (runner.sinks_H,), grad)
             total += share
-        _, expected = naive(given, before, sinks())
+        expected = sum(each[4] for each in naive(given, before, sinks()))
         torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
 
 

@@ -19,6 +19,7 @@ import torch  # noqa: E402
 
 from megatron_epp.cost.cost import Cost  # noqa: E402
 from megatron_epp.cost.host_memory import host_peak_bytes  # noqa: E402
+from megatron_epp.cost.layout import StageLayout  # noqa: E402
 from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
 from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
 from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
@@ -98,7 +99,7 @@ def main(which: str) -> None:
         scale = alone.args.kv_channels**-0.5
         alone = replace(alone, attention=VarlenAttention(Unseen(scale)))
     model = build_stage(alone, 2, True, True)
-    cost = Cost(profile_of(alone, model), (2,), (1e15,))
+    cost = Cost(StageLayout(profile_of(alone, model), (2,)), (1e15,))
     for words in plans:
         plan = plan_of(*words)
         table = replace(cost.table(plan), resident_bytes=(0.0,))

@@ -53,6 +53,18 @@ def six_iterations(job: Job, folder: Path, afresh: bool = False, **how: object) 
     return Six(job, folder, job.train(afresh=afresh, **how))
 
 
+def six_of(
+    folder: Path,
+    model: Mapping[str, object],
+    program: tuple[str, ...] = PROGRAM,
+    words: Callable[..., list[str]] = flags,
+    lengths: list[int] = LENGTHS,
+) -> Six:
+    """Six iterations of ``model`` on a corpus of its own."""
+    corpus = write_corpus(folder / "documents", lengths)
+    return six_iterations(Job(corpus, model, program, words), folder / "saved")
+
+
 def after_three(six: Path, folder: Path) -> Path:
     """A checkpoint folder whose latest is the one of iteration 3."""
     shutil.copytree(six / "iter_0000003", folder / "iter_0000003")
@@ -131,9 +143,11 @@ def require_megatrons_own_numbers(
     words: Callable[..., list[str]] = flags,
     program: tuple[str, ...] = PROGRAM,
     processes: int = 1,
+    others: Mapping[str, float] | None = None,
 ) -> tuple[Run, Run]:
     """Losses and gradient norms of Megatron's own schedule with one document a micro-batch, where
-    documents are equally long; returns our run and Megatron's."""
+    documents are equally long; returns our run and Megatron's. ``others``: further figures of the
+    log, none of them 0, and how far they may be off."""
     corpus = write_corpus(folder / "equal", [65] * 24)
     common = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4, **model}
     elastic = train(words(corpus, epp=True, **common), processes=processes, program=program)
@@ -144,6 +158,10 @@ def require_megatrons_own_numbers(
     assert len(stock.losses) == 4
     assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    for name, bound in (others or {}).items():
+        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
+        assert len(ours) == 4 and min(ours) > 0, name
+        assert ours == pytest.approx(theirs, rel=bound), name
     return elastic, stock
 
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore.calibrate.probe import undisturbed
@@ -16,15 +14,14 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job.job_cost import training_levers, unusable_levers
+from megatron_epp.mcore.kinds.positions import PositionedRotary
+from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
+from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
-from megatron_epp.mcore.model.early_head import rows_at_once
 from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
-from megatron_epp.mcore.model.kinds.registry import heads_of, part_defaults
-from megatron_epp.mcore.model.positions import PositionedRotary
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
-from tests.mcore.certified import certified
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -222,8 +219,8 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
 
 def test_the_heads_blocks_are_large_where_their_logits_are_few() -> None:
     assert rows_at_once(32_000, on_gpu=True) == rows_at_once(65_536, on_gpu=True) == 4096
-    assert rows_at_once(128_256, on_gpu=True) == 2048
-    assert rows_at_once(256_000, on_gpu=True) == 1024
+    for words, rows in ((65_537, 2048), (131_072, 2048), (256_000, 1024), (300_000, 1024)):
+        assert rows_at_once(words, on_gpu=True) == rows
     assert rows_at_once(32_000, on_gpu=False) == 1024
 
 
@@ -266,7 +263,7 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.multi_latent_attention = True
-    assert part_defaults(wanted)["apply_rope_fusion"] is False
+    assert kind_defaults(wanted)["apply_rope_fusion"] is False
     wanted.multi_latent_attention, wanted.transformer_impl = False, "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
@@ -307,46 +304,3 @@ def test_every_row_has_its_own_position() -> None:
         length = rotary.get_rotary_seq_len(None, None, None, None, params)
         assert rotary(length, packed_seq=True, cp_group=None).tolist() == [[40], [50], [0]]
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3]
-
-
-# What a GPU runs around its kernels, with kernels for any device: in float64, over all ranks.
-OTHER_ATTENTION = """
-from megatron_epp.layers.attention.reference import PlainKernel
-from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore.model.kinds.registry import heads_of
-from megatron_epp.mcore.trainer.hooks import TrainerHooks
-
-asked = []
-
-
-def attention_for(wanted, config, device):
-    asked.append(device)
-    return VarlenAttention(PlainKernel(heads_of(config).scale))
-
-
-HOOKS = TrainerHooks(attention_for=attention_for)
-
-
-class Around:
-    def __init__(self, number):
-        assert asked, "the job has taken another attention"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        return None
-
-
-around = Around
-"""
-
-
-def test_random_plans_through_kernels_of_unequal_lengths(tmp_path) -> None:
-    program = tmp_path / "other_attention.py"
-    program.write_text(OTHER_ATTENTION)
-    flags = tuple(f"{LLAMA} --num-layers 2".split())
-    trial = Trial(Degrees(1, 1, 1, cp=2), (flags,), batches=6, interfere=program)
-    _, judged = certified(trial)
-    every = [batch.coverage for batch in judged]
-    assert min(sum(getattr(c, kind) for c in every) for kind in ("packed", "split", "hybrid")) > 0

@@ -126,6 +126,7 @@ def megatron(**changes: object) -> Namespace:
     [
         (32, 8, 1, (8, 2)),  # the ratio stays
         (32, 32, 1, (4, 4)),
+        (16, 16, 1, (4, 4)),
         (32, 32, 2, (8, 8)),
         (64, 1, 1, (8, 1)),  # the ratio is cut at 8
         (64, 1, 2, (8, 1)),  # ranks share the one head
@@ -140,11 +141,18 @@ def test_heads_keep_their_ratio(query, key, tp, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "key", "cp", "expected"),
-    [(32, 8, 2, (8, 2)), (32, 8, 4, (8, 2)), (32, 2, 4, (16, 2)), (6, 6, 3, (6, 6))],
+    ("query", "key", "tp", "cp", "expected"),
+    [
+        (32, 8, 1, 2, (8, 2)),
+        (32, 8, 1, 4, (8, 2)),  # two ranks share a key head
+        (32, 2, 1, 4, (16, 2)),
+        (6, 6, 1, 3, (6, 6)),
+        (12, 12, 1, 3, (6, 6)),
+        (6, 6, 2, 2, (6, 6)),  # three a rank: to be refused
+    ],
 )
-def test_heads_spread_over_context_parallel_ranks(query, key, cp, expected) -> None:
-    assert heads(query, key, 1, cp) == expected
+def test_heads_over_context_parallel_ranks(query, key, tp, cp, expected) -> None:
+    assert heads(query, key, tp, cp) == expected
 
 
 def test_heads_that_do_not_divide() -> None:

@@ -2,25 +2,21 @@
 
 import re
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, letters_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
-from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.certify.scale_down import heads
 from megatron_epp.mcore.data.row_share import RowShare, quantised_rows
 from tests.mcore.certified import certified
+from tests.mcore.fault_injection import FAULTS, first_seed, inject, names, require_shown
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import require_shown, stand_in_order
 from tests.mcore.test_refusals import Wanted
 
 
@@ -52,13 +48,6 @@ def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
     assert share.mine(128) == slice(64, 128)
 
 
-def test_heads_of_the_small_model_divide_over_the_ranks() -> None:
-    assert heads(16, 16, 1, 1) == (4, 4)
-    assert heads(12, 12, 1, 3) == (6, 6)
-    assert heads(32, 8, 1, 4) == (8, 2)  # two ranks share a key head
-    assert heads(6, 6, 2, 2) == (6, 6)  # three a rank: to be refused
-
-
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:
     shape = {"num_attention_heads": 12, "num_query_groups": 6, "group_query_attention": True}
     refuse(Wanted(context_parallel_size=3, tensor_model_parallel_size=2, **shape))
@@ -77,19 +66,7 @@ def test_the_certificate_takes_the_degree_from_its_flag_or_the_models() -> None:
         read(["--cp", "0"])
 
 
-SABOTAGE = Path(__file__).with_name("sabotage_local.py")
-# Batch by batch; in every third, the first one among them, all documents are spread.
-WAYS = (
-    "nothing",
-    "lose every place",
-    "take the other ranks documents",
-    "nothing again",
-    "exchange local rows",
-    "give rows back out of turn",
-    "nothing spread",
-    "nothing local",
-    "nothing local again",
-)
+TABLE = FAULTS / "single_rank.py"
 FRAME = Frame(61, (2, 2), 1, letters_drawn(EXECUTABLE), splits=True, ranks=2)
 
 
@@ -109,30 +86,15 @@ def shows(way: str, drawn: RandomBatch) -> bool:
     return fragile(drawn.step.plans[0])
 
 
-@cache
-def seed() -> int:
-    """With which every way to break a batch must show: the one that was found, as long as batches
-    are drawn as they were."""
-    ways = list(enumerate(WAYS))
-    return next(
-        s for s in (1596, *range(10_000)) if all(shows(way, draw(s, n, FRAME)) for n, way in ways)
-    )
-
-
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, BatchVerdict]:
     """Two stages of two ranks each, which share the only key head; gradients in buckets."""
     flags = f"{LLAMA} --num-layers 4 --num-attention-heads 8 --num-query-groups 1".split()
-    trial = Trial(
-        Degrees(2, 1, 1, cp=2),
-        (tuple(flags),),
-        len(WAYS),
-        seed(),
-        overlap=True,
-        interfere=SABOTAGE,
-    )
+    # The seed that was found, as long as batches are drawn as they were.
+    seed = first_seed(TABLE, FRAME, shows, likely=1596)
+    trial = Trial(Degrees(2, 1, 1, cp=2), (tuple(flags),), seed=seed, overlap=True)
     lines: list[str] = []
-    found = dict(zip(WAYS, certify_training(trial, lines.append), strict=True))
+    found = inject(TABLE, trial, lines.append)
     assert lines[0].startswith("PP 2, TP 1, DP 1, CP 2: layers 2 2")
     return found
 
@@ -164,14 +126,7 @@ def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> Non
     assert len(judged_local) == batches - -(-batches // 3)
 
 
-# ------------------------------------------------------------------ sabotage
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", names(TABLE))
 def test_wrong_local_documents_show_and_right_ones_pass(judged, way) -> None:
     require_shown(judged[way], way)
 

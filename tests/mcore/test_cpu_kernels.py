@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_epp.layers.states.scans import gated_delta_rule
+from megatron_epp.layers.ssm.scans import gated_delta_rule
 from megatron_epp.mcore.patching.cpu_kernels import (
     causal_conv1d,
     chunk_gated_delta_rule,

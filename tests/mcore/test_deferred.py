@@ -16,7 +16,6 @@ from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferr
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
 from megatron_epp.mcore.patching import seams
-from tests.layers import engine
 from tests.mcore.resumes import require_equal, tensors
 from tests.mcore.runs import flags, train, write_corpus
 
@@ -91,34 +90,12 @@ def test_what_cannot_split_is_refused_by_name():
         refuse_split(nn.Sequential(megatron_linear(fused=True)))
     head = megatron_linear(fused=True)
     refuse_split(nn.Sequential(head), [head])
-    refuse_split(nn.Sequential(engine.Linear(2, 2), engine.LayerNormLinear(2, 2)))
 
     class GroupedLinear(nn.Linear):
         __module__ = "transformer_engine.pytorch.module.grouped_linear"
 
     with pytest.raises(PlanError, match=r"which GroupedLinear \(0\) cannot do; give --transfor"):
         refuse_split(nn.Sequential(GroupedLinear(2, 2)))
-
-
-def test_engine_linears_defer_inside_the_context_and_are_given_back():
-    module, deferred = engine.Linear(4, 3, bias=False), DeferredWeightGrads()
-    model = nn.Sequential(module)
-    x = torch.ones(2, 1, 4, requires_grad=True)
-    module.forward = wrapped = module.forward  # as recompute wraps what a linear saves
-    with Deferral(model) as deferral:
-        model(x).sum().backward()
-        plain, module.weight.grad = module.weight.grad, None
-        with deferral.into(deferred), torch.no_grad():
-            model(x)
-        with deferral.into(deferred):
-            model(x).sum().backward()
-        assert module.weight.grad is None and deferred.weights == (module.weight,)
-    assert module.forward is wrapped
-    deferred.accumulate_all()
-    assert torch.equal(module.weight.grad, plain)
-    with Deferral(nn.Sequential(fresh := engine.Linear(4, 3))):
-        pass
-    assert "forward" not in vars(fresh)
 
 
 # ------------------------------------------------------------------ each gradient ready once
@@ -216,11 +193,7 @@ stage 0: F2 F0 F1 B1 B2 B0
 """
 
 
-WITH_ENGINE = ("-m", "tests.mcore.with_engine")
-
-
-@pytest.mark.parametrize("layers", ["local", "engine"])
-def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path, layers):
+def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
     """Overlapped reduction, a bucket per parameter, biases, tied embeddings on one stage: the
     same weights to the last bit after three iterations, however the backward is split."""
     corpus = write_corpus(tmp_path / "documents", [41] * 20)
@@ -250,7 +223,7 @@ def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path, lay
         )
         unwanted = ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
         words = [word for word in words if word not in unwanted]
-        run = train(words) if layers == "local" else train(words, program=WITH_ENGINE)
+        run = train(words)
         assert run.status == 0, run.output
         assert len(run.losses) == 3
         folder: Path = tmp_path / name / "iter_0000003"

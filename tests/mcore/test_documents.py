@@ -562,41 +562,6 @@ def test_missing_files(tmp_path: Path) -> None:
         train(configure([prefix]), None)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "kept", "line"),
-    [
-        (".idx", 20, "truncated: 20 bytes, its header alone takes 34"),
-        (".idx", 70, "truncated: 70 bytes, its header promises 102 for 3 sequences"),
-        (".bin", 63, r"a\.bin: truncated: 63 bytes, a\.idx describes 64"),
-    ],
-)
-def test_truncated_files(tmp_path: Path, suffix: str, kept: int, line: str) -> None:
-    prefix = damaged(tmp_path, "a")
-    path = Path(prefix + suffix)
-    path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=line):
-        train(configure([prefix]), None)
-
-
-@pytest.mark.parametrize(
-    ("offset", "value", "line"),
-    [
-        (0, b"X", "not a Megatron index"),
-        (9, b"\x02", "version 2; expected 1"),
-        (17, b"\x06", "token type 6 is not an integer"),
-        (18, b"\x00", "no document; expected at least one"),
-        (34 + 3 * 12 + 3 * 8, b"\x02", "its documents end at sequence 2 of 3"),
-    ],
-)
-def test_foreign_or_damaged_index(tmp_path: Path, offset: int, value: bytes, line: str) -> None:
-    prefix = damaged(tmp_path, "a")
-    raw = bytearray(Path(prefix + ".idx").read_bytes())
-    raw[offset : offset + 1] = value
-    Path(prefix + ".idx").write_bytes(raw)
-    with pytest.raises(ValueError, match=line):
-        train(configure([prefix]), None)
-
-
 def test_no_usable_document(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "a", [[10], [11], [12] * 30])
     with pytest.raises(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.mcore.model import early_head
-from megatron_epp.mcore.model.early_head import EarlyHead
+from megatron_epp.mcore.lm_head import fused_head
+from megatron_epp.mcore.lm_head.fused_head import FusedHead
 
 ROWS, HIDDEN, VOCABULARY = 12, 6, 20
 MINE = slice(0, ROWS // 2)  # this rank's rows of the chunk
@@ -34,7 +34,7 @@ def run(output: Output, hidden: Tensor, labels: Tensor, weights: Tensor) -> Tens
     def losses(these: Tensor, logits: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits[:, 0], these[0], reduction="none")[None]
 
-    return EarlyHead(weights)(
+    return FusedHead(weights)(
         hidden_states=hidden,
         output_layer=output,
         output_weight=None,
@@ -60,9 +60,9 @@ def rows(monkeypatch) -> Tensor:
         assert group is GROUP and gradient.shape == x.shape
         return gradient[MINE].clone()
 
-    monkeypatch.setattr(early_head, "gather_from_sequence_parallel_region", gather)
-    monkeypatch.setattr(early_head, "reduce_scatter_to_sequence_parallel_region", scatter)
-    monkeypatch.setattr(early_head, "CPU_BLOCK_TOKENS", 5)
+    monkeypatch.setattr(fused_head, "gather_from_sequence_parallel_region", gather)
+    monkeypatch.setattr(fused_head, "reduce_scatter_to_sequence_parallel_region", scatter)
+    monkeypatch.setattr(fused_head, "CPU_BLOCK_TOKENS", 5)
     return x
 
 
@@ -92,9 +92,3 @@ def test_the_output_layer_is_left_as_it_was(rows) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run(output, rows[MINE], labels, weights)
     assert output.sequence_parallel and not output.disable_grad_reduce
-
-
-def test_blocks_of_a_gpu_keep_to_so_many_logits() -> None:
-    words = (1000, 65_536, 65_537, 131_072, 300_000)
-    blocks = [early_head.rows_at_once(each, True) for each in words]
-    assert blocks == [4096, 4096, 2048, 2048, 1024]

@@ -1,5 +1,4 @@
-"""Layers of experts, of windows and with sinks under ``--epp``: certified, broken on purpose,
-resumed, repeated, refused."""
+"""MoE, windows and sinks under ``--epp``: certified, with faults, resumed, repeated, refused."""
 
 import re
 from argparse import Namespace
@@ -12,31 +11,24 @@ import torch
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.kinds.experts import MegatronExperts
+from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified
+from tests.mcore.fault_injection import FAULTS, inject
+from tests.mcore.models import QWEN3, WINDOWS
 from tests.mcore.resumes import (
-    LENGTHS,
-    Job,
     Six,
     after_three,
     logged,
     require_megatrons_own_numbers,
     require_three_more_alike,
-    six_iterations,
+    six_of,
     tensors,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.runs import flags, train
 
-SABOTAGE = Path(__file__).with_name("sabotage_experts.py")
-QWEN3 = (
-    f"{LLAMA} --num-layers 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
-    "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
-    "--moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
-)
 DEEPSEEK = (
     f"{LLAMA} --num-layers 4 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -46,8 +38,8 @@ DEEPSEEK = (
     "--moe-latent-size 256 "
 )
 GPT_OSS = (
-    f"{LLAMA} --num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type "
-    "learnable --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
+    f"{LLAMA} --num-layers 4 {WINDOWS} --num-experts 32 --moe-router-topk 4 "
+    "--moe-ffn-hidden-size 1024 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.9 "
 ).replace("--disable-bias-linear ", "")
 SPREAD = " --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -81,18 +73,7 @@ def test_random_plans_compute_what_the_plain_model_computes() -> None:
     ] * 2 + [False] * 2
 
 
-# ------------------------------------------------------------------ broken on purpose
-
-WAYS = (
-    "nothing",
-    "mix documents",
-    "sum too early",
-    "forget the state",
-    "nothing again",
-    "move the bias twice",
-    "count padding",
-    "count again",
-)
+# ------------------------------------------------------------------ faults
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +83,8 @@ def judged() -> Mapping[str, BatchVerdict]:
         QWEN3 + "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ).replace("--num-layers 4", "--num-layers 2")
-    trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), len(WAYS), 1, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify_training(trial), strict=True))
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
+    trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), seed=1)
+    return inject(FAULTS / "moe.py", trial)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
@@ -165,13 +142,13 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+def six(tmp_path_factory) -> Six:
+    return six_of(tmp_path_factory.mktemp("six"), EXPERTS)
 
 
-@pytest.fixture(scope="module")
-def six(corpus, tmp_path_factory) -> Six:
-    return six_iterations(Job(corpus, EXPERTS), tmp_path_factory.mktemp("six"))
+@pytest.fixture
+def corpus(six) -> Path:
+    return six.job.corpus
 
 
 def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
@@ -190,11 +167,8 @@ def test_checkpoints_load_both_ways(six, tmp_path) -> None:
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """Auxiliary losses, too."""
     model = {**EXPERTS, "pipeline_model_parallel_size": 1}
-    elastic, stock = require_megatrons_own_numbers(tmp_path, model)
-    for name in ("seq_load_balancing_loss", "z_loss"):
-        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
-        assert len(ours) == 4 and min(ours) > 0
-        assert ours == pytest.approx(theirs, rel=1e-5)
+    losses = dict.fromkeys(("seq_load_balancing_loss", "z_loss"), 1e-5)
+    require_megatrons_own_numbers(tmp_path, model, others=losses)
 
 
 def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> None:
@@ -260,9 +234,9 @@ def test_a_cost_model_is_measured_with_experts(six) -> None:
     ],
 )
 def test_experts_that_do_not_divide_are_one_line(changes, says) -> None:
-    MegatronExperts().require(given(), 1)
+    MoEKind().require(given(), 1)
     with pytest.raises(ValueError) as error:
-        MegatronExperts().require(given(**changes), 1)
+        MoEKind().require(given(**changes), 1)
     assert str(error.value) == says
 
 
@@ -299,15 +273,15 @@ def given(**changes) -> Namespace:
 
 
 def test_experts_are_scaled_down_with_their_structure() -> None:
-    made = MegatronExperts().small(given(), 64, 1, 8)
+    made = MoECertificate().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
     latents = given(moe_latent_size=512)
-    assert MegatronExperts().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
+    assert MoECertificate().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
     groups = given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4)
-    grouped = MegatronExperts().small(groups, 64, 1, 8)
+    grouped = MoECertificate().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
     assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
-    assert MegatronExperts().small(given(num_experts=None), 64, 1, 8) == {}
+    assert MoECertificate().small(given(num_experts=None), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """An iteration that the fallback planned is planned so again by a run that is resumed before it."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_step
 from tests.mcore.runs import flags, train, write_corpus
@@ -76,10 +76,10 @@ class Dying:
 def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None:
     model = Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True)
     profile = without_states(analytic_profile(model, DEVICES["cpu"]))
-    ample = Cost(profile, (2, 2), (1e12, 1e12))
+    ample = Cost(StageLayout(profile, (2, 2)), (1e12, 1e12))
     lengths = [900, 700, 30, 20]
     kept = plan_step(lengths, ample, Options(context=4096), "packing", 1).planned[0].peak_bytes
-    cost = dataclasses.replace(ample, device_budget_bytes=tuple(room * peak for peak in kept))
+    cost = ample.replace(device_budget_bytes=tuple(room * peak for peak in kept))
     groups = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0), replicas=1)
     steps = PlannedSteps(cost, Options(context=4096), "epp", groups, ahead=False)
     steps.ahead = Dying(deaths, steps)

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
-from megatron_epp.layers.states.scans import causal_conv, gated_delta_rule
+from megatron_epp.layers.ssm.scans import causal_conv, gated_delta_rule
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.model.kinds.base import LayerPlace
-from megatron_epp.mcore.model.kinds.registry import layer_parts
+from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from tests.layers.test_states import PLAN
 
 HIDDEN, HEADS, KEYS, VALUES, TAPS = 6, 2, 3, 5, 4
@@ -120,7 +120,7 @@ def layer(monkeypatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "fla.ops.kda", kda)
     torch.manual_seed(5)
     made = SimpleNamespace(layer_number=1, self_attention=KimiAttention())
-    (part,) = layer_parts(made)
+    (part,) = kinds_of_layer(made)
     part.install(LayerPlace(made, 0, 12, None, DroppedOutputs()))
     return made
 
@@ -172,8 +172,8 @@ def test_slices_compute_what_whole_documents_do(layer) -> None:
 
 def test_a_slice_leaves_what_is_said_of_it(layer) -> None:
     """Which calibration makes up."""
-    (part,) = layer_parts(layer)
-    shapes = part.kept_shapes(layer, 7)
+    (part,) = kinds_of_layer(layer)
+    shapes = part.kept_shapes(layer, 7).shapes
     plan = Plan.parse(PLAN)
     store = store_for(plan, slices_of(plan), stores_last_slice=False)
     rows = chunk_rows(plan, slices_of(plan), 0)

@@ -1,31 +1,20 @@
-"""Further tokens (--mtp-num-layers) under ``--epp``: their rows, certified, broken, trained."""
+"""Multi-token prediction under ``--epp``: its rows, trained. Certified: test_certify_kinds.py."""
 
 import re
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
 import numpy
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import BOUND, BatchVerdict
-from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import EXPERTS, LLAMA, Trial
-from megatron_epp.ir import slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.data.further_tokens import (
+from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
-    further_tokens,
+    mtp_tokens,
     target_counts,
 )
-from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import first_seed, judged_alone, require_shown
-
-SABOTAGE = Path(__file__).with_name("sabotage_further.py")
 
 # ------------------------------------------------------------------ rows
 
@@ -58,7 +47,7 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
     for start, stop in pairwise(borders):
         targets = TargetRows(predictions, stop - start)
         targets.fill(slice(0, stop - start), document, 0, (start, stop), length, lambda: counts)
-        tokens.append(further_tokens(document, 0, (start, stop), length, predictions.depths))
+        tokens.append(mtp_tokens(document, 0, (start, stop), length, predictions.depths))
         labels.append(targets.labels)
         weights.append(targets.weights)
         means.append(targets.means)
@@ -78,72 +67,6 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
             assert weights[depth] == pytest.approx(0.3 / 8 * MASK.sum() * mean)
         else:
             assert (weights[0] == MASK).all()
-
-
-# ------------------------------------------------------------------ certified
-
-FURTHER = "--mtp-num-layers 2 "
-PLAIN = LLAMA.replace("--group-query-attention --num-query-groups 8 ", "")
-LATENTS = "--kv-lora-rank 256 --q-lora-rank 384 --qk-head-dim 64 --qk-pos-emb-head-dim 32 "
-BALANCED = (
-    EXPERTS.replace("balancing-type none", "balancing-type seq_aux_loss")
-    + " --moe-aux-loss-coeff 1e-3 --moe-z-loss-coeff 1e-3 --expert-tensor-parallel-size 1 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-)
-# In turn: DeepSeek-V3's shape; words over the stages; a repeated depth of two layers.
-MODELS = (
-    f"{PLAIN} --num-layers 4 --mtp-num-layers 1 --multi-latent-attention {LATENTS} {BALANCED}",
-    f"{LLAMA} --num-layers 4 {FURTHER} --epp-vocab-parallel on",
-    f"{LLAMA} --hybrid-layer-pattern=*-*|*-*-/*E/*E --mtp-use-repeated-layer {BALANCED}",
-)
-
-
-def test_random_plans_compute_what_the_plain_model_computes() -> None:
-    models = tuple(tuple(model.split()) for model in MODELS)
-    lines, judged = certified(Trial(Degrees(pp=2, tp=1, dp=1), models, batches=6))
-    assert "further tokens predicted" in lines[0]
-    for what in ("packed", "split", "selective", "offloaded", "halved"):
-        assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what
-
-
-WAYS = (
-    "nothing",
-    "roll at the end of a slice",
-    "lose targets at the end of a slice",
-    "scale by the chunk",
-    "keep one index for all runs",
-    "nothing again",
-)
-FRAME = Frame(61, (4,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
-
-
-def fragile(number: int, seed: int) -> bool:
-    """Whether a slice with targets has others behind it."""
-    drawn = draw(seed, number, FRAME)
-    (plan,), (deal,) = drawn.step.plans, drawn.step.deals
-    return any(
-        span.stop < plan.documents[span.document]
-        and drawn.loss_masks[deal[span.document]][span.start : span.stop].any()
-        for chunk, later in zip(plan.chunks, slices_of(plan).later, strict=True)
-        if later >= 0
-        for span in chunk.spans
-    )
-
-
-@pytest.fixture(scope="module")
-def judged() -> Mapping[str, BatchVerdict]:
-    model = f"{LLAMA} --num-layers 2 {FURTHER} --mtp-use-repeated-layer"
-    return judged_alone(model, WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_wrong_rows_show_and_right_ones_pass(judged, way) -> None:
-    if way != "keep one index for all runs":
-        require_shown(judged[way], way)
-        return
-    # Or the store refuses what it is handed.
-    assert judged[way].problems or judged[way].gradient_error > 1e6 * BOUND
-    assert not judged[way].passed
 
 
 # ------------------------------------------------------------------ trained

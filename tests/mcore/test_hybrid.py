@@ -1,129 +1,34 @@
-"""HybridModel under ``--epp``: certified, broken on purpose, trained, refused."""
+"""HybridModel under ``--epp``: trained, refused. Certified: test_certify_kinds.py."""
 
 from argparse import Namespace
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import BatchVerdict
-from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.cost.kinds.base import CarryOver
-from megatron_epp.ir import slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages
-from megatron_epp.mcore.model.kinds.registry import require_pattern
+from megatron_epp.mcore.hybrid.pattern import layers_of_stages
+from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
-from tests.mcore.certified import certified
+from tests.mcore.models import TRAINED_SSM
 from tests.mcore.resumes import (
-    LENGTHS,
-    Job,
     Six,
     after_three,
-    logged,
     require_megatrons_own_numbers,
     require_three_more_alike,
-    six_iterations,
+    six_of,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import first_seed, judged_alone, require_shown
+from tests.mcore.runs import flags, train
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
-SABOTAGE = Path(__file__).with_name("sabotage_hybrid.py")
-EXPERTS = (
-    "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 256 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-z-loss-coeff 1e-3 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
-)
-LATENTS = (
-    "--hidden-size 1024 --num-attention-heads 16 --swiglu --normalization RMSNorm "
-    "--position-embedding-type rope --disable-bias-linear --kv-lora-rank 256 --q-lora-rank 384 "
-    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --qk-layernorm "
-)
-SPREAD = "--sequence-parallel --expert-model-parallel-size 2 "
-
-
-def words(model: str, pattern: str) -> tuple[tuple[str, ...], ...]:
-    return ((*model.split(), f"--hybrid-layer-pattern={pattern}"),)
-
-
-EVERY_DEGREE = {
-    "one stage": Trial(
-        Degrees(pp=1, tp=1, dp=1), words(f"{LLAMA} {EXPERTS} --qk-layernorm", "*-*E*-"), batches=4
-    ),
-    "tensor-parallel stages": Trial(
-        Degrees(pp=2, tp=2, dp=1), words(f"{LLAMA} {EXPERTS} {SPREAD}", "*-*E*-*E*-"), batches=4
-    ),
-    # In turn with its words over the stages.
-    "four stages, tied, latents, one without attention": Trial(
-        Degrees(pp=4, tp=1, dp=1),
-        words(LATENTS, "+-|+|-+|--") + words(f"{LATENTS} --epp-vocab-parallel on", "+-|+|-+|--"),
-        batches=4,
-        overlap=True,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", EVERY_DEGREE)
-def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
-    trial = EVERY_DEGREE[name]
-    lines, judged = certified(trial)
-    assert "HybridModel " in lines[0]
-    for what in ("packed", "split", "selective", "offloaded", "halved"):
-        assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what
-
-
-# ------------------------------------------------------------------ broken on purpose
-
-WAYS = (
-    "nothing",
-    "forget the last norm",
-    "attend to another layers",
-    "turn by the row",
-    "nothing again",
-)
-FRAME = Frame(61, (6,), replicas=1, letters=letters_drawn(EXECUTABLE + OF_EXPERTS), splits=True)
-
-
-def fragile(number: int, seed: int) -> bool:
-    """Whether a document of the batch is cut: its first attention layer keeps what others must not
-    see."""
-    (plan,) = draw(seed, number, FRAME).step.plans
-    return max(slices_of(plan).later) >= 0
-
-
-@pytest.fixture(scope="module")
-def judged() -> Mapping[str, BatchVerdict]:
-    """Without the bias that moves with every batch, sabotaged ones, too."""
-    experts = EXPERTS.replace("--moe-router-enable-expert-bias ", "")
-    ((*model,),) = words(f"{LLAMA} {experts}", "*-*E*-")
-    return judged_alone(" ".join(model), WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_wrong_layers_show_and_right_ones_pass(judged, way) -> None:
-    require_shown(judged[way], way)
-
 
 # ------------------------------------------------------------------ trained
 
 # A layer of every kind, and a further token predicted.
 MODEL = {
+    **TRAINED_SSM,
     "hybrid_layer_pattern": "*-EM|GE/*-",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,
@@ -137,14 +42,8 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
-    return Job(corpus, MODEL, PROGRAM)
-
-
-@pytest.fixture(scope="module")
-def six(job, tmp_path_factory) -> Six:
-    return six_iterations(job, tmp_path_factory.mktemp("six"))
+def six(tmp_path_factory) -> Six:
+    return six_of(tmp_path_factory.mktemp("six"), MODEL, PROGRAM)
 
 
 def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
@@ -162,17 +61,15 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
         assert any(name.endswith(key) for name in weights), (key, sorted(weights))
 
 
-def test_checkpoints_load_both_ways(job, six, tmp_path) -> None:
-    to_megatron_and_back(job, after_three(six.folder, tmp_path))
+def test_checkpoints_load_both_ways(six, tmp_path) -> None:
+    to_megatron_and_back(six.job, after_three(six.folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """Auxiliary losses, too."""
     model = {**MODEL, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": "*-E*--"}
-    elastic, stock = require_megatrons_own_numbers(tmp_path, model, program=PROGRAM)
-    for name in ("seq_load_balancing_loss", "z_loss"):
-        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
-        assert len(ours) == 4 and ours == pytest.approx(theirs, rel=1e-5)
+    losses = dict.fromkeys(("seq_load_balancing_loss", "z_loss"), 1e-5)
+    require_megatrons_own_numbers(tmp_path, model, program=PROGRAM, others=losses)
 
 
 # ------------------------------------------------------------------ patterns
@@ -238,10 +135,10 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
         (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
     ],
 )
-def test_they_end_with_status_2(job, pattern, program, says) -> None:
+def test_they_end_with_status_2(six, pattern, program, says) -> None:
     how = {"epp": True, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": pattern}
     extra = {} if program is None else {"program": program}
-    run = train(flags(job.corpus, **how), processes=1, **extra)
+    run = train(flags(six.job.corpus, **how), processes=1, **extra)
     assert run.status == 2, run.output
     (line,) = run.errors
     assert says in line

@@ -1,4 +1,4 @@
-"""Experts spread over replicas: certified, broken on purpose, trained, refused."""
+"""Experts spread over replicas: certified, with faults, trained, refused."""
 
 import re
 from pathlib import Path
@@ -12,18 +12,16 @@ from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, check_skeletons
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.certify.command import certify_training
+from tests.mcore.fault_injection import FAULTS, inject, names
+from tests.mcore.models import HYBRID_MOE, QWEN3, V3, V3_MOE
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tensors
 from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
-from tests.mcore.test_experts import EXPERTS, QWEN3
-from tests.mcore.test_hybrid import EXPERTS as OF_HYBRID
-from tests.mcore.test_latents import EXPERTS as OF_DEEPSEEK
-from tests.mcore.test_latents import V3
+from tests.mcore.test_experts import EXPERTS
 
-SABOTAGE = Path(__file__).with_name("sabotage_lockstep.py")
+TABLE = FAULTS / "lockstep.py"
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
 # Latent attention, a dense first layer, shared experts.
-DEEPSEEK = f"{V3} {OF_DEEPSEEK} --num-layers 4 "
+DEEPSEEK = f"{V3} {V3_MOE} --num-layers 4 "
 SHORT = MODEL.replace("--num-layers 4", "--num-layers 2")
 # As Megatron has it by default: gathered, and split over the tensor-parallel ranks.
 BY_DEFAULT = SHORT.replace("--moe-token-dispatcher-type alltoall", "--sequence-parallel").replace(
@@ -40,7 +38,7 @@ def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
 IN_TURN = (
     spread(MODEL, 2)
     + spread(DEEPSEEK, 2)
-    + spread(f"{LLAMA} {OF_HYBRID} --hybrid-layer-pattern=*M*|E*G", 2)
+    + spread(f"{LLAMA} {HYBRID_MOE} --hybrid-layer-pattern=*M*|E*G", 2)
 )
 TRIALS = {
     "two replicas, two stages": Trial(Degrees(pp=2, tp=1, dp=2), IN_TURN, batches=6, overlap=True),
@@ -51,14 +49,6 @@ TRIALS = {
         Degrees(pp=1, tp=2, dp=2), spread(BY_DEFAULT, 2), batches=2
     ),
 }
-# Of the four replicas, batch by batch; nobody is to wait for the last one.
-WAYS = (
-    "nothing",
-    "nothing again",
-    "deal wrongly",
-    "count empty chunks",
-    "skip empty chunks",
-)
 LETTERS = letters_drawn(EXECUTABLE + OF_EXPERTS)
 FRAME = Frame(61, (2,), replicas=4, letters=LETTERS, splits=True, lockstep=4)
 
@@ -75,7 +65,7 @@ def fragile(step: Step) -> bool:
 
 def fits(seed: int) -> bool:
     """Whether with it every batch can be broken in every way, and the first two have all kinds."""
-    drawn = [draw(seed, number, FRAME) for number in range(len(WAYS))]
+    drawn = [draw(seed, number, FRAME) for number in range(len(names(TABLE)))]
     proved = [StepCoverage.of(one) for one in drawn[:2]]
     every = all(sum(getattr(coverage, kind) for coverage in proved) for kind in KINDS)
     return every and all(fragile(one.step) for one in drawn)
@@ -90,8 +80,7 @@ def four() -> tuple[list[str], dict[str, BatchVerdict]]:
     """Lines, and batches of four replicas, of which the first two are not touched."""
     lines: list[str] = []
     degrees = Degrees(pp=1, tp=1, dp=4)
-    trial = Trial(degrees, spread(SHORT, 4), len(WAYS), seed(), interfere=SABOTAGE)
-    return lines, dict(zip(WAYS, certify_training(trial, lines.append), strict=True))
+    return lines, inject(TABLE, Trial(degrees, spread(SHORT, 4), seed=seed()), lines.append)
 
 
 def require_proved(lines: list[str], judged: list[BatchVerdict]) -> None:
@@ -122,11 +111,7 @@ def test_four_replicas_compute_what_the_plain_model_computes(four) -> None:
     require_proved(lines, [batch for way, batch in judged.items() if "nothing" in way])
 
 
-# ------------------------------------------------------------------ broken on purpose
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
+# ------------------------------------------------------------------ faults
 
 
 def test_documents_dealt_wrongly_show(four) -> None:

@@ -13,7 +13,7 @@ from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_figures
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_coefficients
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.patching import cpu_host
 
@@ -23,7 +23,7 @@ from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_share import RowShare  # noqa: E402
-from megatron_epp.mcore.model.shape import kinds_of_stage  # noqa: E402
+from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;
@@ -225,9 +225,9 @@ def test_a_kind_among_others_is_measured_as_it_is_alone(groups) -> None:
     for kind in RULES:
         alone, _ = measured(groups, (kind,))
         assert list(alone.kinds) == [kind]
-        assert layer_figures(alone) == layer_figures(both.of_kind(kind))
+        assert layer_coefficients(alone) == layer_coefficients(both.of_kind(kind))
     ends = {f.name for f in dataclasses.fields(Profile)} - {
-        f.name for f in dataclasses.fields(type(layer_figures(both)))
+        f.name for f in dataclasses.fields(type(layer_coefficients(both)))
     }
     first = measured(groups, ("local",))[0]
     for name in ends - {"provenance", "other_kinds"}:

@@ -6,20 +6,32 @@ the package, is read from a pattern, put into a layer, and computes slices of a 
 """
 
 import inspect
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.kinds.experts import MegatronExperts
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
-from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes
-from tests.ir.edited_copy import run_with
-from tests.layers.test_carried_states import Keep, Take, mixed
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.base import KindModule, LayerKind
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.patching import cpu_host
 
+cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.kinds.attention.module import AttentionModule  # noqa: E402
+from megatron_epp.mcore.kinds.modules import KIND_MODULES  # noqa: E402
+from scripts.kind_files import put_back, take_out  # noqa: E402
+from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes  # noqa: E402
+from tests.forks import run_with_torch  # noqa: E402
+from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
+from tests.mcore.models import V3  # noqa: E402
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,20 +41,63 @@ HEADS, TAPS = 2, 3
 {inspect.getsource(SumSizes).removeprefix("@dataclass(frozen=True)")}
 {inspect.getsource(DecayedSum)}
 """
-ON_CHUNKS = f"""import torch
+ON_CHUNKS = '''import torch
 from torch import Tensor
 from megatron_epp.runtime.kv_store import Store
-TAPS, LAYER = 2, 0  # rows in front of a border; of the stage
-{inspect.getsource(mixed)}
-{inspect.getsource(Take)}
-{inspect.getsource(Keep)}
-"""
-IN_MEGATRON = """
-from megatron_epp.cost.kinds.sums import HEADS, DecayedSum
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.limit import Limit
+TAPS, LAYER = 2, 0  # rows before a boundary; of the stage
 
-class MegatronSums(MegatronPart):
+
+def mixed(x_TS: Tensor, decay_S: Tensor, state_S: Tensor, tail_PS: Tensor) -> tuple[Tensor, ...]:
+    """A convolution over rows and what stands before them, and a decaying sum: the outputs, and
+    what the next slice begins with."""
+    rows_S = torch.cat((tail_PS, x_TS))
+    outputs = []
+    for row in range(len(x_TS)):
+        state_S = decay_S * state_S + rows_S[row : row + TAPS + 1].sum(0).tanh()
+        outputs.append(state_S)
+    return torch.stack(outputs), state_S, rows_S[len(rows_S) - TAPS :]
+
+
+class Take(torch.autograd.Function):
+    """The state at border ``border``, from the store; its gradient goes there."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, store: Store, border: int):
+        ctx.store, ctx.border = store, border
+        return tuple(part[0].clone() for part in store.context(LAYER, 0, border + 1, border))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        ctx.store.add_window_gradient(LAYER, 0, ctx.border, *(g[None] for g in gradients))
+        return None, None, None
+
+
+class Keep(torch.autograd.Function):
+    """``outputs`` as they are, the state behind them into the store; backward finds what the next
+    slice left for it."""
+
+    @staticmethod
+    def forward(ctx, outputs: Tensor, state: Tensor, tail: Tensor, store: Store, border: int):
+        ctx.store, ctx.border = store, border
+        rows = len(store.borders[0])
+        store.append(LAYER, 0, border, state[None], tail[None], rows)
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        store, border = ctx.store, ctx.border
+        found = store.gradient(LAYER, 0, border, border + 1)
+        of_state, of_tail = (part[0].clone() for part in found)
+        if border == 0:
+            store.release(LAYER, 0)
+        return gradient, of_state, of_tail, None, None
+'''
+KIND = """
+from megatron_epp.cost.kinds.sums import DecayedSum
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.limit import Limit
+
+class SumsKind(LayerKind):
     PRICED, NAME, LETTER, SLOT = DecayedSum, "decayed sum", "S", "mixer"
     TIMED = {"layernorm": "norm"}
     LIMITS = (Limit("decayed sums over context-parallel ranks (--context-parallel-size)",
@@ -50,71 +105,91 @@ class MegatronSums(MegatronPart):
 
     def sizes(self, args):
         return {"sum_size": args.sum_size}
+"""
+MODULE = """
+import torch
+from megatron_epp.cost.kinds.sums import HEADS
+from megatron_epp.layers.sums import Keep, Take, mixed
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule
+from megatron_epp.mcore.kinds.sums.kind import SumsKind
 
-    def in_layers(self, args, mask):
-        return {}
-
-    def small(self, args, hidden, tp, head_size, step):
-        return {"sum_size": min(args.sum_size, 4)}
+class SumsModule(KindModule):
+    KIND = SumsKind()
 
     def holds(self, module):
         return type(module).__name__ == "SumMixer"
 
     def install(self, place):
-        from megatron_epp.mcore.model.sum_mixer import install_sums
-        install_sums(place)
+        mixer = place.layer.mixer
+
+        def forward(x, packed_seq_params):
+            state = packed_seq_params
+            (rows,), store = state.rows, state.store
+            span, borders = rows.span, store.borders[rows.span.document]
+            carried = x.new_zeros(x.shape[1:]), x.new_zeros(2, *x.shape[1:])
+            if span.start:
+                carried = Take.apply(mixer.decay, store, borders.index(span.start))
+            outputs, *after = mixed(x, mixer.decay, *carried)
+            if not rows.last:
+                outputs = Keep.apply(outputs, *after, store, borders.index(span.stop))
+            return outputs
+
+        mixer.forward = forward
 
     def kept_shapes(self, layer, context):
-        return (1, HEADS, 3), (1, 2, HEADS, 3)
+        return KeptShapes(((1, HEADS, 3), (1, 2, HEADS, 3)))
 """
-MIXER = """
-import torch
-from megatron_epp.layers.sums import Keep, Take, mixed
+CERTIFICATE = """
+from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
+from megatron_epp.mcore.kinds.sums.kind import SumsKind
 
-def install_sums(place):
-    mixer = place.layer.mixer
+class SumsCertificate(LayerCertificate):
+    KIND = SumsKind()
 
-    def forward(x, packed_seq_params):
-        state = packed_seq_params
-        (rows,), store = state.rows, state.store
-        span, borders = rows.span, store.borders[rows.span.document]
-        carried = x.new_zeros(x.shape[1:]), x.new_zeros(2, *x.shape[1:])
-        if span.start:
-            carried = Take.apply(mixer.decay, store, borders.index(span.start))
-        outputs, *after = mixed(x, mixer.decay, *carried)
-        if not rows.last:
-            outputs = Keep.apply(outputs, *after, store, borders.index(span.stop))
-        return outputs
-
-    mixer.forward = forward
+    def small(self, args, hidden, tp, head_size, step=1):
+        return {"sum_size": min(args.sum_size, 4)}
 """
 # By file what is written and before which line; nothing: the file is new.
 SUMS = {
     "cost/kinds/sums.py": [("", PRICED)],
+    "layers/sums.py": [("", ON_CHUNKS)],
+    "mcore/kinds/sums/__init__.py": [("", '"""Decayed sums."""')],
+    "mcore/kinds/sums/kind.py": [("", KIND)],
+    "mcore/kinds/sums/module.py": [("", MODULE)],
+    "mcore/kinds/sums/certificate.py": [("", CERTIFICATE)],
     "cost/kinds/layer.py": [
-        (
-            "\nPARTS: tuple",
-            "from megatron_epp.cost.kinds.sums import DecayedSum, SumSizes\n",
-        ),
-        ("ExpertSizes):\n", "SumSizes, "),
+        ("\nPARTS: tuple", "from megatron_epp.cost.kinds.sums import DecayedSum, SumSizes\n"),
+        ("    MoESizes,\n):", "    SumSizes,\n"),
         ("    AttentionPart,\n", "    DecayedSum,\n"),
     ],
-    "layers/sums.py": [("", ON_CHUNKS)],
-    "mcore/model/sum_mixer.py": [("", MIXER)],
-    "mcore/model/kinds/sums.py": [("", IN_MEGATRON)],
-    "mcore/model/kinds/registry.py": [
+    "mcore/kinds/registry.py": [
         (
-            "from megatron_epp.mcore.model.kinds.window import",
-            "from megatron_epp.mcore.model.kinds.sums import MegatronSums\n",
+            "from megatron_epp.mcore.kinds.window.kind import",
+            "from megatron_epp.mcore.kinds.sums.kind import SumsKind\n",
         ),
-        ("    MegatronWindow(),\n", "    MegatronSums(),\n"),
+        ("    WindowKind(),\n", "    SumsKind(),\n"),
+    ],
+    "mcore/kinds/modules.py": [
+        (
+            "\n# The most special first",
+            "from megatron_epp.mcore.kinds.sums.module import SumsModule\n",
+        ),
+        ("    AttentionModule(),\n", "    SumsModule(),\n"),
+    ],
+    "mcore/kinds/certificates.py": [
+        (
+            "from megatron_epp.mcore.kinds.window.certificate import",
+            "from megatron_epp.mcore.kinds.sums.certificate import SumsCertificate\n",
+        ),
+        ("    WindowCertificate(),\n", "    SumsCertificate(),\n"),
     ],
 }
+NEW = [name for name in SUMS if not (PACKAGE / name).exists()]
 USE = """
 from argparse import Namespace
 from types import SimpleNamespace
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.model.kinds.registry import layer_parts, model_sizes, require_pattern
+from megatron_epp.mcore.kinds.registry import model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import model_shape
 
 args = Namespace(
@@ -138,9 +213,11 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 figures = profile(made, DEVICES["cpu"])
-cost = Cost(figures, even_layers(4, 2), (1e12,) * 2, layer_kinds=made.layer_kinds)
+layout = StageLayout(figures, even_layers(4, 2), layer_kinds=made.layer_kinds)
+cost = Cost(layout, (1e12,) * 2)
 assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
 
 from megatron_epp.mcore.patching import cpu_host
@@ -148,7 +225,11 @@ cpu_host.install_cpu_host()
 import torch
 from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
-from megatron_epp.mcore.model.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
+(certificate,) = (one for one in LAYER_CERTIFICATES if one.KIND.LETTER == "S")
+assert certificate.small(args, 64, 1, 8) == {"sum_size": 4}
 
 class SumMixer(torch.nn.Module):
     def __init__(self):
@@ -159,7 +240,7 @@ class Hyena(torch.nn.Module):
     pass
 
 try:
-    layer_parts(SimpleNamespace(layer_number=3, mixer=Hyena()))
+    kinds_of_layer(SimpleNamespace(layer_number=3, mixer=Hyena()))
 except ValueError as error:
     assert str(error) == (
         "layer 3: its mixer is a Hyena, a kind that --epp does not run; expected attention, latent "
@@ -167,8 +248,8 @@ except ValueError as error:
 else:
     raise AssertionError("Hyena ran")
 layer = SimpleNamespace(layer_number=1, mixer=SumMixer())
-(part,) = layer_parts(layer)
-part.install(LayerPlace(layer, 0, 512, None, None))
+(kind,) = kinds_of_layer(layer)
+kind.install(LayerPlace(layer, 0, 512, None, None))
 plan = Plan.parse('''plan v1
 documents 12
 layers 1
@@ -195,15 +276,14 @@ nothing = torch.zeros(2, 3).double(), torch.zeros(2, 2, 3).double()
 mixed(x, layer.mixer.decay, *nothing)[0].pow(2).sum().backward()
 torch.testing.assert_close(sliced, x.grad, rtol=1e-12, atol=1e-12)
 torch.testing.assert_close(decay, layer.mixer.decay.grad, rtol=1e-12, atol=1e-12)
-assert part.kept_shapes(layer, 512)[0] == (1, 2, 3) and not len(store)
+assert kind.kept_shapes(layer, 512).shapes[0] == (1, 2, 3) and not len(store)
 print("all of it")
 """
 
 
-def test_it_touches_twelve_files_at_most(tmp_path: Path) -> None:
-    # A letter of its own: ir/recompute.py, layers/recompute/wrap.py. Its layer of Megatron's local
-    # modules is the class's (local_layer).
-    assert len(SUMS) + 2 <= 12
+def test_it_is_six_new_files_and_four_changed_ones(tmp_path: Path) -> None:
+    # A recompute letter of its own: ir/recompute.py, layers/recompute/wrap.py.
+    assert len(NEW) == 6 and len(SUMS) - len(NEW) == 4
     done = run_with(SUMS, USE, tmp_path, without=())
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all of it" in done.stdout
@@ -214,11 +294,13 @@ def test_it_touches_twelve_files_at_most(tmp_path: Path) -> None:
     [
         ("cost/kinds/sums.py", "No module named 'megatron_epp.cost.kinds.sums'"),
         ("cost/kinds/layer.py", "unexpected keyword argument 'sum_size'"),
-        ("mcore/model/kinds/sums.py", "No module named 'megatron_epp.mcore.model.kinds.sums'"),
+        ("mcore/kinds/sums/kind.py", "No module named 'megatron_epp.mcore.kinds.sums.kind'"),
         (
-            "mcore/model/kinds/registry.py",
+            "mcore/kinds/registry.py",
             "--hybrid-layer-pattern S*S-: 'S' stands for no layer; expected a letter for",
         ),
+        ("mcore/kinds/modules.py", "its mixer is a SumMixer, a kind that --epp does not run"),
+        ("mcore/kinds/certificates.py", "not enough values to unpack (expected 1, got 0)"),
     ],
 )
 def test_a_forgotten_place_is_named(tmp_path: Path, forgotten: str, said: str) -> None:
@@ -228,34 +310,101 @@ def test_a_forgotten_place_is_named(tmp_path: Path, forgotten: str, said: str) -
     assert said in done.stderr, done.stderr[-2000:]
 
 
+# --- a kind that is there, taken out and put back -------------------------------------------------
+
+WITHOUT_DSA = """
+from importlib import import_module
+from pathlib import Path
+from megatron_epp.mcore.patching import cpu_host
+cpu_host.install_cpu_host()
+root = Path(FOLDER)
+for path in sorted(root.rglob("*.py")):
+    parts = path.relative_to(root.parent).with_suffix("").parts
+    if parts[-1] not in ("__main__", "pretrain_gpt", "pretrain_hybrid"):
+        import_module(".".join(parts).removesuffix(".__init__"))
+from megatron_epp.mcore.kinds.registry import LETTERS
+assert "D" not in LETTERS and "+" in LETTERS
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
+from megatron_epp.planner import PLANNERS, Options
+v3 = MODELS["deepseek-v3"]
+figures = profile(v3, DEVICES["cpu"])
+cost = Cost(figures, even_layers(61, 2), (1e15,) * 2, layer_kinds=v3.layer_kinds)
+assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
+
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.mcore.certify.model_flags import parsed, scaled
+small = scaled(parsed(FLAGS, 1), Degrees(pp=1, tp=1, dp=1), overlap=False)
+assert 0 < small.elastic.kv_lora_rank < 256
+print("all of it")
+"""
+
+
+def test_dsa_is_six_files_and_lines_in_four(tmp_path: Path) -> None:
+    """Taken out of a copy: what is left imports, plans, and makes another kind small for a
+    certificate. Put back: it is the package."""
+    copy = tmp_path / "megatron_epp"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    taken = take_out("dsa", copy)
+    said = CONTRIBUTING.read_text()
+    assert len(taken.files) == 6 and len(taken.lines) <= 4, taken
+    assert {name.replace("dsa", "sums") for name in taken.files} == set(NEW)
+    assert {*taken.lines} == {*SUMS} - {*NEW}
+    listed = [name.replace("dsa", "NAME") for name in taken.files] + [*taken.lines]
+    assert [name for name in listed if f"`{name}`" not in said] == []
+    left = [path for path in copy.rglob("*.py") if re.search("dsa|DSA", path.read_text())]
+    assert left == []
+    program = WITHOUT_DSA.replace("FOLDER", repr(str(copy))).replace(
+        "FLAGS", repr([*V3.split(), *["--num-layers", "2"]])
+    )
+    done = run_with_torch(program, tmp_path, {"NUMBA_DISABLE_JIT": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "all of it" in done.stdout
+    put_back(taken, copy)
+    compared = subprocess.run(
+        ["diff", "-r", "-x", "__pycache__", str(PACKAGE), str(copy)], capture_output=True, text=True
+    )
+    assert compared.stdout == "" and compared.returncode == 0
+
+
 # --- what a class forgot --------------------------------------------------------------------------
 
 
-def owed(part: MegatronPart) -> list[str]:
-    """The answers that ``part`` owes and does not give."""
+def owed(kind: LayerKind) -> list[str]:
+    """The answers that ``kind``, or its module, owes and does not give."""
     model = MODELS["llama3-8b"]
     priced = [one for shape in SHAPES for one in Layer(model, shape).parts]
-    carries = any(type(one) is part.PRICED and one.carried != CarryOver() for one in priced)
-    owes = ["holds", "install"] * bool(part.SLOT) + ["kept_shapes"] * carries
-    owes += ["local_layer"] * bool(part.STACK)
-    owes += ["sizes"] * (part.PRICED not in (MegatronAttention.PRICED, None) and not part.ABSENT)
-    missing = [name for name in owes if getattr(type(part), name) is getattr(MegatronPart, name)]
+    carries = any(type(one) is kind.PRICED and one.carried != CarryOver() for one in priced)
+    owes = ["sizes"] * (kind.PRICED not in (AttentionKind.PRICED, None) and not kind.ABSENT)
+    missing = [name for name in owes if getattr(type(kind), name) is getattr(LayerKind, name)]
     # A framework's own layer has neither price nor letter.
-    names = ("NAME", "LETTER") if part.PRICED else ("NAME",)
-    return missing + [name for name in names if part.SLOT and not getattr(part, name)]
+    names = ("NAME", "LETTER") if kind.PRICED else ("NAME",)
+    missing += [name for name in names if kind.SLOT and not getattr(kind, name)]
+    if not kind.SLOT:
+        return missing
+    modules = {type(module.KIND): type(module) for module in KIND_MODULES}
+    module = modules.get(type(kind), KindModule)
+    owes = ["holds", "install"] + ["kept_shapes"] * carries + ["local_layer"] * bool(kind.STACK)
+    return missing + [name for name in owes if getattr(module, name) is getattr(KindModule, name)]
 
 
-def test_every_part_gives_its_answers() -> None:
-    assert {part.PRICED for part in MEGATRON_PARTS} - {None} == set(PARTS)
-    assert [(part, owed(part)) for part in MEGATRON_PARTS if owed(part)] == []
+def test_every_kind_gives_its_answers() -> None:
+    assert {kind.PRICED for kind in LAYER_KINDS} - {None} == set(PARTS)
+    assert [(kind, owed(kind)) for kind in LAYER_KINDS if owed(kind)] == []
 
 
-@pytest.mark.parametrize("answer", ["holds", "install", "sizes", "NAME", "LETTER"])
+@pytest.mark.parametrize("answer", ["sizes", "NAME", "LETTER"])
 def test_an_answer_that_is_forgotten_is_named(answer: str, monkeypatch) -> None:
-    monkeypatch.delattr(MegatronExperts, answer)
-    assert owed(MegatronExperts()) == [answer]
+    monkeypatch.delattr(MoEKind, answer)
+    assert owed(MoEKind()) == [answer]
 
 
-def test_what_a_kind_carries_is_asked_of_it(monkeypatch) -> None:
-    monkeypatch.delattr(MegatronAttention, "kept_shapes")
-    assert owed(MegatronAttention()) == ["kept_shapes"]
+@pytest.mark.parametrize("answer", ["holds", "install", "kept_shapes", "local_layer"])
+def test_an_answer_of_a_module_that_is_forgotten_is_named(answer: str, monkeypatch) -> None:
+    monkeypatch.delattr(AttentionModule, answer)
+    assert owed(AttentionKind()) == [answer]

@@ -17,6 +17,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, plan_step
@@ -41,7 +42,7 @@ def profile() -> Profile:
 
 @pytest.fixture(scope="module")
 def ample(profile) -> Cost:
-    return Cost(without_states(profile), (4,), (1e15,))
+    return Cost(StageLayout(without_states(profile), (4,)), (1e15,))
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from megatron_epp.mcore.choose.kept import (
     kept_vocabulary,
 )
 from megatron_epp.mcore.flags.config import PLACING_FLAGS
-from megatron_epp.mcore.model.hybrid.pattern import with_borders
-from megatron_epp.mcore.model.kinds.registry import require_pattern
+from megatron_epp.mcore.hybrid.pattern import with_borders
+from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
 from megatron_epp.mcore.placing.placeholder import placeholder
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS

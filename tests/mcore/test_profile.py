@@ -10,6 +10,7 @@ from megatron_epp.cli.flags import MachineFlags, PlansMachineFlags, TunedMachine
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
@@ -24,8 +25,8 @@ from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # 
 from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
 from megatron_epp.mcore.flags.config import Config  # noqa: E402
 from megatron_epp.mcore.job import job_cost  # noqa: E402
-from megatron_epp.mcore.model import early_head  # noqa: E402
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
+from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
@@ -96,7 +97,7 @@ def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> 
     blocks = [
         job_cost.analytic(args(context_parallel_size=cp)).last_workspace_tokens for cp in (1, 2, 4)
     ]
-    assert blocks == [cp * early_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
+    assert blocks == [cp * fused_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
 
 
 def test_every_pipeline_rank_may_have_its_own_budget() -> None:
@@ -121,7 +122,7 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
     for gib in (["60"], ["60", "70"]):
         arguments = options.parser("plan").parse_args(["plan", *asked, *gib])
         cost = machine.planning_cost(arguments)
-        assert cost.place == (0, 1, 1, 0)
+        assert cost.layout.place == (0, 1, 1, 0)
         assert cost.device_budget_bytes == tuple(
             each * GIB for each in budgets(*gib, epp_place=[0, 1, 1, 0])
         )
@@ -221,7 +222,7 @@ def test_every_size_of_a_layer_is_read_from_flags() -> None:
     every = args(
         **latent, **states, multi_latent_attention=True, num_experts=8, window_size=(16, 0)
     )
-    read = {name for part in MEGATRON_PARTS for name in {**part.sizes(every), **part.ABSENT}}
+    read = {name for part in LAYER_KINDS for name in {**part.sizes(every), **part.ABSENT}}
     assert {field.name for field in dataclasses.fields(LayerShape)} - read == {"ffn_hidden"}
 
 
@@ -284,7 +285,7 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
     assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
     # What a slice pays for its context is a figure of its own.
-    assert Kind.BACKWARD in made.context_seconds
+    assert Kind.BACKWARD in made.column_seconds.get(CONTEXT, {})
     # No logits are kept: a hidden state's gradient, and what the last norm saves.
     assert made.last_bytes.per_token < 6 * HIDDEN * element
     assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element

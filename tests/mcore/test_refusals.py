@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Kind, Op, Plan, Span, Step
+from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
@@ -51,6 +51,8 @@ def test_every_letter_of_plans_runs() -> None:
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
     assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(LETTERS)
+    with pytest.raises(PlanError, match="is for 1 data-parallel replicas; this job has 2"):
+        accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=2)
 
 
 EXPERTS = {
@@ -294,38 +296,31 @@ def test_flags_are_the_fields_of_the_configuration():
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
 
 
-def test_a_missing_index(tmp_path):
-    refused(flags(tmp_path / "nothing", **ONE), "nothing.idx")
+@pytest.mark.parametrize(
+    ("changes", "processes", "said"),
+    [
+        ({"data_path": "gone/nothing", **ONE}, 1, ["nothing.idx"]),
+        ({"num_layers": 1}, 2, ["layers"]),
+        ({"num_layers": 3}, 2, ["--num-layers 3: not divisible by --pipeline-model-parallel-size"]),
+        ({"global_batch_size": 5, **ONE}, 2, ["divisible"]),
+        ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
+        ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
+        ({"epp_memory_budget_gib": 1e-6, **ONE}, 1, ["GiB"]),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(corpus, changes, processes, said):
+    refused(flags(corpus, **{"epp": True, **changes}), *said, processes=processes)
 
 
-def test_more_stages_than_layers(corpus):
-    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=1, epp=True)
-    refused(words, "layers", processes=2)
-
-
-def test_layers_that_do_not_divide(corpus):
-    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=3, epp=True)
+def test_layers_that_do_not_divide():
+    wanted = argparse.Namespace(num_layers=3, pipeline_model_parallel_size=2)
     said = "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a multiple"
-    refused(words, said, processes=2)
-    wanted = argparse.Namespace(num_layers=61, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match=said):
+        require_equal_stages(wanted)
     with pytest.raises(ValueError, match="--decoder-last-pipeline-num-layers, or --pip"):
         require_equal_stages(wanted)
     for name in ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"):
         require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
-
-
-def test_a_batch_that_does_not_divide(corpus):
-    words = flags(corpus, pipeline_model_parallel_size=1, global_batch_size=5, epp=True)
-    refused(words, "divisible", processes=2)
-
-
-def test_a_vocabulary_smaller_than_the_tokens(corpus):
-    words = flags(corpus, vocab_size=50, make_vocab_size_divisible_by=1, **ONE)
-    refused(words, "vocab")
-
-
-def test_an_unknown_planner(corpus):
-    refused(flags(corpus, epp_planner="pakcing", **ONE), "pakcing", "packing")
 
 
 def test_a_plan_with_a_bad_line(corpus, tmp_path):
@@ -348,10 +343,6 @@ def test_a_training_of_no_length_and_an_evaluation_on_nothing(corpus, ours):
         refused(flags(corpus, train_iters=wanted, **one), "--train-iters and --train-samples: nei")
     refused(flags(corpus, train_iters=-1, **one), "--train-iters -1: expected at least 1")
     refused(flags(corpus, eval_iters=2, **one), "--eval-iters: there is nothing to evaluate on")
-
-
-def test_a_budget_in_which_nothing_fits(corpus):
-    refused(flags(corpus, epp_memory_budget_gib=1e-6, **ONE), "GiB")
 
 
 def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:

@@ -8,11 +8,11 @@ import pytest
 
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.replaced import REPLACED, TAKEN
-from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
+from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 from tests.mcore.runs import Run, flags, train, write_corpus
 
 # But SEGMENTS, of texts that are read.
-ROWS = (*REPLACED, *(one for one in replaced_by_parts() if not one.untyped))
+ROWS = (*REPLACED, *(one for one in replaced_by_kinds() if not one.untyped))
 # Every flag of the table, as a user types it.
 TYPED = {
     "recompute_granularity": "--recompute-granularity full",

@@ -9,6 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
+from tests.mcore.models import TRAINED_SSM
 from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
 
 HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
@@ -16,17 +17,6 @@ STOCK = (str(Path(__file__).with_name("stock_on_conversations.py")),)
 OWN_ENTRY = (str(Path(__file__).with_name("own_entry.py")),)
 # Every iteration trains on all of them, so that orders do not matter.
 BATCH = {"global_batch_size": len(CHATS), "seq_length": 128, "vocab_size": None}
-STATES = {
-    "hybrid_layer_pattern": "M*G-",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 8,
-    "mamba_num_groups": 2,
-    "mamba_state_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +36,7 @@ def chat_flags(path: Path, **changes: object) -> list[str]:
     return flags(path, **BATCH | tokenizer | {"epp": True} | changes)
 
 
-@pytest.fixture(scope="module", params=[{}, STATES], ids=["a GPTModel", "a HybridModel"])
+@pytest.fixture(scope="module", params=[{}, TRAINED_SSM], ids=["a GPTModel", "a HybridModel"])
 def model(request) -> dict[str, object]:
     return request.param
 

@@ -1,59 +1,43 @@
-"""Experts chosen by sinkhorn under ``--epp``: certified, broken on purpose, never cut, trained."""
+"""MoE by sinkhorn under ``--epp``: certified, with faults injected, never cut, trained."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw
+from megatron_epp.certify.batches import Frame, RandomBatch
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan, PlanError, Step
-from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.certified import certified
+from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
 
-SABOTAGE = Path(__file__).with_name("sabotage_sinkhorn.py")
+TABLE = FAULTS / "sinkhorn.py"
 # Matrices of experts are split over the tensor-parallel ranks, as Megatron does by default.
 MODEL = (
     f"{LLAMA} --num-layers 2 --sequence-parallel --num-experts 8 --moe-router-topk 2 "
     "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type sinkhorn"
 )
-WAYS = (
-    "nothing",
-    "balance the chunk",
-    "nothing again",
-    "balance rows of a rank",
-    "weigh padding",
-    "balance in evaluation",
-)
 FRAME = Frame(61, (2,), replicas=1, letters="k", splits=True, whole=True)
 
 
-def fits(seed: int) -> bool:
-    """Whether every batch can be broken in its way: chunks with several documents of several
-    tokens, and one whose tokens the two ranks cannot share evenly."""
-    chunks = [draw(seed, number, FRAME).step.plans[0].chunks for number in range(len(WAYS))]
-    several = all(
-        any(sum(span.tokens > 4 for span in chunk.spans) > 1 for chunk in each) for each in chunks
-    )
-    return several and any(chunk.tokens % 2 and chunk.tokens > 20 for chunk in chunks[4])
+def shows(fault: str, drawn: RandomBatch) -> bool:
+    """Whether the batch has chunks with several documents of several tokens; where padding counts,
+    also one whose tokens the two ranks cannot share evenly."""
+    chunks = drawn.step.plans[0].chunks
+    several = any(sum(span.tokens > 4 for span in chunk.spans) > 1 for chunk in chunks)
+    uneven = any(chunk.tokens % 2 and chunk.tokens > 20 for chunk in chunks)
+    return several and (uneven or fault != "weigh padding")
 
 
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, BatchVerdict]:
-    seed = next(seed for seed in range(1000) if fits(seed))
-    degrees = Degrees(pp=1, tp=2, dp=1)
-    trial = Trial(degrees, (tuple(MODEL.split()),), len(WAYS), seed, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify_training(trial), strict=True))
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
+    seed = first_seed(TABLE, FRAME, shows)
+    return inject(TABLE, Trial(Degrees(pp=1, tp=2, dp=1), (tuple(MODEL.split()),), seed=seed))
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
@@ -64,7 +48,7 @@ def test_random_plans_compute_what_the_plain_model_computes(judged, way) -> None
     assert batch.collectives["logits of whole documents"] > 0
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+@pytest.mark.parametrize("way", [way for way in names(TABLE) if "nothing" not in way])
 def test_what_is_broken_shows(judged, way) -> None:
     batch = judged[way]
     assert not batch.problems and not batch.passed

@@ -9,7 +9,7 @@ import torch
 from megatron_epp.cost.analytic import STATES
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.mcore.job import job_cost
-from megatron_epp.mcore.model.experts import router
+from megatron_epp.mcore.kinds.moe import router
 from megatron_epp.mcore.patching import cpu_host
 from tests.mcore.runs import train
 

@@ -1,36 +1,26 @@
 """Documents that continue others compute what the plain model computes of whole copies."""
 
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.command import certify_training, main
+from megatron_epp.mcore.certify.command import main
 from tests.mcore.certified import certified
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 
-SABOTAGE = Path(__file__).with_name("sabotage_trees.py")
-WAYS = (
-    "nothing",
-    "lose a branch",
-    "begin anew",
-    "see the nearest",
-    "mistake values",
-    "nothing again",
-)
+TABLE = FAULTS / "trees.py"
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True, trees=True)
 
 
-def shows(way: str, plan: Plan) -> bool:
+def shows(way: str, drawn: RandomBatch) -> bool:
     """Whether the way must show: several documents continue one; they continue one that continues
     another; any does."""
+    (plan,) = drawn.step.plans
     parents = [prefix.document for prefix in plan.prefixes if prefix is not None]
     if way == "lose a branch":
         return any(parents.count(parent) > 1 for parent in parents)
@@ -41,28 +31,14 @@ def shows(way: str, plan: Plan) -> bool:
     return bool(parents)
 
 
-@cache
-def seed() -> int:
-    """In whose batches every way must show."""
-    return next(
-        s
-        for s in range(1000)
-        if all(shows(way, draw(s, n, FRAME).step.plans[0]) for n, way in enumerate(WAYS))
-    )
-
-
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, BatchVerdict]:
     llama = tuple(f"{LLAMA} --num-layers 2".split())
-    trial = Trial(Degrees(1, 1, 1), (llama,), len(WAYS), seed(), interfere=SABOTAGE, trees=True)
-    return dict(zip(WAYS, certify_training(trial), strict=True))
+    seed = first_seed(TABLE, FRAME, shows)
+    return inject(TABLE, Trial(Degrees(1, 1, 1), (llama,), seed=seed, trees=True))
 
 
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", names(TABLE))
 def test_every_way_to_break_a_tree_shows(judged, way: str) -> None:
     assert judged[way].passed == way.startswith("nothing"), judged[way]
 

@@ -1,7 +1,6 @@
 """The output layer over the stages: the plain model's numbers, and what shows otherwise."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -13,28 +12,17 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.mcore.certify.command import certify_training, main
-from megatron_epp.mcore.model.vocabulary.head import head_for
-from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
-from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
+from megatron_epp.mcore.certify.command import main
+from megatron_epp.mcore.lm_head.head import head_for
+from megatron_epp.mcore.lm_head.messages import MessageShapes
+from megatron_epp.mcore.lm_head.shard import VocabularyShard
 from megatron_epp.runtime.memory_meter import NoMeter
 from tests.mcore.certified import certified
-from tests.mcore.sabotages import require_shown, stand_in_order
-from tests.mcore.test_hybrid import EXPERTS
+from tests.mcore.fault_injection import FAULTS, inject, names, require_shown
+from tests.mcore.models import HYBRID_MOE
 
 SPREAD = "--epp-vocab-parallel on"
-SABOTAGE = Path(__file__).with_name("sabotage_vocabulary.py")
-# In the order of sabotage_vocabulary.WAYS, which only a rank can import.
-WAYS = (
-    *(f"nothing {number}" for number in range(5)),
-    "forget the words before",
-    "add means unweighted",
-    "forget label rows",
-    "take own sums for all",
-    "mistake the first word",
-    "count masked rows in g",
-    "nothing again",
-)
+TABLE = FAULTS / "vocabulary.py"
 
 
 def model(more: str = "", layers: int = 4) -> tuple[tuple[str, ...], ...]:
@@ -43,7 +31,7 @@ def model(more: str = "", layers: int = 4) -> tuple[tuple[str, ...], ...]:
 
 # Of stages with other letters, its experts over the ranks that split the sequence.
 HYBRID = (
-    f"{LLAMA} {EXPERTS} {SPREAD} --hybrid-layer-pattern=*-*-|*E*E- --sequence-parallel "
+    f"{LLAMA} {HYBRID_MOE} {SPREAD} --hybrid-layer-pattern=*-*-|*E*E- --sequence-parallel "
     "--expert-model-parallel-size 2"
 )
 EVERY_DEGREE = {
@@ -61,8 +49,7 @@ def judged() -> Mapping[str, BatchVerdict]:
     """Of two replicas that reduce their gradients in buckets while ops run: a G, a B or a W may be
     the last."""
     degrees = Degrees(pp=2, tp=1, dp=2)
-    trial = Trial(degrees, model(), len(WAYS), overlap=True, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify_training(trial), strict=True))
+    return inject(TABLE, Trial(degrees, model(), overlap=True))
 
 
 def require_proved(judged: Sequence[BatchVerdict], degrees: Degrees) -> None:
@@ -89,11 +76,7 @@ def test_so_do_replicas(judged) -> None:
     require_proved(untouched, Degrees(pp=2, tp=1, dp=2))
 
 
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", names(TABLE))
 def test_wrong_numbers_show_and_right_ones_pass(judged, way) -> None:
     require_shown(judged[way], way)
 

@@ -14,7 +14,7 @@ from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
 from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import PLANNERS
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 8, 0.5, torch.float32)
@@ -45,7 +45,7 @@ def test_a_planned_batch_finds_every_graph_built() -> None:
     batch = open_corpus("wikipedia", context).batch(0, 512)
     needed: set[tuple[int, int, int]] = set()
     for options in (Options(context=context), Options(context=context, effort=0)):
-        plan = PIPELINES["epp"](batch, cost, options).plan
+        plan = PLANNERS["epp"](batch, cost, options).plan
         for chunk in plan.chunks:
             whole = [s.tokens for s in chunk.spans if s.tokens == plan.documents[s.document]]
             if whole:

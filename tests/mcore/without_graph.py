@@ -1,4 +1,4 @@
-"""Breaks adapters on purpose: the first layer's input takes no part in autograd where the embedding
+"""A fault of adapters: the first layer's input takes no part in autograd where the embedding
 is frozen. Run inside a rank (``Trial.interfere``)."""
 
 from typing import Any

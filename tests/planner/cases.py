@@ -11,6 +11,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Seconds
 from megatron_epp.ir import Kind
 
@@ -50,7 +51,7 @@ def mixture(pattern: str, layers: int, pp: int, room_gib: float = 60.0, **how: A
     model, on = mixed_model(pattern, layers), DEVICES["h100-80g"]
     made = profile(model, on, **how)
     kinds = model.layer_kinds if len(made.kinds) > 1 else ()
-    cost = Cost(made, even_layers(layers, pp), (1e15,) * pp, 2, 4, 1, 1, 8, kinds)
+    cost = Cost(StageLayout(made, even_layers(layers, pp), 2, 4, 1, 1, 8, kinds), (1e15,) * pp)
     return with_room(cost, room_gib)
 
 
@@ -75,7 +76,7 @@ def machines(draw: st.DrawFn) -> Cost:
         link_seconds=draw(st.booleans()),
         head_seconds=draw(st.booleans()),
     )
-    cost = cost.with_vocabulary(cost.stages > 1 and draw(st.booleans()))
+    cost = cost.with_vocabulary(cost.layout.stages > 1 and draw(st.booleans()))
     return with_room(cost, draw(st.sampled_from(ROOMS_GIB)))
 
 
@@ -85,18 +86,18 @@ def machine(pp: int = 4, room_gib: float = 60.0, **how: Any) -> Cost:
 
 
 def with_room(cost: Cost, room_gib: float) -> Cost:
-    budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
-    return dataclasses.replace(cost, device_budget_bytes=budget)
+    budget = tuple(states + room_gib * GIB for states in cost.memory.states_bytes)
+    return cost.replace(device_budget_bytes=budget)
 
 
 def priced(cost: Cost, price: float) -> Cost:
     """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it."""
-    seconds = dict(cost.profile.layer_seconds)
+    seconds = dict(cost.layout.profile.layer_seconds)
     whole, half = seconds[Kind.BACKWARD], seconds[Kind.INPUT]
     seconds[Kind.INPUT] = Seconds(
         half.per_token + price * whole.per_token,
         half.per_pair + price * whole.per_pair,
         half.per_chunk + price * whole.per_chunk,
     )
-    profile = dataclasses.replace(cost.profile, layer_seconds=seconds)
-    return dataclasses.replace(cost, profile=profile)
+    profile = dataclasses.replace(cost.layout.profile, layer_seconds=seconds)
+    return cost.replace(profile=profile)

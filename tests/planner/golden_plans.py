@@ -1,4 +1,4 @@
-"""Writes or compares the golden plans of ``tests/golden``: 41 batches through the command line.
+"""Writes or compares the golden plans of ``tests/golden``: 49 batches through the command line.
 
     python tests/planner/golden_plans.py           # names the plans that changed, exit status 1
     python tests/planner/golden_plans.py --write   # rewrites them, to be reviewed as a diff
@@ -81,6 +81,26 @@ _LINES = (
     f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1 --levers"
     " chunks,bins,window,trim,selective,exact,search,local",
 )
+# Interleaved and V placements, with ample and with tight memory, planned by `epp`: the predicted
+# seconds of each are in its file. Without the lever `lean`, which gives time away for memory.
+_PLACED = (
+    f"wlb 0 {_LLAMA} --pp 2 --tp 8 --placement interleaved 2 --context 65536"
+    " --global-batch-size 32 --vocab-parallel off",
+    f"wlb 1 {_LLAMA} --pp 2 --tp 8 --placement v --context 65536 --global-batch-size 32"
+    " --vocab-parallel off --memory-budget-gib 11",
+    f"prolong 2 {_GPT} --pp 4 --cp 8 --placement v --context 65536 --global-batch-size 32"
+    " --vocab-parallel off",
+    f"wikipedia 3 {_LLAMA} --pp 4 --tp 8 --placement interleaved 2 --context 32768"
+    " --global-batch-size 64 --vocab-parallel off",
+    "wlb 4 --model gpt-7b --device a100-40g --pp 4 --cp 8 --placement interleaved 2"
+    " --context 98304 --global-batch-size 64 --vocab-parallel off --memory-budget-gib 14",
+    "wlb 5 --model llama3-70b --device h200-141g --pp 4 --tp 8 --placement v --context 65536"
+    " --global-batch-size 16 --vocab-parallel off",
+    f"wlb 6 {_LLAMA} --pp 4 --tp 4 --cp 2 --placement v --context 65536 --global-batch-size 32"
+    " --vocab-parallel on",
+    f"prolong 7 {_LLAMA} --pp 2 --tp 8 --dp 2 --placement interleaved 2 --context 65536"
+    " --global-batch-size 32 --vocab-parallel on --memory-budget-gib 10",
+)
 
 
 # The assumptions that these plans were first made with, and the levers of that day: later defaults
@@ -105,6 +125,12 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
             FOLDER / f"{number:02}-{lengths}.plan",
             ["plan", "--lengths", lengths, "--batch", batch, *_levers_of_then(others), *_THEN],
         )
+    for number, line in enumerate(_PLACED, len(_LINES)):
+        lengths, batch, *others = line.split()
+        yield (
+            FOLDER / f"{number:02}-{lengths}-placed.plan",
+            ["plan", "--lengths", lengths, "--batch", batch, "--levers", "default,-lean", *others],
+        )
 
 
 def make(arguments: list[str]) -> str:
@@ -124,7 +150,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="rewrite the golden files")
     write = parser.parse_args().write
     changed = []
-    for path, arguments in cases():
+    every = list(cases())
+    for path, arguments in every:
         text = make(arguments)
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +159,7 @@ def main() -> int:
         elif not path.exists() or path.read_text() != text:
             changed.append(path.name)
             print(f"{path.name}: changed: {' '.join(arguments)}")
-    print(f"{len(_LINES)} plans, {len(changed)} changed" if not write else "written")
+    print(f"{len(every)} plans, {len(changed)} changed" if not write else "written")
     return 1 if changed else 0
 
 

@@ -1,4 +1,4 @@
-"""Plans of 41 batches come out byte for byte: ``golden_plans.py --write`` rewrites them."""
+"""Plans of 49 batches come out byte for byte: ``golden_plans.py --write`` rewrites them."""
 
 from pathlib import Path
 

@@ -9,10 +9,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
-from megatron_epp.planner.device_groups import flexsp
-from megatron_epp.planner.device_groups.costs import group_costs
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -55,7 +53,7 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
         list_schedule(work, policy_of(style, work, chunking.sizes, law)).seconds
         for style in policies(False, many=True)
     )
-    layers = cost.layers
+    layers = cost.layout.layers
     base = {
         "documents": batch.documents,
         "layers": layers,
@@ -84,7 +82,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     chunking = build_chunks(ChunkingParams(8.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     alone = list_schedule(
         work, policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, law)
     )
@@ -93,7 +91,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
         law, work.backward_order, work.ops.moved_bytes, freed_bytes(cost, loads, "kf"), budget
     )
     assert len(rows.missing_bytes)
-    most = np.full(rows.slots, min(cost.layers))
+    most = np.full(rows.slots, min(cost.layout.layers))
     ours = ilp.solve_rows(ilp.Solver(), rows, most)
     matrix = np.zeros((len(rows.missing_bytes), rows.slots))
     for row in range(len(rows.missing_bytes)):
@@ -122,74 +120,6 @@ def test_the_diagonal_program_says_when_nothing_helps() -> None:
     )
     assert ilp.solve_rows(ilp.Solver(), rows, np.array([3, 3])) is None
     assert ilp.solve_rows(ilp.Solver(), rows, np.array([60, 60])).sum() == 100
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_flexsp_is_within_two_percent_of_its_milp(seed) -> None:
-    """Eight devices, a dozen documents: degrees, groups and assignment in one program."""
-    random = Random(seed)
-    cost = machine(pp=1)
-    costs = group_costs(cost)
-    lengths = np.array(
-        sorted((int(random.lognormvariate(7.7, 0.9)) + 50 for _ in range(12)), reverse=True)
-    )
-    solved = flexsp.solve(lengths, costs)
-    assert solved is not None
-    optimum = flexsp_milp(lengths, costs)
-    assert optimum * (1 - 1e-6) <= solved[2] <= 1.02 * optimum
-
-
-def flexsp_milp(lengths: np.ndarray, costs) -> float:
-    """Variables: C, whether group g is there, whether document k is on g."""
-    groups = [
-        which for which, degree in enumerate(costs.degrees) for _ in range(costs.devices // degree)
-    ]
-    documents = len(lengths)
-    pairs = lengths * (lengths + 1) / 2
-    width = 1 + len(groups) * (1 + documents)
-
-    def at(group: int, document: int | None = None) -> int:
-        return 1 + group * (1 + documents) + (0 if document is None else 1 + document)
-
-    rows, low, high = [], [], []
-    for number, which in enumerate(groups):
-        time, memory, there = np.zeros((3, width))
-        time[0], time[at(number)] = -1, costs.chunk_seconds[which]
-        for k in range(documents):
-            time[at(number, k)] = (
-                costs.token_seconds[which] * lengths[k] + costs.pair_seconds[which] * pairs[k]
-            )
-            memory[at(number, k)] = lengths[k] / costs.most_tokens[which]
-            there[at(number, k)] = 1
-        there[at(number)] = -documents
-        rows += [time, memory, there]
-        low += [-np.inf] * 3
-        high += [0, 1, 0]
-    devices = np.zeros(width)
-    for number, which in enumerate(groups):
-        devices[at(number)] = costs.degrees[which]
-    rows.append(devices)
-    low.append(-np.inf)
-    high.append(costs.devices)
-    for k in range(documents):
-        once = np.zeros(width)
-        for number in range(len(groups)):
-            once[at(number, k)] = 1
-        rows.append(once)
-        low.append(1)
-        high.append(1)
-    cost = np.zeros(width)
-    cost[0] = 1
-    integrality = np.ones(width)
-    integrality[0] = 0
-    found = milp(
-        cost,
-        constraints=LinearConstraint(np.array(rows), low, high),
-        bounds=Bounds(0, np.where(integrality, 1, np.inf)),
-        integrality=integrality,
-        options={"mip_rel_gap": 1e-3, "time_limit": 20},
-    )
-    return float(found.mip_dual_bound)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -257,10 +187,10 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     chunking = build_chunks(ChunkingParams(40.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
-    most = np.full(chunking.count + cost.stages - 1, min(cost.layers))
+    most = np.full(chunking.count + cost.layout.stages - 1, min(cost.layout.layers))
 
     def solved() -> np.ndarray:
         found = ilp.solve_order(
@@ -280,7 +210,9 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     assert everything.any()
     monkeypatch.setattr(ilp, "MANY_ENTRIES", 0)
     on_demand = solved()
-    saved = freed[0] * ilp.broadcast_diagonals(on_demand[0], work.backward_order, cost.stages)
+    saved = freed[0] * ilp.broadcast_diagonals(
+        on_demand[0], work.backward_order, cost.layout.stages
+    )
     missing, _ = ilp._missing(
         law, work.backward_order, work.ops.moved_bytes, saved, work.headroom_bytes
     )
@@ -292,11 +224,11 @@ def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
     """And are left alone where the user fixed them."""
     cost = machine(pp=4, head_seconds=True)
     lengths = [20_000, 9_000] + [3_000] * 40
-    even = PIPELINES["epp"](lengths, cost, Options(levers=ALL))
-    moved = PIPELINES["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
-    assert even.plan.layers == cost.layers
-    assert sum(moved.plan.layers) == sum(cost.layers)
-    assert moved.plan.layers[-1] < cost.layers[-1]
+    even = PLANNERS["epp"](lengths, cost, Options(levers=ALL))
+    moved = PLANNERS["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
+    assert even.plan.layers == cost.layout.layers
+    assert sum(moved.plan.layers) == sum(cost.layout.layers)
+    assert moved.plan.layers[-1] < cost.layout.layers[-1]
     assert moved.seconds < 0.97 * even.seconds
 
 
@@ -309,8 +241,8 @@ def test_the_ladder_is_convex() -> None:
     )
     letters = ladder(cost, loads)
     assert letters[0] == "k" and letters[-1] == "f" and len(letters) > 2
-    saved = [cost.saved_bytes((0, letter), loads).sum() for letter in letters]
-    seconds = [cost.recompute_seconds((0, letter), loads).sum() for letter in letters]
+    saved = [cost.memory.saved_bytes((0, letter), loads).sum() for letter in letters]
+    seconds = [cost.seconds.recompute((0, letter), loads).sum() for letter in letters]
     prices = np.diff(seconds) / -np.diff(saved)
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
 
@@ -325,7 +257,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     loads = loads_of(chunking, batch.lengths)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     for style in policies(True, many=True):
         schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, law))
         again = replayed(plain, schedule)
@@ -352,7 +284,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
         plan = plan_of(batch, draft, cost)
         played = play(plan, cost.table(plan))
         assert other.seconds == pytest.approx(played.seconds, rel=1e-12)
-        peaks = other.peak_bytes + np.array(cost.states_bytes)
+        peaks = other.peak_bytes + np.array(cost.memory.states_bytes)
         assert peaks == pytest.approx(played.peak_bytes, rel=1e-12)
 
 
@@ -360,17 +292,17 @@ def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     """One letter for so many layers of every stage and chunk, within the same budget."""
     lengths = [2_676, 16_384, 3_507, 16_384]
     ample = machine(pp=4, room_gib=1e6)
-    kept = PIPELINES["epp"](lengths, ample, Options())
-    states = np.array(ample.states_bytes)
+    kept = PLANNERS["epp"](lengths, ample, Options())
+    states = np.array(ample.memory.states_bytes)
     for share in (0.75, 0.5):
         budget = states + share * (np.array(kept.peak_bytes) - states)
-        cost = dataclasses.replace(ample, device_budget_bytes=tuple(budget.tolist()))
-        ours = PIPELINES["epp"](lengths, cost, Options())
+        cost = ample.replace(device_budget_bytes=tuple(budget.tolist()))
+        ours = PLANNERS["epp"](lengths, cost, Options())
         assert ours.fits and ours.recompute_ratio > 0
-        for letter, layers in itertools.product("nbf", range(1, max(cost.layers) + 1)):
-            choice = letter * layers + KEEP * (cost.layers[0] - layers)
+        for letter, layers in itertools.product("nbf", range(1, max(cost.layout.layers) + 1)):
+            choice = letter * layers + KEEP * (cost.layout.layers[0] - layers)
             alike = dataclasses.replace(
-                ours.plan, recompute=((choice,) * ours.chunks,) * cost.stages, predicted=None
+                ours.plan, recompute=((choice,) * ours.chunks,) * cost.layout.stages, predicted=None
             )
             played = play(alike, cost.table(alike))
             if (np.array(played.peak_bytes) <= budget).all():

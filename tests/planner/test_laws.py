@@ -121,17 +121,17 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
     chunking = build_chunks(recipe, batch.lengths, rates, 50_000)
     loads = loads_of(chunking, batch.lengths)
     grid = np.array(
-        [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layers], float
+        [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layout.layers], float
     )
     work = problem_of(cost, chunking, loads, {(0, FULL): grid})
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
         schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
         draft = Draft(chunking, {(0, FULL): grid}, schedule.kinds, schedule.chunks)
         (planned,) = emit_block("test", batch, draft, cost, Options()).planned
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
-        room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
+        room = np.array(planned.peak_bytes) - np.array(cost.memory.states_bytes)
         assert room == pytest.approx(schedule.peak_bytes, rel=1e-9, abs=4)
 
 
@@ -143,7 +143,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(ChunkingParams(12), batch.lengths, rates_of(cost), 50_000)
     work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)

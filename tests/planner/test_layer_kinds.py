@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.layer_kinds import parse_kinds
-from megatron_epp.cost.profile import layer_figures
+from megatron_epp.cost.profile import layer_coefficients
 from megatron_epp.ir import Kind
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import equal_points
 from megatron_epp.planner.order.emit import SortedBatch
@@ -42,8 +42,8 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(3)])
     chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = group_by_group(chunking.sizes, cost.stages)
-    assert cost.kinds.number == 2 and chunking.count <= 4
+    law = group_by_group(chunking.sizes, cost.layout.stages)
+    assert cost.layout.kinds.number == 2 and chunking.count <= 4
 
     def within(counts, budget) -> bool:
         moved = problem_of(cost, chunking, loads, counts).ops.moved_bytes
@@ -60,7 +60,7 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     )
     # What the program reckons with: bytes from F to B alone, so that is what judges, too.
     freed = [freed_bytes(cost, loads, letters, kind)[0] for kind, letters in enumerate(steps)]
-    price = [float(cost.recompute_seconds((k, "f"), loads).mean()) for k in range(2)]
+    price = [float(cost.seconds.recompute((k, "f"), loads).mean()) for k in range(2)]
 
     def enough(grids) -> bool:
         saved = sum(grid * per for grid, per in zip(grids, freed, strict=True))
@@ -68,7 +68,7 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
         return bool((missing <= 0).all())
 
     best = np.inf
-    numbers = [range(int(count) + 1) for count in cost.kinds.counts[:, 0]]
+    numbers = [range(int(count) + 1) for count in cost.layout.kinds.counts[:, 0]]
     for taken in itertools.product(*(numbers[k] for k in range(2) for _ in range(chunking.count))):
         grids = np.array(taken, float).reshape(2, 1, chunking.count)
         if enough(grids):
@@ -90,7 +90,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     batch = SortedBatch.of([20_000, 15_000, 9_000, 8_000])
     chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     kept = problem_of(cost, chunking, loads, {})
     full = every_layer("f", left_layers(cost, {}, chunking.count))
     least = list_schedule(problem_of(cost, chunking, loads, full), strict(law)).peak_bytes
@@ -100,7 +100,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
         ilp.Solver(), cost, loads, kept, law, integer=False, headroom_bytes=budget
     )
     assert found is not None
-    dense = cost.kinds.names.index("dense")
+    dense = cost.layout.kinds.names.index("dense")
     assert found[dense, "f"][0].max() == 3 and found[dense, "f"][1:].max() == 0
 
 
@@ -108,20 +108,21 @@ def test_two_kinds_that_hardly_differ_give_the_plan_of_one() -> None:
     """Alike figures are one kind; figures that differ by a millionth are two, and take as long."""
     lengths = [30_000, 12_000, 9_000] + [1_500] * 12
     one = mixture("8*dense", 8, 4, room_gib=0.7, logits_held=False)
-    figures = layer_figures(one.profile)
+    figures = layer_coefficients(one.layout.profile)
     token = figures.layer_seconds[Kind.FORWARD]
     slower = dataclasses.replace(token, per_token=token.per_token * (1 + 1e-6))
     seconds = {**figures.layer_seconds, Kind.FORWARD: slower}
     other = dataclasses.replace(figures, layer_seconds=seconds)
     alike, apart = (
-        dataclasses.replace(
-            one, profile=one.profile.with_kinds({"a": figures, "b": b}), layer_kinds=("a", "b") * 4
+        one.replace(
+            profile=one.layout.profile.with_kinds({"a": figures, "b": b}),
+            layer_kinds=("a", "b") * 4,
         )
         for b in (figures, other)
     )
-    assert (alike.kinds.number, apart.kinds.number) == (1, 2)
+    assert (alike.layout.kinds.number, apart.layout.kinds.number) == (1, 2)
     options = Options(levers=ALL - {"offload"})
-    plans = [PIPELINES["epp"](lengths, cost, options) for cost in (one, alike, apart)]
+    plans = [PLANNERS["epp"](lengths, cost, options) for cost in (one, alike, apart)]
     assert str(plans[0].plan) == str(plans[1].plan)
     assert plans[2].seconds == pytest.approx(plans[0].seconds, rel=0.02)
     assert plans[0].recompute_ratio > 0

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options
+from megatron_epp.planner import PLANNERS, TRAINING_LEVERS, Options
 from megatron_epp.planner.epp.lean import TIE
 
 K = 1024
@@ -15,11 +15,11 @@ def test_less_memory_for_at_most_half_a_percent(lengths: str) -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False, kv_read=True)
     batch = open_corpus(lengths, 64 * K).batch(7, 64)
     lean, plain = (
-        PIPELINES["epp"](batch, cost, Options(effort=1, levers=levers))
+        PLANNERS["epp"](batch, cost, Options(effort=1, levers=levers))
         for levers in (TRAINING_LEVERS, TRAINING_LEVERS - {"lean"})
     )
     assert lean.seconds <= plain.seconds * (1 + TIE)
-    room = cost.device_budget_bytes[0] - max(cost.states_bytes)
+    room = cost.device_budget_bytes[0] - max(cost.memory.states_bytes)
     assert max(lean.peak_bytes) <= max(plain.peak_bytes)
     assert max(plain.peak_bytes) - max(lean.peak_bytes) > 0.1 * room, "nothing was saved"
 
@@ -29,7 +29,7 @@ def test_two_documents_of_2m_at_every_effort() -> None:
     memory went on."""
     cost = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, cp=4, logits_held=False)
     seconds = {
-        effort: PIPELINES["epp"]((2 * K * K,) * 2, cost, Options(effort=effort)).seconds
+        effort: PLANNERS["epp"]((2 * K * K,) * 2, cost, Options(effort=effort)).seconds
         for effort in (0, 1, 4)
     }
     assert max(seconds.values()) <= 360, seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.planner import ALL, LEVERS, PIPELINES, Options, balance_replicas, plan_step
+from megatron_epp.planner import ALL, LEVERS, PLANNERS, Options, balance_replicas, plan_step
 from tests.planner.cases import machine
 
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
@@ -105,9 +105,7 @@ def test_replicas_have_the_same_layers(batch: list[int], same: bool) -> None:
     cost = machine(pp=4, head_seconds=True)
     options = Options(levers=ALL, effort=0, open_layers=True)
     deals = balance_replicas(batch, cost, 2)
-    alone = {
-        PIPELINES["epp"]([batch[d] for d in held], cost, options).plan.layers for held in deals
-    }
+    alone = {PLANNERS["epp"]([batch[d] for d in held], cost, options).plan.layers for held in deals}
     assert (len(alone) == 1) == same
     made = plan_step(batch, cost, options, "epp", 2)
     even = plan_step(batch, cost, dataclasses.replace(options, open_layers=False), "epp", 2)

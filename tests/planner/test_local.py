@@ -23,7 +23,7 @@ from megatron_epp.ir import (
     check_ranks,
     slices_in,
 )
-from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options, plan_step
+from megatron_epp.planner import COMPARED, PLANNERS, TRAINING_LEVERS, Options, plan_step
 from megatron_epp.planner.chunks.local import rank_seconds
 from megatron_epp.planner.chunks.params import UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Rates
@@ -98,27 +98,29 @@ def test_a_chunk_takes_what_its_slowest_rank_does_and_exchanges_what_is_spread()
     documents = (1000, 300, 200, 400)
     spans = (Span(0, 0, 1000), Span(1, 0, 300, 0), Span(2, 0, 200, 0), Span(3, 0, 400, 1))
     loads = cost.loads([Chunk(spans)], documents)
-    per = cost.seconds_per(Kind.FORWARD)
-    exchange = cost.exchange_per_token[Kind.FORWARD]
+    per = cost.seconds.per(Kind.FORWARD)
+    exchange = cost.seconds.exchange_per_token[Kind.FORWARD]
     rows = 1000 + 2 * 500
     pairs = spans[0].pairs + 2 * max(spans[1].pairs + spans[2].pairs, spans[3].pairs)
     expected = per[:, 0] * rows + per[:, 1] * pairs + per[:, 2] - exchange * 1000
-    np.testing.assert_allclose(cost.seconds(Kind.FORWARD, loads)[:, 0], expected)
+    np.testing.assert_allclose(cost.seconds.of(Kind.FORWARD, loads)[:, 0], expected)
     assert exchange.min() > 0
     # Nothing is exchanged where all is local, and communication is nothing else here.
     whole = [dataclasses.replace(span, document=d) for d, span in enumerate(spans[1:])]
     local = cost.loads([Chunk(tuple(whole))], documents[1:])
-    np.testing.assert_allclose(cost.comm_seconds(Kind.FORWARD, local), 0, atol=1e-15)
+    np.testing.assert_allclose(cost.seconds.communication(Kind.FORWARD, local), 0, atol=1e-15)
     everywhere = [dataclasses.replace(span, rank=ALL_RANKS) for span in whole]
     assert (
-        cost.comm_seconds(Kind.FORWARD, cost.loads([Chunk(tuple(everywhere))], documents[1:])).min()
+        cost.seconds.communication(
+            Kind.FORWARD, cost.loads([Chunk(tuple(everywhere))], documents[1:])
+        ).min()
         > 0
     )
 
 
 def test_a_measured_profile_says_how_much_of_it_is_exchange() -> None:
     """Of a profile that was measured over two ranks, whose seconds contain it."""
-    made = machine(2).profile
+    made = machine(2).layout.profile
     measured = dataclasses.replace(
         made.each_kind(
             all_to_all_bytes_per_token=0.0,
@@ -127,17 +129,17 @@ def test_a_measured_profile_says_how_much_of_it_is_exchange() -> None:
         cp=2,
     )
     assert Profile.from_json(measured.to_json()) == measured
-    cost = dataclasses.replace(machine(2), profile=measured, network=None)
+    cost = machine(2).replace(profile=measured, network=None)
     chunk, documents = Chunk((Span(0, 0, 500, 0), Span(1, 0, 500, 1))), (500, 500)
     everywhere = Chunk((Span(0, 0, 500), Span(1, 0, 500)))
     local, spread = (cost.loads([each], documents) for each in (chunk, everywhere))
-    layers = np.array(cost.layers, dtype=float)
+    layers = np.array(cost.layout.layers, dtype=float)
     for kind, seconds in ((Kind.FORWARD, 1e-9), (Kind.BACKWARD, 2e-9), (Kind.WEIGHT, 0.0)):
-        spared = cost.seconds(kind, spread) - cost.seconds(kind, local)
+        spared = cost.seconds.of(kind, spread) - cost.seconds.of(kind, local)
         np.testing.assert_allclose(spared[:, 0], layers * seconds * 1000, rtol=1e-6, atol=1e-15)
     # Never more than what the layer takes for a token.
     most = measured.layer_seconds[Kind.INPUT].per_token
-    np.testing.assert_allclose(cost.exchange_per_token[Kind.INPUT], layers * most)
+    np.testing.assert_allclose(cost.seconds.exchange_per_token[Kind.INPUT], layers * most)
 
 
 def test_bytes_are_those_of_the_fullest_rank() -> None:
@@ -146,19 +148,19 @@ def test_bytes_are_those_of_the_fullest_rank() -> None:
     even = cost.loads([Chunk((Span(0, 0, 600, 0), Span(1, 0, 600, 1)))], (600, 600))
     for loads in (uneven, even):
         np.testing.assert_array_equal(
-            cost.saved_bytes((0, "k"), loads), cost.saved_bytes((0, "k"), even)
+            cost.memory.saved_bytes((0, "k"), loads), cost.memory.saved_bytes((0, "k"), even)
         )
-        np.testing.assert_array_equal(cost.end_bytes(loads), cost.end_bytes(even))
+        np.testing.assert_array_equal(cost.ends.held_bytes(loads), cost.ends.held_bytes(even))
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_epp_leaves_documents_local_where_that_is_faster(multiple: int) -> None:
     cost = machine()
     options = Options(effort=1, multiple=multiple)
-    without = PIPELINES["epp"](
+    without = PLANNERS["epp"](
         BATCH, cost, dataclasses.replace(options, levers=TRAINING_LEVERS - {"local"})
     )
-    local = PIPELINES["epp"](BATCH, cost, options)
+    local = PLANNERS["epp"](BATCH, cost, options)
     check(local.plan)
     check_ranks(local.plan, 8)
     assert any(chunk.has_local for chunk in local.plan.chunks)
@@ -182,9 +184,9 @@ def test_nothing_is_local_where_nothing_is_exchanged_or_replicas_run_in_step() -
 
 
 def test_baselines_leave_all_spread() -> None:
-    for name in PIPELINES:
+    for name in COMPARED:
         if name != "epp":
-            plan = PIPELINES[name](BATCH, machine(), Options(effort=0)).plan
+            plan = PLANNERS[name](BATCH, machine(), Options(effort=0)).plan
             assert not any(chunk.has_local for chunk in plan.chunks)
 
 

@@ -15,7 +15,7 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Step, check, check_skeletons
 from megatron_epp.planner import (
     ALL,
-    PIPELINES,
+    COMPARED,
     TRAINING_LEVERS,
     Options,
     evaluation_step,
@@ -49,7 +49,7 @@ def require_runs(step: Step, lengths: list[int], width: int) -> None:
             assert any(plan.chunks[number].spans for plan in step.block(block))
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("planner", COMPARED)
 @pytest.mark.parametrize(("width", "replicas"), [(2, 2), (2, 4), (3, 3)])
 def test_every_planner_plans_blocks(planner, width, replicas) -> None:
     lengths = heavy_tailed(1, 40)
@@ -69,7 +69,7 @@ def test_every_planner_plans_blocks(planner, width, replicas) -> None:
 def test_nobody_is_without_a_document(documents) -> None:
     """However few there are, and if one alone has all the work."""
     lengths = [60_000, *([7] * (documents - 1))]
-    for planner in PIPELINES:
+    for planner in COMPARED:
         options = Options(effort=0, lockstep=2)
         made = plan_step(lengths, machine(pp=2), options, planner, 2)
         require_runs(made.step, lengths, 2)
@@ -156,15 +156,15 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
     loads = loads_of(chunking, batch.lengths)
     style = random.choice(list(policies(split, many=True)))
     letter = random.choice("fcm")
-    grid = np.zeros((cost.stages, chunking.count))
-    for stage, layers in enumerate(cost.kinds.counts[0]):
+    grid = np.zeros((cost.layout.stages, chunking.count))
+    for stage, layers in enumerate(cost.layout.kinds.counts[0]):
         grid[stage] = [random.randint(0, int(layers)) for _ in range(chunking.count)]
     counts = {(0, letter): grid}
     work = problem_of(cost, chunking, loads, counts)
-    law = shrinking_window(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)
-    exact = block_peaks(batch, draft, cost, options) - np.array(cost.states_bytes)
+    exact = block_peaks(batch, draft, cost, options) - np.array(cost.memory.states_bytes)
     assert (exact <= schedule.peak_bytes * (1 + 1e-9) + 16 * chunking.count).all()
     shares = shares_of(batch, draft, cost, options)
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
@@ -189,7 +189,7 @@ def test_the_slowest_counts_at_every_op() -> None:
 
 
 def _all_layers(cost: Cost, chunking: BlockChunking) -> np.ndarray:
-    return np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))
+    return np.tile(np.array(cost.layout.layers, float)[:, None], (1, chunking.count))
 
 
 def test_positions_are_alike() -> None:
@@ -210,7 +210,7 @@ def test_epp_is_never_slower_in_lockstep_either() -> None:
         lengths = heavy_tailed(seed, 40)
         cost = machine(pp=3, room_gib=room)
         options = Options(effort=1, lockstep=2)
-        taken = {name: plan_step(lengths, cost, options, name, 2) for name in PIPELINES}
+        taken = {name: plan_step(lengths, cost, options, name, 2) for name in COMPARED}
         best = min(made.seconds for made in taken.values() if all(p.fits for p in made.planned))
         assert taken["epp"].seconds <= best * (1 + 1e-9)
         assert all(found.fits for found in taken["epp"].planned)
@@ -233,8 +233,8 @@ def test_the_price_of_lockstep() -> None:
 def test_offload_has_room_for_each() -> None:
     lengths = heavy_tailed(9, 30)
     cost = machine(pp=2, room_gib=3)
-    profile = dataclasses.replace(cost.profile, host_bytes_per_second=5e10)
-    cost = dataclasses.replace(cost, profile=profile, host_budget_bytes=4 * 2**30)
+    profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=5e10)
+    cost = cost.replace(profile=profile, host_budget_bytes=4 * 2**30)
     made = plan_step(
         lengths, cost, Options(levers=ALL - {"uneven"}, effort=1, lockstep=2), "epp", 2
     )

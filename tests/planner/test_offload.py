@@ -12,7 +12,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
-from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
@@ -37,8 +37,8 @@ ON = Options(levers=ALL - {"local"})
 
 
 def at_rate(cost: Cost, rate: float) -> Cost:
-    profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate)
-    return dataclasses.replace(cost, profile=profile)
+    profile = dataclasses.replace(cost.layout.profile, host_bytes_per_second=rate)
+    return cost.replace(profile=profile)
 
 
 def letters(plan: Plan) -> set[str]:
@@ -54,7 +54,7 @@ def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chu
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    layers = np.array(cost.layers, float)[:, None]
+    layers = np.array(cost.layout.layers, float)[:, None]
 
     def seconds(aside: np.ndarray) -> np.ndarray:
         table = cost.table_of(loads, with_kept(cost, {(0, OFFLOAD): aside}, loads.chunks))
@@ -78,8 +78,8 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
     chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking_window(chunking.sizes, cost.stages)
-    layers = np.array(cost.layers, float)[:, None]
+    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    layers = np.array(cost.layout.layers, float)[:, None]
     aside = (
         offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
     )
@@ -110,13 +110,13 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     ample = at_rate(machine(pp=4, room_gib=1e6), 1e15)
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(ample), 10**9)
     search = Search(batch, ample, ON)
-    everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
+    everything = np.tile(np.array(ample.layout.layers, float)[:, None], (1, chunking.count))
     kept = search.prepare(chunking)
     aside = search.recounted(kept, {(0, OFFLOAD): everything})
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
-    tight = dataclasses.replace(
-        ample, device_budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
+    tight = ample.replace(
+        device_budget_bytes=tuple((np.array(ample.memory.states_bytes) + np.ceil(peaks)).tolist())
     )
     found = Search(batch, tight, ON)
     table = found.prepare(chunking)
@@ -131,7 +131,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
 
 def test_where_memory_is_tight_layers_are_offloaded() -> None:
     cost = machine(pp=4, room_gib=3)
-    without, tight = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    without, tight = (PLANNERS["epp"](LONG, cost, options) for options in (OFF, ON))
     assert OFFLOAD not in letters(without.plan)
     assert without.recompute_ratio > 0
     assert OFFLOAD in letters(tight.plan)
@@ -144,9 +144,9 @@ def test_where_memory_is_tight_layers_are_offloaded() -> None:
 @pytest.mark.parametrize("room_gib", [3.5, 4])
 def test_with_any_rate_recompute_is_gone(room_gib) -> None:
     """And the time is that of ample memory, but for what a shorter window costs."""
-    ample = PIPELINES["epp"](LONG, machine(pp=4, room_gib=1e6), OFF)
+    ample = PLANNERS["epp"](LONG, machine(pp=4, room_gib=1e6), OFF)
     cost = at_rate(machine(pp=4, room_gib=room_gib), 1e15)
-    plain, free = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    plain, free = (PLANNERS["epp"](LONG, cost, options) for options in (OFF, ON))
     assert plain.recompute_ratio > 0
     assert free.recompute_ratio == 0
     assert ample.seconds * (1 - 1e-12) <= free.seconds < plain.seconds
@@ -159,11 +159,11 @@ def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     for room_gib in (3.5, 6, 60):
         cost = machine(pp=3, room_gib=room_gib)
         lengths = [random.randint(10, 30_000) for _ in range(40)]
-        plain = PIPELINES["epp"](lengths, cost, OFF).plan
-        assert PIPELINES["epp"](lengths, at_rate(cost, 0.0), ON).plan == plain
-        assert PIPELINES["epp"](lengths, at_rate(cost, 1e15), OFF).plan == plain
+        plain = PLANNERS["epp"](lengths, cost, OFF).plan
+        assert PLANNERS["epp"](lengths, at_rate(cost, 0.0), ON).plan == plain
+        assert PLANNERS["epp"](lengths, at_rate(cost, 1e15), OFF).plan == plain
         if not letters(plain) - {"k"}:
-            assert PIPELINES["epp"](lengths, cost, ON).plan == plain
+            assert PLANNERS["epp"](lengths, cost, ON).plan == plain
 
 
 @given(
@@ -193,7 +193,7 @@ def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers
 def test_recompute_fills_what_offloading_leaves() -> None:
     """A link so slow that few layers hide: both letters in one plan, and all of it plays."""
     cost = at_rate(machine(pp=4, room_gib=3.5), 6e9)
-    planned = PIPELINES["epp"](LONG, cost, ON)
+    planned = PLANNERS["epp"](LONG, cost, ON)
     proves(planned, LONG, cost)
     assert OFFLOAD in letters(planned.plan) and letters(planned.plan) - {"k", OFFLOAD}
 
@@ -203,9 +203,9 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
     """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
     without the lever."""
     cost = machine(pp=4, room_gib=3)
-    free, without = (PIPELINES["epp"](LONG, cost, options) for options in (ON, OFF))
+    free, without = (PLANNERS["epp"](LONG, cost, options) for options in (ON, OFF))
     budget = share * max(host_peak_bytes(cost, free.plan))
-    planned = PIPELINES["epp"](LONG, dataclasses.replace(cost, host_budget_bytes=budget), ON)
+    planned = PLANNERS["epp"](LONG, cost.replace(host_budget_bytes=budget), ON)
     proves(planned, LONG, cost)
     assert max(host_peak_bytes(cost, planned.plan)) <= budget
     assert free.seconds <= planned.seconds <= without.seconds
@@ -215,9 +215,7 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
 @given(LENGTHS, st.integers(1, 4), st.sampled_from((0.05, 0.5, 2.0)), st.integers(0, 2))
 @settings(QUICK, max_examples=8)
 def test_no_plan_takes_more_of_the_host_than_there_is(lengths, pp, host_gib, effort) -> None:
-    cost = dataclasses.replace(
-        at_rate(machine(pp=pp, room_gib=3.0), 1e12), host_budget_bytes=host_gib * GIB
-    )
+    cost = at_rate(machine(pp=pp, room_gib=3.0), 1e12).replace(host_budget_bytes=host_gib * GIB)
     planned = planned_or_refused("epp", lengths, cost, Options(levers=ALL, effort=effort))
     if planned is not None:
         assert max(host_peak_bytes(cost, planned.plan)) <= host_gib * GIB
@@ -227,7 +225,7 @@ def test_the_hosts_memory_is_counted_by_hand() -> None:
     cost = machine(pp=1)
     text = "plan v1\ndocuments 100 50\nlayers 32\nchunk 0: 0[0:100]\nchunk 1: 1[0:50]\n"
     text += "recompute 0: 2o30k 30f2o\nstage 0: F0 F1 I1 B0 W1\n"
-    layer = cost.profile.saved_bytes["k"].per_token / cost.shards
+    layer = cost.layout.profile.saved_bytes["k"].per_token / cost.layout.shards
     (peak,) = host_peak_bytes(cost, Plan.parse(text))
     assert peak == pytest.approx(2 * layer * 150, abs=1)
     (peak,) = host_peak_bytes(cost, Plan.parse(text.replace("F0 F1 I1 B0 W1", "F0 B0 F1 B1")))

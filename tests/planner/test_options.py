@@ -4,8 +4,8 @@ import pytest
 
 from megatron_epp.planner import (
     ALL,
-    EXECUTED,
     LEVERS,
+    PLANNERS,
     TRAINING_LEVERS,
     Options,
     parse_levers,
@@ -56,6 +56,6 @@ def test_planners_are_found_by_name() -> None:
         planner_of("infinipip")
     with pytest.raises(ValueError) as far:
         planner_of("xyzzy")
-    assert str(far.value) == f"unknown planner 'xyzzy'. Known: {', '.join(EXECUTED)}"
+    assert str(far.value) == f"unknown planner 'xyzzy'. Known: {', '.join(PLANNERS)}"
     with pytest.raises(ValueError, match="makes no pipeline plan"):
         planner_of("flexsp")

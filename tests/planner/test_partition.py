@@ -45,7 +45,7 @@ def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
         cost = named_cost(name, "h200-141g", pp=pp, tp=tp, memory_budget_gib=1e5)
     except ValueError as error:  # not a model of that name here
         pytest.skip(str(error))
-    if sum(cost.layers) > 64:
+    if sum(cost.layout.layers) > 64:
         pytest.skip("too many partitions")
     features = expected_features(cost, [LENGTHS])
     seconds = layer_seconds(cost, features)
@@ -53,7 +53,7 @@ def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
     assert found is not None
     best = min(slowest(seconds, each) for each in every_partition(len(seconds), pp))
     assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
-    assert slowest(seconds, found) <= slowest(seconds, cost.layers)
+    assert slowest(seconds, found) <= slowest(seconds, cost.layout.layers)
 
 
 def test_the_head_takes_layers_from_the_last_stage() -> None:
@@ -64,39 +64,39 @@ def test_the_head_takes_layers_from_the_last_stage() -> None:
 
 def test_states_that_fit_nowhere_are_no_partition() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
-    small = dataclasses.replace(cost, device_budget_bytes=(1e6, 1e6))
+    small = cost.replace(device_budget_bytes=(1e6, 1e6))
     assert fastest_layers(small, expected_features(cost, [LENGTHS])) is None
 
 
 def test_a_stage_with_little_memory_gets_few_layers() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=4)
-    per_layer = cost.states_bytes[0] / 16
-    tight = dataclasses.replace(cost, device_budget_bytes=(10 * per_layer, 1e12))
+    per_layer = cost.memory.states_bytes[0] / 16
+    tight = cost.replace(device_budget_bytes=(10 * per_layer, 1e12))
     found = fastest_layers(tight, expected_features(cost, [LENGTHS]))
     assert found is not None and found[0] < 10
 
 
 def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
-    even = cost.layers
+    even = cost.layout.layers
 
     def indifferent(of: Cost) -> float:
-        return 1.0 if of.layers == even else 0.999
+        return 1.0 if of.layout.layers == even else 0.999
 
     assert partition_by_time(cost, [LENGTHS], indifferent).key == even
 
     def only_even_fits(of: Cost) -> float | None:
-        return 1.0 if of.layers == even else None
+        return 1.0 if of.layout.layers == even else None
 
     found = partition_by_time(cost, [LENGTHS], only_even_fits)
-    assert found.key == found.cost.layers == even and found.gain == 0
+    assert found.key == found.cost.layout.layers == even and found.gain == 0
     assert None in found.seconds.values()
 
 
 def test_a_partition_by_plans_is_faster_by_plans() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
     found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
-    assert isinstance(found, RunChoice) and found.cost.layers == found.key
+    assert isinstance(found, RunChoice) and found.cost.layout.layers == found.key
     assert found.gain > 0.02
     assert found.seconds[found.key] == min(filter(None, found.seconds.values()))
 
@@ -150,7 +150,11 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
     name, depths = predicting("llama3-8b", 2, tmp_path), 2
     cost = named_cost(name, "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
     plain = named_cost("llama3-8b", "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
-    assert cost.layers == (8, 8, 8, 10) and cost.predictions == 3 and cost.pinned_layers == 3
+    assert (
+        cost.layout.layers == (8, 8, 8, 10)
+        and cost.layout.predictions == 3
+        and cost.layout.pinned_layers == 3
+    )
     features = expected_features(cost, [LENGTHS])
     found = fastest_layers(cost, features)
     seconds = layer_seconds(cost, features)
@@ -159,15 +163,16 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
     best = min(slowest(seconds, each) for each in allowed)
     assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
     assert layout_flags((9, 9, 9, 7), 2)[-1] == "5"
-    head, one = plain.output_layer.seconds(Kind.FORWARD), plain.seconds_per(Kind.FORWARD)
-    more = cost.seconds_per(Kind.FORWARD)[-1] - one[-1]
-    layer = (one[-1] - head[-1]) / 8
+    layout, one = plain.layout, plain.seconds.per(Kind.FORWARD)
+    head = layout.row(layout.profile.last_seconds[Kind.FORWARD])
+    more = cost.seconds.per(Kind.FORWARD)[-1] - one[-1]
+    layer = (one[-1] - head) / 8
     # A projection of 2h to h: 2 h^2 of a layer's parameters, and gathers of its own.
-    assert (more > depths * (layer + head[-1]) * (1 - 1e-12)).all()
-    assert more[0] < depths * (1.4 * layer[0] + head[-1][0])
+    assert (more > depths * (layer + head) * (1 - 1e-12)).all()
+    assert more[0] < depths * (1.4 * layer[0] + head[0])
     # Wherever the words lie: H is a stage's part of three heads.
     spread, other = cost.with_vocabulary(True), plain.with_vocabulary(True)
-    ratio = spread.seconds_per(Kind.HEAD)[:, 0] / other.seconds_per(Kind.HEAD)[:, 0]
+    ratio = spread.seconds.per(Kind.HEAD)[:, 0] / other.seconds.per(Kind.HEAD)[:, 0]
     assert ratio == pytest.approx(3)
 
 

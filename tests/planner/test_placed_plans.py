@@ -1,6 +1,5 @@
 """Plans for ranks with several stages: checked, within memory, never below the bound."""
 
-import dataclasses
 from random import Random
 
 import pytest
@@ -10,7 +9,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, check
 from megatron_epp.ir.placement import read_placement
-from megatron_epp.planner import Options, evaluation_plan, plan_step, planner_of
+from megatron_epp.planner import PLANNERS, Options, evaluation_plan, plan_step, planner_of
 
 LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 
@@ -33,15 +32,30 @@ def test_planned_for_any_placement(placement: str, planner: str, parallel: bool)
     found = planner_of(planner)(LENGTHS, cost, Options(context=16384, effort=1))
     plan = found.plan
     check(plan)
-    assert plan.place == cost.place and plan.vocabulary_parallel == parallel
+    assert plan.place == cost.layout.place and plan.vocabulary_parallel == parallel
     assert Plan.parse(str(plan)) == plan
     assert found.fits and len(found.peak_bytes) == 2 and max(found.peak_bytes) <= 70 * GIB
     assert 0 < found.lower_bound_seconds <= found.seconds
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("placement", ["v", "interleaved 2"])
+def test_epp_beats_published_schedules(placement: str, parallel: bool) -> None:
+    cost, options = machine(placement, parallel), Options(context=16384, effort=1)
+    ours = planner_of("epp")(LENGTHS, cost, options)
+    for row in PLANNERS.values():
+        if row.takes(cost.layout.place):
+            assert ours.seconds <= row(LENGTHS, cost, options).seconds * 1.005  # lean
+
+
+def test_infinipipe_is_for_one_stage_a_rank() -> None:
+    with pytest.raises(ValueError, match=r"expected the placement one stage a rank$"):
+        planner_of("infinipipe")(LENGTHS, machine("v"), Options())
+
+
 def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
     ample = planner_of("epp")(LENGTHS, machine("v"), Options(context=16384, effort=1))
-    states = max(machine("v").of_ranks(machine("v").states_bytes))
+    states = max(machine("v").layout.placement.of_ranks(machine("v").memory.states_bytes))
     room = max(ample.peak_bytes) - states
     tight = machine("v", budget_gib=(states + room / 5) / GIB)
     found = planner_of("epp")(LENGTHS, tight, Options(context=16384, effort=1))
@@ -50,7 +64,7 @@ def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
 
 
 def test_replicas_and_evaluation() -> None:
-    cost = dataclasses.replace(machine("v"), dp=2)
+    cost = machine("v").replace(dp=2)
     made = plan_step(LENGTHS, cost, Options(context=16384, effort=1), replicas=2)
     assert {plan.place for plan in made.step.plans} == {(1, 0, 0, 1)}
     for parallel in (False, True):

@@ -34,12 +34,12 @@ def machine(name: str = "even") -> Cost:
 def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
     """Packed: there are as many micro-batches as documents, and a bubble for a few of them."""
     few = placement_of(machine(), [FEW], QUICK, "packing")
-    assert few.key != "even" and few.cost.place and sum(few.cost.layers) == 32
+    assert few.key != "even" and few.cost.layout.place and sum(few.cost.layout.layers) == 32
     taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
     assert taken == few.seconds[few.key] < few.seconds["even"] * (1 - PLACEMENT_PAYS)
     assert "less time" in few.comparison
     many = placement_of(machine(), [MANY], QUICK, "packing")
-    assert many.key == "even" and not many.cost.place
+    assert many.key == "even" and not many.cost.layout.place
     assert "interleaved 2" in many.comparison and " v " in many.comparison
 
 
@@ -63,12 +63,12 @@ def test_choices_are_those_of_three_searches(
     how = batches, Options(context=65_536, effort=0), planner
     assert partition_of(cost, *how).key == layers
     placed = placement_of(cost, *how)
-    assert (placed.key, placed.cost.layers) == (placement, placed_layers)
-    assert vocabulary_of(cost, *how).cost.vocabulary_parallel == sharded
+    assert (placed.key, placed.cost.layout.layers) == (placement, placed_layers)
+    assert vocabulary_of(cost, *how).cost.layout.vocabulary_parallel == sharded
 
 
 def test_too_few_layers_for_several_stages() -> None:
-    cost = dataclasses.replace(machine(), layers=(1, 1), profile=machine().profile, layer_kinds=())
+    cost = machine().replace(layers=(1, 1), profile=machine().layout.profile, layer_kinds=())
     found = placement_of(cost, [FEW], QUICK, "packing")
     assert found.key == "even" and found.seconds["v"] is None
     assert "v fits no plan" in found.comparison
@@ -85,7 +85,7 @@ def test_layers_by_time_of_ranks(name: str) -> None:
     def slowest(layers) -> float:
         seconds, ends = layer_seconds(cost, features), [sum(layers[: s + 1]) for s in range(4)]
         parts = [seconds[e - n : e].sum() for n, e in zip(layers, ends, strict=True)]
-        return max(cost.of_ranks(parts))
+        return max(cost.layout.placement.of_ranks(parts))
 
     for give in range(4):
         for take in range(4):
@@ -105,7 +105,7 @@ def test_published_methods_make_plans(method: str, placement: str) -> None:
     found = planner_of(method)(lengths, machine(placement), QUICK)
     check(found.plan)
     assert Plan.parse(str(found.plan)) == found.plan and found.fits
-    assert found.plan.place == machine(placement).place
+    assert found.plan.place == machine(placement).layout.place
     kinds = {op.kind for order in found.plan.orders for op in order}
     split = method == "zb-v" or (method == "adaptis" and "split" in found.note)
     assert (Kind.WEIGHT in kinds) == split

@@ -56,7 +56,7 @@ def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str)
         try:
             even = cost_for(layout)
             for layers in partitions(even, batch, True):
-                cost = dataclasses.replace(even, layers=layers)
+                cost = even.replace(layers=layers)
                 for planner in (ELASTIC, STOCK):
                     step = plan_step(batch, cost, options, planner, layout.dp)
                     slowest = max(step.planned, key=lambda planned: planned.seconds)
@@ -105,7 +105,7 @@ def test_experts_over_replicas_are_planned_as_training_runs_them() -> None:
     )
     batch = open_corpus("wlb", 8 * K).batch(3, 16)
     options = Options(8 * K, effort=0)
-    chosen = choice_of(layout, cost, cost.layers, [batch], options, ELASTIC)
+    chosen = choice_of(layout, cost, cost.layout.layers, [batch], options, ELASTIC)
     steps = {
         lockstep: plan_step(batch, cost, dataclasses.replace(options, lockstep=lockstep), "epp", 4)
         for lockstep in (1, 4)
@@ -113,8 +113,8 @@ def test_experts_over_replicas_are_planned_as_training_runs_them() -> None:
     planned = chosen.seconds - chosen.exchange_seconds
     assert planned == pytest.approx(steps[4].seconds) and planned > steps[1].seconds
     assert chosen.facts()["ep"] == 8
-    alone = dataclasses.replace(cost, ep=2)
-    within = choice_of(layout, alone, cost.layers, [batch], options, ELASTIC)
+    alone = cost.replace(ep=2)
+    within = choice_of(layout, alone, cost.layout.layers, [batch], options, ELASTIC)
     assert within.ep == 2 and within.seconds < chosen.seconds
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, Kind, check
-from megatron_epp.planner import PIPELINES, Options, evaluation_plan, plan_step
+from megatron_epp.planner import COMPARED, PLANNERS, Options, evaluation_plan, plan_step
 from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, vocabulary_of
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.order.problem import rates_of
@@ -22,13 +22,13 @@ def cost(pp: int = 4, model: str = "llama3-8b", **how) -> Cost:
     return named_cost(model, "h100-80g", pp=pp, cp=8, zero=1, logits_held=False, **how)
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("planner", COMPARED)
 @pytest.mark.parametrize("pp", [2, 4])
 def test_an_h_runs_as_soon_as_its_stage_is_free(planner: str, pp: int) -> None:
     """No other op starts on a stage between an H's message and its start: the last stage's
     backward waits for the H of all stages."""
     cut = cost(pp, vocabulary_parallel=True)
-    plan = PIPELINES[planner](LENGTHS, cut, Options(effort=1)).plan
+    plan = PLANNERS[planner](LENGTHS, cut, Options(effort=1)).plan
     assert plan.vocabulary_parallel
     played = play(plan, cut.table(plan))
     arrived = {(f.message.target, f.message.chunk): f.arrive for f in _of_head(played.flights)}
@@ -46,7 +46,7 @@ def _of_head(flights):
 def test_g_fills_bubbles() -> None:
     """Some wait for a gap, and no B waits while one that need not run does."""
     cut = cost(vocabulary_parallel=True)
-    plan = PIPELINES["epp"](LENGTHS, cut, Options(effort=1)).plan
+    plan = PLANNERS["epp"](LENGTHS, cut, Options(effort=1)).plan
     late = 0
     for order in plan.orders:
         at = {op: place for place, op in enumerate(order)}
@@ -63,7 +63,7 @@ def test_a_ramp_fills_the_pipeline(local: float) -> None:
     cut = cost(8, vocabulary_parallel=True)
     lengths = np.array([2_000] * 300 + [500] * 400)
     params = ChunkingParams(20.0, ramp=10, local=local)
-    chunking = build_chunks(params, lengths, rates_of(cut), 10**9, 1, cut.cp)
+    chunking = build_chunks(params, lengths, rates_of(cut), 10**9, 1, cut.layout.cp)
     assert np.array_equal(np.bincount(chunking.spans.document, chunking.spans.tokens), lengths)
     filled = np.bincount(chunking.chunk, chunking.spans.tokens)
     full = np.median(filled[10:])
@@ -75,7 +75,7 @@ def test_a_ramp_fills_the_pipeline(local: float) -> None:
 def test_it_saves_the_last_stages_bubble() -> None:
     """Where the output layer is 2.4 layers of eight, nearly all the time that the others idle."""
     whole, cut = (
-        PIPELINES["epp"](LENGTHS * 4, cost(vocabulary_parallel=each), Options(effort=1))
+        PLANNERS["epp"](LENGTHS * 4, cost(vocabulary_parallel=each), Options(effort=1))
         for each in (False, True)
     )
     assert whole.bubble_ratio > 0.1 > 2 * cut.bubble_ratio
@@ -86,15 +86,15 @@ def test_it_saves_the_last_stages_bubble() -> None:
 
 def test_tight_memory_is_kept_to() -> None:
     """What H leaves for G and the output layer's part are in the budget; recompute answers."""
-    roomy = PIPELINES["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))
+    roomy = PLANNERS["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))
     cut = cost(vocabulary_parallel=True)
-    states = max(cut.states_bytes)
-    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.states_bytes, strict=True))
-    tight = dataclasses.replace(
-        cut, device_budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes)
+    states = max(cut.memory.states_bytes)
+    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.memory.states_bytes, strict=True))
+    tight = cut.replace(
+        device_budget_bytes=tuple(s + taken * 0.55 for s in cut.memory.states_bytes)
     )
     assert max(tight.device_budget_bytes) > states
-    planned = PIPELINES["epp"](LENGTHS, tight, Options(effort=2))
+    planned = PLANNERS["epp"](LENGTHS, tight, Options(effort=2))
     assert planned.fits
     played = play(planned.plan, tight.table(planned.plan))
     assert all(p <= b for p, b in zip(played.peak_bytes, tight.device_budget_bytes, strict=True))
@@ -127,16 +127,16 @@ def test_replicas_have_it_too() -> None:
 def test_auto_takes_what_is_faster() -> None:
     options = Options(effort=1)
     found = vocabulary_of(cost(), [LENGTHS], options, "epp")
-    assert found.cost.vocabulary_parallel and found.gain > 0.03
+    assert found.cost.layout.vocabulary_parallel and found.gain > 0.03
     assert found.gain == 1 - found.seconds["on"] / found.seconds["off"]
     # Without an output layer that takes time, messages alone are left of it.
-    light = dataclasses.replace(cost(), profile=_without_head(cost()))
+    light = cost().replace(profile=_without_head(cost()))
     found = vocabulary_of(light, [LENGTHS], options, "epp")
-    assert not found.cost.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
+    assert not found.cost.layout.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
     alone = vocabulary_of(cost(1), [[900]], options, "epp")
-    assert not alone.cost.vocabulary_parallel and alone.gain_of("on") == 0
+    assert not alone.cost.layout.vocabulary_parallel and alone.gain_of("on") == 0
 
 
 def _without_head(of: Cost):
-    none = {kind: type(each)() for kind, each in of.profile.last_seconds.items()}
-    return dataclasses.replace(of.profile, last_seconds=none)
+    none = {kind: type(each)() for kind, each in of.layout.profile.last_seconds.items()}
+    return dataclasses.replace(of.layout.profile, last_seconds=none)

@@ -3,14 +3,13 @@
 import pytest
 
 from megatron_epp.ir import check_skeletons, slices_of
-from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options, plan_step
-from megatron_epp.planner.registry import WHOLE
+from megatron_epp.planner import COMPARED, PLANNERS, TRAINING_LEVERS, Options, plan_step
 from tests.planner.cases import machine
 
 LENGTHS = [30_000, 400, 9_000, 700, 2_500, 800, 12_000, 90, 5_000, 3_300]
 
 
-@pytest.mark.parametrize("planner", [name for name in WHOLE if name in PIPELINES])
+@pytest.mark.parametrize("planner", [name for name in COMPARED if PLANNERS[name].whole])
 @pytest.mark.parametrize("width", [1, 2])
 def test_no_document_is_cut(planner, width) -> None:
     """With any levers, in tight memory, where a plan of slices is faster."""
@@ -29,6 +28,6 @@ def test_no_document_is_cut(planner, width) -> None:
 
 
 def test_planners_that_cut_are_refused() -> None:
-    for planner in PIPELINES.keys() - WHOLE:
+    for planner in (name for name, row in PLANNERS.items() if not row.whole):
         with pytest.raises(ValueError, match=f"^planner '{planner}' cuts documents, which must"):
             plan_step(LENGTHS, machine(), Options(whole=True), planner)

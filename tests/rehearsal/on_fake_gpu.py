@@ -9,9 +9,10 @@ nothing to tensors of the right shape), the self-test of attention, which compar
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -36,16 +37,17 @@ from megatron_epp.layers.attention import varlen  # noqa: E402
 from megatron_epp.layers.attention.flash import FlashKernel  # noqa: E402
 from megatron_epp.layers.chunk_state import chunk_rows  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
+from megatron_epp.mcore.kinds.attention.module import ElasticAttention  # noqa: E402
+from megatron_epp.mcore.lm_head.fused_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
-    elastic_attention,
     forward,
 )
-from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
 from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 from scripts.bench import single_stage  # noqa: E402
+from tests.mcore.fault_injection import fault  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, GROUPS, CONTEXT = 2, 64, 8, 2, 8192
 # Megatron's own layers on a GPU without NVIDIA apex.
@@ -229,120 +231,86 @@ stage 0: F0 F1 B1 B0
 """
 
 
-def _positions_stay(patch: pytest.MonkeyPatch) -> None:
-    plain = ChunkBatchBuilder._tensor
-    patch.setattr(ChunkBatchBuilder, "_tensor", lambda self, array: _on_host(plain, self, array))
-
-
-def _on_host(plain: Any, builder: ChunkBatchBuilder, array: Any) -> Tensor:
+def positions_stay(tensor, builder: ChunkBatchBuilder, array: Any) -> Tensor:
     is_positions = array.dtype.kind == "i" and array.flat[0] == 0
-    return torch.from_numpy(array) if is_positions else plain(builder, array)
+    return torch.from_numpy(array) if is_positions else tensor(builder, array)
 
 
-def _borders_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(varlen, "on_device", lambda tensor, device: tensor)
-
-
-def _borders_of_eight_bytes(patch: pytest.MonkeyPatch) -> None:
-    plain = varlen.on_device
-    patch.setattr(varlen, "on_device", lambda tensor, device: plain(tensor.long(), device))
-
-
-def _unpinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(varlen, "on_device", lambda tensor, device: tensor.to(device))
-
-
-def _borders_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    plain = varlen._sums
-    patch.setattr(varlen, "_sums", lambda lengths, device: plain([n + 1 for n in lengths], device))
-
-
-def _most_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(varlen.CuSeqlens, "of", classmethod(_of_all))
-
-
-def _of_all(cls: Any, queries: Any, keys: Any, device: Any) -> varlen.CuSeqlens:
+def most_of_all(of: Any, queries: Any, keys: Any, device: Any) -> varlen.CuSeqlens:
     sums = varlen._sums(queries, device), varlen._sums(keys, device)
-    return cls(*sums, sum(queries) + 1, sum(keys) + 1)
+    return varlen.CuSeqlens(*sums, sum(queries) + 1, sum(keys) + 1)
 
 
-def _store_in_float32(patch: pytest.MonkeyPatch) -> None:
-    plain = Store.append
-    patch.setattr(
-        Store,
-        "append",
-        lambda self, layer, document, start, k, v: plain(
-            self, layer, document, start, k.float(), v.float()
+def store_in_float32(append, store: Store, layer: int, document: int, start: int, k, v) -> None:
+    append(store, layer, document, start, k.float(), v.float())
+
+
+def loss_is_read(chunk_loss, mask: Tensor, losses: Tensor) -> Any:
+    assert float(losses.sum()) >= 0
+    return chunk_loss(mask, losses)
+
+
+def mask_as_index(chunk_loss, mask: Tensor, losses: Tensor) -> Any:
+    losses.view(-1)[mask.view(-1) > 0]
+    return chunk_loss(mask, losses)
+
+
+# Faults, and what is said of them.
+BREAKS = (
+    (fault(ChunkBatchBuilder, "_tensor", positions_stay), "two different devices cuda:0, cpu"),
+    (
+        fault(varlen, "on_device", lambda on_device, tensor, device: tensor),
+        "two different devices|the borders",
+    ),
+    (
+        fault(varlen, "on_device", lambda on_device, tensor, to: on_device(tensor.long(), to)),
+        "the flash kernel takes no such call: the borders",
+    ),
+    (
+        fault(varlen, "on_device", lambda on_device, tensor, device: tensor.to(device)),
+        "to the device from unpinned memory",
+    ),
+    (
+        fault(
+            varlen, "_sums", lambda sums, lengths, device: sums([n + 1 for n in lengths], device)
         ),
-    )
-
-
-def _gradient_in_float32(patch: pytest.MonkeyPatch) -> None:
-    plain = FlashKernel.backward
-    patch.setattr(
-        FlashKernel, "backward", lambda self, grad, *given: plain(self, grad.float(), *given)
-    )
-
-
-def _loss_is_read(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.chunk_loss
-
-    def loss(mask: Tensor, losses: Tensor) -> Any:
-        assert float(losses.sum()) >= 0
-        return plain(mask, losses)
-
-    patch.setattr(forward, "chunk_loss", loss)
-
-
-def _mask_as_index(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.chunk_loss
-
-    def loss(mask: Tensor, losses: Tensor) -> Any:
-        losses.view(-1)[mask.view(-1) > 0]
-        return plain(mask, losses)
-
-    patch.setattr(forward, "chunk_loss", loss)
-
-
-def _mask_to_host(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.chunk_loss
-    patch.setattr(forward, "chunk_loss", lambda mask, losses: plain(mask.cpu().to(DEVICE), losses))
-
-
-def _aside_unpinned(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(host_store._Streams, "pinned", False)
-
-
-def _aside_in_turn(patch: pytest.MonkeyPatch) -> None:
-    plain = Tensor.copy_
-    patch.setattr(Tensor, "copy_", lambda self, source, non_blocking=False: plain(self, source))
-
-
-def _rotary_in_float32(patch: pytest.MonkeyPatch) -> None:
-    plain = elastic_attention.ElasticAttention.__call__
-    patch.setattr(
-        elastic_attention.ElasticAttention,
-        "__call__",
-        lambda self, q, *given, **others: plain(self, q.float(), *given, **others),
-    )
-
-
-BREAKS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
-    _positions_stay: "two different devices cuda:0, cpu",
-    _borders_stay: "two different devices|the borders",
-    _borders_of_eight_bytes: "the flash kernel takes no such call: the borders",
-    _unpinned: "to the device from unpinned memory",
-    _borders_of_other_rows: "for 20 rows",
-    _most_of_all: "said to be at most 21",
-    _store_in_float32: "torch.float32 beside torch.bfloat16",
-    _gradient_in_float32: "torch.float32 beside torch.bfloat16",
-    _rotary_in_float32: "the flash kernel takes no such call: torch.float32",
-    _loss_is_read: "_local_scalar_dense",
-    _mask_as_index: "the host waits for a mask",
-    _mask_to_host: "a copy to the host, for which it waits",
-    _aside_unpinned: "a copy to the host, for which it waits",
-    _aside_in_turn: "a copy between host and device, for which the host waits",
-}
+        "for 20 rows",
+    ),
+    (fault(varlen.CuSeqlens, "of", most_of_all), "said to be at most 21"),
+    (fault(Store, "append", store_in_float32), "torch.float32 beside torch.bfloat16"),
+    (
+        fault(
+            FlashKernel,
+            "backward",
+            lambda plain, self, grad, *call: plain(self, grad.float(), *call),
+        ),
+        "torch.float32 beside torch.bfloat16",
+    ),
+    (
+        fault(
+            ElasticAttention,
+            "__call__",
+            lambda plain, self, q, *call, **named: plain(self, q.float(), *call, **named),
+        ),
+        "the flash kernel takes no such call: torch.float32",
+    ),
+    (fault(forward, "chunk_loss", loss_is_read), "_local_scalar_dense"),
+    (fault(forward, "chunk_loss", mask_as_index), "the host waits for a mask"),
+    (
+        fault(
+            forward, "chunk_loss", lambda plain, mask, losses: plain(mask.cpu().to(DEVICE), losses)
+        ),
+        "a copy to the host, for which it waits",
+    ),
+    (
+        lambda: patch.object(host_store._Streams, "pinned", False),
+        "a copy to the host, for which it waits",
+    ),
+    (
+        fault(Tensor, "copy_", lambda copy, self, source, non_blocking=False: copy(self, source)),
+        "a copy between host and device, for which the host waits",
+    ),
+)
 
 
 @pytest.mark.parametrize("world", [ALONE], indirect=True)
@@ -350,9 +318,7 @@ def test_what_breaks_on_a_gpu_breaks_here(world) -> None:
     plan = Plan.parse(BROKEN_PLAN)
     model = single_stage.build_stage(world, LAYERS, True, True)
     run(world, model, plan, 0)
-    for sabotage, says in BREAKS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            sabotage(patch)
-            with pytest.raises((DeviceError, RuntimeError), match=says):
-                run(world, model, plan, 0)
+    for inject, says in BREAKS:
+        with inject(), pytest.raises((DeviceError, RuntimeError), match=says):
+            run(world, model, plan, 0)
     run(world, model, plan, 0)

@@ -112,7 +112,7 @@ def _forgotten_at_once(self: OffloadedLayer):
 
 
 @pytest.mark.parametrize(
-    "sabotage",
+    "inject",
     [
         lambda: patch.object(Late, "wait", _without_waiting),
         _one_block_for_all,
@@ -120,9 +120,9 @@ def _forgotten_at_once(self: OffloadedLayer):
     ],
     ids=["nobody waits", "a buffer used again too early", "gone before it is copied"],
 )
-def test_these_copies_would_show_it(sabotage) -> None:
+def test_these_copies_would_show_it(inject) -> None:
     kept = gradient("kkk", store())
-    with sabotage():
+    with inject():
         host = store(Late())
         with patch.object(HostStore, "free", lambda self, offloaded, nbytes: None):
             x = inputs()

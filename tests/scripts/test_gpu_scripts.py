@@ -1,8 +1,9 @@
-"""Scripts for GPUs run, on a host without one, up to where they need it; and what two ranks ask of
-each other ends."""
+"""What two ranks of a script for GPUs ask of each other ends.
+
+That the scripts run to their ends: tests/te_reference/test_dry_run.py.
+"""
 
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,59 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_epp.mcore.patching import cuda_host
 from tests.device.fakes import Group, run_on
 from tests.device.queues import HERE, ORDERS, Order, World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 ROWS = 8
-
-
-class Reached(Exception):
-    """CUDA is asked for something."""
-
-
-def no_cuda(*arguments: Any, **named: Any) -> None:
-    raise Reached
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu_day.sh runs them")
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("held_sms.py", ["--measure"]),
-        ("queues.py", ["receives"]),
-        ("queues.py", ["host"]),
-        ("waiting_receive.py", []),
-        ("host.py", []),
-        ("heads.py", []),
-    ],
-)
-def test_up_to_the_first_call_of_cuda(script: str, words: list[str], monkeypatch) -> None:
-    for name in ("ones", "zeros", "randn"):
-        monkeypatch.setattr(torch, name, no_cuda)
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in (*cuda_host.DEFAULTS, cuda_host.ALLOCATOR[0]):  # which some of them set
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(torch.cuda, "set_device", no_cuda)
-    monkeypatch.setattr(torch.cuda, "Stream", no_cuda)
-    with pytest.raises(Reached):
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
-
-
-def test_first_calls_finds_no_kernel_and_says_why() -> None:
-    """Its configuration has whatever is looked at before a kernel is tried on the device."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "first_calls.py"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    te, by_torch = done.stdout.splitlines()
-    assert te.startswith("te: --epp-attention te: no attention can be used on this device")
-    assert by_torch.startswith("torch: --epp-attention torch: no attention can be used")
-    assert "attribute" not in done.stdout
 
 
 @pytest.mark.parametrize("order", ORDERS[:3], ids=lambda order: order.name)

@@ -9,7 +9,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, walk
 from megatron_epp.ir.random_plan import placed
-from megatron_epp.planner import PIPELINES, Options
+from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
 
@@ -18,16 +18,16 @@ LENGTHS = (20000, 9000, 4000, 3000, 2000, 1000)
 
 def planned(**how) -> tuple[Cost, Plan]:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=4, topology="nodes", **how)
-    return cost, PIPELINES["packing"](LENGTHS, cost, Options()).plan
+    return cost, PLANNERS["packing"](LENGTHS, cost, Options()).plan
 
 
 def test_the_exchange_is_the_bytes_over_the_ring() -> None:
     cost, plan = planned(dp=4)
     told = exchange(cost, play(plan, cost.table(plan)))
-    assert cost.network is not None
-    dense, _ = cost.parameters
+    assert cost.layout.network is not None
+    dense, _ = cost.memory.parameters
     # 16 copies of every weight, 8 to a node: a ring that enters and leaves two nodes.
-    rate = min(350e9, 8 * cost.network.share_bytes_per_second)
+    rate = min(350e9, 8 * cost.layout.network.share_bytes_per_second)
     assert told.reduce_seconds == pytest.approx(dense * 4 * 15 / 16 / rate)
     assert told.gather_seconds == pytest.approx(dense * 2 * 15 / 16 / rate)
     assert told.seconds == pytest.approx(float(dense.max()) * 6 * 15 / 16 / rate)
@@ -40,18 +40,18 @@ def test_computation_hides_what_is_overlapped_and_only_that() -> None:
     whole = max(hidden.reduce_seconds) + max(hidden.gather_seconds)
     assert 0 <= hidden.exposed_seconds < 0.5 * whole
     # On a link a hundred times slower computation is too short.
-    assert cost.network is not None
+    assert cost.layout.network is not None
     slow = dataclasses.replace(
-        cost.network,
-        share_bytes_per_second=cost.network.share_bytes_per_second / 100,
+        cost.layout.network,
+        share_bytes_per_second=cost.layout.network.share_bytes_per_second / 100,
     )
-    late = exchange(dataclasses.replace(cost, network=slow), played)
+    late = exchange(cost.replace(network=slow), played)
     assert late.exposed_seconds > 0.5 * late.seconds
 
 
 def test_one_copy_of_every_weight_exchanges_nothing() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, topology="nodes")
-    plan = PIPELINES["packing"](LENGTHS, cost, Options()).plan
+    plan = PLANNERS["packing"](LENGTHS, cost, Options()).plan
     assert exchange(cost, play(plan, cost.table(plan))).seconds == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.sim.play import play
 from megatron_epp.sim.resident import beside_ratio, resident_ratios
 from megatron_epp.sim.unit_table import unit_table
@@ -49,12 +49,12 @@ def test_a_plan_by_hand() -> None:
     assert resident_ratios(played) == (0, pytest.approx(1 / 6))
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("planner", COMPARED)
 def test_shares_of_planned_batches(planner: str) -> None:
     """Whoever computes waits for somebody at some time, and nobody always."""
     cost = named_cost("llama3-8b", "h100-80g", pp=4)
     lengths = [9000, 4000, 3000, 2500, 2000, 1500, 1000, 800]
-    plan = PIPELINES[planner](lengths, cost, Options(context=16384, effort=0)).plan
+    plan = PLANNERS[planner](lengths, cost, Options(context=16384, effort=0)).plan
     shares = resident_ratios(play(plan, cost.table(plan)))
     assert len(shares) == 4 and all(0 <= share < 1 for share in shares)
     assert max(shares) > 0

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.command import OWN_BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.model.kinds.window import WINDOW
+from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
 from tests.mcore.certified import certified
-from tests.mcore.sabotages import first_seed, judged_alone, require_shown
+from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
-SABOTAGE = Path(__file__).with_name("sabotage.py")
+TABLE = Path(__file__).with_name("faults") / "engine.py"
 ENGINE = " --transformer-impl transformer_engine"
 DENSE = f"{LLAMA} --num-layers 2"
 EXPERTS = (
@@ -176,30 +176,17 @@ def test_adapters_around_its_linears_are_refused() -> None:
         certify_training(Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
-WAYS = (
-    "nothing",
-    "see one less behind a border",
-    "forget the sinks of slices",
-    "align at the top left",
-    "drop returned gradients",
-    "turn by the row",
-    "lose what was set aside",
-    "overwrite gradients",
-    "mistake what was saved",
-    "nothing again",
-)
 OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
-def fragile(number: int, seed: int) -> bool:
-    """Whether every way shows in the batch: a document is cut, behind a window, a backward split,
+def shows(way: str, drawn: RandomBatch) -> bool:
+    """Whether the way shows in the batch: a document is cut, behind a window, a backward split,
     and of another chunk attention is neither recomputed nor is its backward split."""
-    (plan,) = draw(seed, number, FRAME).step.plans
+    (plan,) = drawn.step.plans
     later = slices_of(plan).later
-    way = WAYS[number]
     if way == "see one less behind a border":
         spans = [span for chunk in plan.chunks for span in chunk.spans]
         return any(span.start >= WINDOW for span in spans)
@@ -214,22 +201,22 @@ def fragile(number: int, seed: int) -> bool:
 
 @pytest.fixture(scope="module")
 def seed() -> int:
-    return first_seed(len(WAYS), fragile)
+    return first_seed(TABLE, FRAME, shows)
 
 
 @pytest.fixture(scope="module")
 def judged(seed) -> Mapping[str, BatchVerdict]:
-    return judged_alone(GPT_OSS + ENGINE, WAYS, seed, SABOTAGE)
+    return inject_alone(TABLE, GPT_OSS + ENGINE, seed)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", names(TABLE))
 def test_whatever_is_broken_shows(judged, way) -> None:
     require_shown(judged[way], way)
 
 
 def test_whatever_is_broken_shows_in_bf16(seed) -> None:
     """But what is off by less than that format's own digits, or of what this model has not."""
-    judged = judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE, BF16)
+    judged = inject_alone(TABLE, DENSE + ENGINE, seed, BF16)
     for way, batch in judged.items():
         assert not batch.problems and batch.bound == OWN_BOUND, way
         if "nothing" in way or way in ("mistake what was saved", *OF_WINDOWS):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.command import BOUND, OWN_BOUND, QUANTISED_BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial
@@ -14,7 +14,7 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.certified import certified
-from tests.mcore.sabotages import first_seed, judged_alone
+from tests.mcore.fault_injection import first_seed, inject_alone, names
 from tests.te_reference.test_certificate import (
     DEEPSEEK,
     ENGINE,
@@ -27,8 +27,8 @@ from tests.te_reference.test_certificate import (
 
 pytestmark = pytest.mark.gpu
 
-SABOTAGE = Path(__file__).with_name("sabotage_fp8.py")
-SABOTAGE_OF_TENSORS = Path(__file__).with_name("sabotage_whole_tensors.py")
+FAULTS = Path(__file__).with_name("faults")
+TABLE, OF_TENSORS = FAULTS / "fp8.py", FAULTS / "whole_tensors.py"
 HYBRID = " --fp8-format hybrid --fp8-recipe blockwise"
 E4M3 = " --fp8-format e4m3 --fp8-recipe blockwise"
 MXFP8 = " --fp8-format e4m3 --fp8-recipe mxfp8"
@@ -99,32 +99,24 @@ def test_what_is_not_certified_is_refused(loop, fp8, says) -> None:
         certify_training(Trial(Degrees(1, 1, 1), models(f"{LLAMA} --num-layers 2{fp8}"), loop=loop))
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ faults
 
-WAYS = (
-    "nothing",
-    "keep the weights of another batch",
-    "scale whole tensors",
-    "recompute in full digits",
-    "nothing again",
-    "leave rows unpadded",
-)
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
-def fragile(number: int, seed: int) -> bool:
+def shows(fault: str, drawn: RandomBatch) -> bool:
     """Whether the batch's plan recomputes a layer, and has a chunk that no row is missing from."""
-    (plan,) = draw(seed, number, FRAME).step.plans
+    (plan,) = drawn.step.plans
     again = any("f" in letters for letters in plan.recompute[0])
     return again and any(chunk.tokens % 16 for chunk in plan.chunks)
 
 
 @pytest.fixture(scope="module")
 def judged() -> dict[str, BatchVerdict]:
-    return dict(judged_alone(DENSE + ENGINE, WAYS, first_seed(len(WAYS), fragile), SABOTAGE))
+    return inject_alone(TABLE, DENSE + ENGINE, first_seed(TABLE, FRAME, shows))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", names(TABLE))
 def test_whatever_is_broken_shows(judged, way) -> None:
     batch = judged[way]
     if "nothing" in way:
@@ -135,21 +127,9 @@ def test_whatever_is_broken_shows(judged, way) -> None:
         assert not batch.problems and batch.quantised_error > 1e3 * QUANTISED_BOUND, batch
 
 
-OF_TENSORS = (
-    "nothing",
-    "freeze the weights",
-    "nothing, of documents alone",
-    "drop returned gradients",
-    "read stale columns",
-    "lose what was set aside",
-    "attend to other documents",
-)
-
-
-def fragile_of_tensors(number: int, seed: int) -> bool:
+def shows_of_tensors(way: str, drawn: RandomBatch) -> bool:
     """Whether the batch's plan has what is broken: slices, halves, packs."""
-    (plan,) = draw(seed, number, replace(FRAME, alone=16)).step.plans
-    way = OF_TENSORS[number]
+    (plan,) = drawn.step.plans
     if way == "lose what was set aside":
         return plan.splits_backward
     if way == "attend to other documents":
@@ -161,9 +141,9 @@ def test_whatever_is_broken_exceeds_what_fp8_itself_is_off() -> None:
     """Scales of whole tensors, exactly where every document is computed alone: weights that stay as
     they were. Else no further from the plain model in fp8 than twice what that is from the plain
     model without."""
-    seed = first_seed(len(OF_TENSORS), fragile_of_tensors)
+    seed = first_seed(OF_TENSORS, replace(FRAME, alone=16), shows_of_tensors)
     model = f"{LLAMA} --num-layers 2{TENSORS}{HELD}{ENGINE}"
-    judged = judged_alone(model, OF_TENSORS, seed, SABOTAGE_OF_TENSORS)
+    judged = inject_alone(OF_TENSORS, model, seed)
     assert judged["nothing"].bound == OWN_BOUND and judged["nothing"].gradient_error > 0.5
     assert judged["nothing, of documents alone"].bound == BOUND
     for way, batch in judged.items():

@@ -18,7 +18,7 @@ BUDGET_HELP = (
     "hold between forward and backward); one number, or one for every pipeline rank"
 )
 
-# Least and most of each figure, far around any machine: beyond, times leave what numbers can say.
+# Least and most of each number, far around any machine: beyond, times leave what numbers can say.
 _RATE = (1.0, 1e24)
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "budget_gib": (1e-3, 1e6),
@@ -109,7 +109,7 @@ class Device:
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
 # Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
-# figures in those ratios. An assumption; a measured profile replaces it.
+# coefficients in those ratios. An assumption; a measured profile replaces it.
 _HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
 # Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight H100 is 350 GB/s (gather)
 # and 360 (scatter; NVIDIA/nccl issue 1281), on eight A100 about 200 (NVIDIA/nccl-tests issue 149).
@@ -138,6 +138,27 @@ DEVICES: Mapping[str, Device] = {
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
     )
 }
+
+
+# GPUs of the catalogue, by the least memory and compute capability that they have.
+_GPUS = (
+    ("h200-141g", 100 * GIB, 0),
+    ("h100-80g", 0, 9),
+    ("a100-80g", 50 * GIB, 0),
+    ("a100-40g", 0, 0),
+)
+
+
+def gpu_name(memory_bytes: int, capability: int) -> str:
+    """Return the catalogue's name of a GPU.
+
+    Args:
+        memory_bytes: All of its memory.
+        capability: The major number of its compute capability.
+    """
+    return next(
+        name for name, least, major in _GPUS if memory_bytes > least and capability >= major
+    )
 
 
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")

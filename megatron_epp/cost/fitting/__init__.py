@@ -1,1 +1,1 @@
-"""Figures of a profile from measurements."""
+"""Coefficients of a profile from measurements."""

@@ -6,9 +6,9 @@
     held bytes       ~ count(letter) * (whole tokens, cut tokens) + first * (...) + last * (...)
 
 Of stages with layers of several kinds, seconds are such a sum for every kind, whose pairs are those
-of its window; what latents cost for each token of context is a further term of their kind's.
+of its window; the further columns of a kind are further terms of the sum.
 
-What was not measured keeps the template's figure; I and W, where only B was measured, their
+What was not measured keeps the template's coefficient; I and W, where only B was measured, their
 template's share of B; and B, where only I and W were, its template's share of their sum.
 """
 
@@ -17,15 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_epp.cost.columns import Column, WindowPairs
 from megatron_epp.cost.fitting.regression import Quality, fit
 from megatron_epp.cost.profile import (
     LETTERS,
     Bytes,
-    LayerFigures,
+    LayerCoefficients,
     Profile,
     Provenance,
     Seconds,
-    layer_figures,
+    layer_coefficients,
 )
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, Kind
 
@@ -42,8 +43,7 @@ class Sample:
     pairs          query-key pairs; where the layers are of one kind those of its window
     cut_tokens     inputs whose K and V later slices attend to (Loads.kept_tokens)
     kinds          of the stage's layers, one each; none: all are of the profile's only kind
-    window_pairs   (window, query-key pairs inside it) of the windows of these kinds
-    context        tokens before the chunk's slice of its document
+    columns        further columns of these kinds, and the chunk's numbers of them
     """
 
     choice: str
@@ -54,8 +54,7 @@ class Sample:
     cut_tokens: int
     value: float
     kinds: tuple[str, ...] = ()
-    window_pairs: tuple[tuple[int, int], ...] = ()
-    context: int = 0
+    columns: tuple[tuple[Column, float], ...] = ()
 
     def __post_init__(self):
         if self.kinds and len(self.kinds) != len(self.choice):
@@ -77,9 +76,12 @@ class Sample:
             letter for letter, one in zip(self.choice, self.kinds, strict=True) if one == kind
         )
 
-    def load(self, window: int) -> tuple[int, int, int]:
+    def number(self, column: Column) -> float:
+        return dict(self.columns).get(column, 0)
+
+    def load(self, window: int) -> tuple[float, float, int]:
         """(tokens, pairs, 1) of a layer with that window."""
-        pairs = dict(self.window_pairs).get(window, self.pairs) if window else self.pairs
+        pairs = dict(self.columns).get(WindowPairs(window), self.pairs) if window else self.pairs
         return self.tokens, pairs, 1
 
 
@@ -143,79 +145,83 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     return dataclasses.replace(seconds, per_token=_TOKENS_SHARE * seconds.per_chunk / tokens)
 
 
-def _load(sample: Sample, figures: LayerFigures) -> tuple[int, int, int]:
+def _load(sample: Sample, coefficients: LayerCoefficients) -> tuple[float, float, int]:
     """(tokens, pairs, 1) of a layer; without attention, which keeps K and V, it meets no pairs."""
-    tokens, pairs, one = sample.load(figures.window)
-    return tokens, pairs if figures.kv_bytes_per_token else 0, one
+    tokens, pairs, one = sample.load(coefficients.window)
+    return tokens, pairs if coefficients.kv_bytes_per_token else 0, one
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class FitColumns:
     """Columns of a fit: what seconds of one kind of op are linear in.
 
-    figures   by name, of the kinds of layers
+    coefficients   by name, of the kinds of layers
     letters   (kind, letter) of what is run again
     """
 
     op: Kind
-    figures: Mapping[str, LayerFigures]
+    coefficients: Mapping[str, LayerCoefficients]
     letters: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, profile: Profile, op: Kind, rows: Sequence[Sample]) -> "Columns":
+    def of(cls, profile: Profile, op: Kind, rows: Sequence[Sample]) -> "FitColumns":
         """Those that ``rows`` speak of."""
         known = profile.kinds
         seen = {kind for row in rows for kind in row.kinds}
-        figures = {kind: known[kind] for kind in known if kind in seen or len(known) == 1}
+        coefficients = {kind: known[kind] for kind in known if kind in seen or len(known) == 1}
         letters = tuple(
             (kind, letter)
-            for kind in figures
+            for kind in coefficients
             for letter in LETTERS
             if letter != KEEP
             and op in BACKWARDS
             and any(letter in row.letters_of(kind) for row in rows)
         )
-        return cls(op, figures, letters)
+        return cls(op, coefficients, letters)
 
     def row(self, sample: Sample) -> list[float]:
         made: list[float] = []
-        for kind, figures in self.figures.items():
+        for kind, coefficients in self.coefficients.items():
             count = len(sample.letters_of(kind))
-            made += [float(count * feature) for feature in _load(sample, figures)]
-            if figures.context_seconds:
-                made.append(float(count * sample.context))
+            made += [float(count * feature) for feature in _load(sample, coefficients)]
+            made += [float(count * sample.number(column)) for column in _fitted(coefficients)]
         for end in (sample.first, sample.last):
             made += [float(end * sample.tokens), float(end)]
         for kind, letter in self.letters:
             count = sample.letters_of(kind).count(letter)
-            load = _load(sample, self.figures[kind])
+            load = _load(sample, self.coefficients[kind])
             made += [float(count * feature) for feature in load]
         return made
 
     def told(self, profile: Profile) -> list[float]:
         """The coefficients that ``profile`` has for them."""
         made: list[float] = []
-        for kind in self.figures:
+        for kind in self.coefficients:
             of = profile.kinds[kind]
             made += dataclasses.astuple(of.layer_seconds[self.op])
-            if of.context_seconds:
-                made.append(of.context_seconds.get(self.op, 0.0))
+            made += [of.column_seconds[column].get(self.op, 0.0) for column in _fitted(of)]
         for end in (profile.first_seconds[self.op], profile.last_seconds[self.op]):
             made += [end.per_token, end.per_chunk]
         for kind, letter in self.letters:
             made += dataclasses.astuple(profile.kinds[kind].recompute_seconds[letter])
         return made
 
-    def context_again(self, profile: Profile, sample: Sample) -> float:
-        """Seconds, beside the columns', that whole layers run again for their context."""
-        if self.op not in BACKWARDS or not sample.context:
+    def again(self, profile: Profile, sample: Sample) -> float:
+        """Seconds, beside the columns', that whole layers run their further columns again."""
+        if self.op not in BACKWARDS:
             return 0.0
         return sum(
             sample.letters_of(kind).count(FULL)
-            * sample.context
-            * profile.kinds[kind].context_seconds.get(Kind.FORWARD, 0.0)
-            for kind in self.figures
+            * sample.number(column)
+            * profile.kinds[kind].column_seconds[column].get(Kind.FORWARD, 0.0)
+            for kind, coefficients in self.coefficients.items()
+            for column in _fitted(coefficients)
         )
+
+
+def _fitted(coefficients: LayerCoefficients) -> list[Column]:
+    """The further columns whose coefficients measurements tell."""
+    return [column for column in coefficients.column_seconds if column.FITTED]
 
 
 def _fit_seconds(
@@ -226,28 +232,33 @@ def _fit_seconds(
 ) -> Profile:
     known = template.kinds
     layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
-    context = {kind: dict(each.context_seconds) for kind, each in known.items()}
+    # What is measured of the other columns is told by pairs alone.
+    further = {
+        kind: {
+            column: dict(seconds) if column.FITTED or not any(samples.values()) else {}
+            for column, seconds in each.column_seconds.items()
+        }
+        for kind, each in known.items()
+    }
     recompute = {kind: dict(each.recompute_seconds) for kind, each in known.items()}
     first, last = dict(template.first_seconds), dict(template.last_seconds)
-    learnt: dict[tuple[str, str], int] = {}  # how many samples the present figure rests on
+    learnt: dict[tuple[str, str], int] = {}  # how many samples the present coefficient rests on
     for op, rows in samples.items():
         if not rows:
             continue
-        columns = Columns.of(template, op, rows)
+        columns = FitColumns.of(template, op, rows)
         # What is known of a row is taken off it, but for a share: a measurement is above 0.
-        values = [
-            max(row.value - columns.context_again(template, row), 0.1 * row.value) for row in rows
-        ]
+        values = [max(row.value - columns.again(template, row), 0.1 * row.value) for row in rows]
         prior = columns.told(template) if near else None
         result = fit([columns.row(row) for row in rows], values, prior)
         quality[f"seconds of {op.value}"] = result.quality
         numbers = iter(result.coefficients)
         most = max(row.tokens for row in rows)
-        for kind, figures in columns.figures.items():
+        for kind, coefficients in columns.coefficients.items():
             seconds = Seconds(next(numbers), next(numbers), next(numbers))
             layer[kind][op] = _no_token_is_free(seconds, most)
-            if figures.context_seconds:
-                context[kind][op] = next(numbers)
+            for column in _fitted(coefficients):
+                further[kind][column][op] = next(numbers)
         ends = [(first, any(row.first for row in rows)), (last, any(row.last for row in rows))]
         for grid, seen in ends:
             end = Seconds(per_token=next(numbers), per_chunk=next(numbers))
@@ -264,24 +275,24 @@ def _fit_seconds(
     for grid, old in grids:
         _fill(grid, old, missing)
     for kind, each in known.items():
-        made = {op: Seconds(per_token=figure) for op, figure in context[kind].items()}
-        if made:
-            before = {op: Seconds(per_token=s) for op, s in each.context_seconds.items()}
+        for column in _fitted(each):
+            made, before = (
+                {op: Seconds(per_token=s) for op, s in of[column].items()}
+                for of in (further[kind], each.column_seconds)
+            )
             _fill(made, before, missing)
-            context[kind] = {op: seconds.per_token for op, seconds in made.items()}
-    figures_of = {
+            further[kind][column] = {op: seconds.per_token for op, seconds in made.items()}
+    coefficients_of = {
         kind: dataclasses.replace(
-            layer_figures(each),
+            layer_coefficients(each),
             layer_seconds=layer[kind],
-            context_seconds=context[kind],
-            # What is measured is told by all pairs alone.
-            chosen_seconds={} if any(samples.values()) else each.chosen_seconds,
+            column_seconds=further[kind],
             recompute_seconds=recompute[kind],
         )
         for kind, each in known.items()
     }
     ends_of = dataclasses.replace(template, first_seconds=first, last_seconds=last)
-    return ends_of.with_kinds(figures_of)
+    return ends_of.with_kinds(coefficients_of)
 
 
 def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Sequence[Kind]) -> None:
@@ -295,7 +306,7 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
 
 
 def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:
-    """``whole`` in the proportion of ``part_before`` to ``whole_before``, figure by figure; the
+    """``whole`` in the proportion of ``part_before`` to ``whole_before``, field by field; the
     share is ``unknown`` where nothing was there before."""
 
     def share(name: str) -> float:
@@ -363,7 +374,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """``fitted``, but ``before``'s figure for tokens of a sort that no row holds."""
+    """``fitted``, but ``before``'s coefficient for tokens of a sort that no row holds."""
     whole = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

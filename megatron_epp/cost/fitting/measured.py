@@ -136,9 +136,9 @@ def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
     return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
 
 
-def _alike(figure: Bytes) -> Bytes:
+def _alike(coefficient: Bytes) -> Bytes:
     """Tokens and logits do not know whether their document is cut."""
-    return Bytes(figure.per_token, figure.per_token)
+    return Bytes(coefficient.per_token, coefficient.per_token)
 
 
 def workspaces(
@@ -188,9 +188,9 @@ def workspaces(
         # What a recomputed layer does not hold from F to B lives as long as its F runs.
         passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
         slope, constant = line_above(passing, goes_on=True)
-        figure = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
-        if passing and figure != layer[Kind.FORWARD]:
-            forward[letter] = figure
+        coefficient = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
+        if passing and coefficient != layer[Kind.FORWARD]:
+            forward[letter] = coefficient
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
         # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.

@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost.fitting.fit import Columns, Sample, fit_profile
-from megatron_epp.cost.profile import Profile, layer_figures
+from megatron_epp.cost.fitting.fit import FitColumns, Sample, fit_profile
+from megatron_epp.cost.profile import Profile, layer_coefficients
 from megatron_epp.ir import Kind
 
 JUDGES = 4  # every fourth op judges
@@ -40,29 +40,30 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
     return Refit(learnt, before, after)
 
 
-_OF_LAYERS = ("layer_seconds", "context_seconds", "chosen_seconds", "recompute_seconds")
+_OF_LAYERS = ("layer_seconds", "column_seconds", "recompute_seconds")
 
 
 def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
     """``profile`` with the seconds of ``learnt``; a fit gives up communication, which its samples
     contain."""
-    figures = {
+    coefficients = {
         kind: dataclasses.replace(
-            layer_figures(each), **{name: getattr(learnt.kinds[kind], name) for name in _OF_LAYERS}
+            layer_coefficients(each),
+            **{name: getattr(learnt.kinds[kind], name) for name in _OF_LAYERS},
         )
         for kind, each in profile.kinds.items()
     }
     ends = {name: getattr(learnt, name) for name in ("first_seconds", "last_seconds")}
-    return dataclasses.replace(profile.with_kinds(figures), **ends)
+    return dataclasses.replace(profile.with_kinds(coefficients), **ends)
 
 
 def _error(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> float:
     """The median."""
     errors = []
     for op, rows in samples.items():
-        columns = Columns.of(profile, op, rows)
+        columns = FitColumns.of(profile, op, rows)
         told = columns.told(profile)
         for row in rows:
             seconds = sum(a * b for a, b in zip(columns.row(row), told, strict=True))
-            errors.append(abs((seconds + columns.context_again(profile, row)) / row.value - 1))
+            errors.append(abs((seconds + columns.again(profile, row)) / row.value - 1))
     return statistics.median(errors)

@@ -60,7 +60,13 @@ def _seconds(one: Readings) -> Iterable[tuple[tuple, float]]:
 
 
 def _key(kind: Kind, each: Sample) -> tuple:
-    return kind.value, each.choice, each.tokens, each.pairs, each.context
+    return (
+        kind.value,
+        each.choice,
+        each.tokens,
+        each.pairs,
+        tuple(number for _, number in each.columns),
+    )
 
 
 def _joined(logs: np.ndarray) -> np.ndarray:

@@ -2,13 +2,22 @@
 
 Each part is a class of its own that says all that the cost model asks of it. What it says by
 default is nothing: a class answers what it has. Sizes are channels of a token unless they say
-otherwise; the dtypes, and so bytes, are analytic's.
+otherwise.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+from megatron_epp.cost.columns import Column
+from megatron_epp.ir import Kind
+
+ELEMENT_BYTES = 2  # bf16
+STATE_BYTES = 4  # float32, as the scans of states keep them
+GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
+# A training forward against its backward: linears 1:2, attention 1:2.5 (FlashAttention's two
+# passes of two products against five); W is half of the linears' backward, attention has no W.
+ATTENTION_BACKWARD = 2.5
 MOST = 10**9  # of any size: beyond it, products of sizes leave what numbers can say
 
 
@@ -105,6 +114,27 @@ class RecomputedModule:
     light: bool = False
 
 
+@dataclass(frozen=True)
+class Work:
+    """Forward flops for one unit of a column.
+
+    backward    times as much in backward, where the weights' gradients wait for no W
+    attention   whether attention's kernels do it, at their rate
+    """
+
+    flops: float
+    backward: float
+    attention: bool = False
+
+
+@dataclass(frozen=True)
+class ContextWorkspace:
+    """Bytes beside a chunk's while an op runs: for each token of context, and once."""
+
+    per_context_token: float = 0.0
+    per_op: float = 0.0
+
+
 class Part:
     """A part of layers of ``shape`` in ``model``.
 
@@ -113,6 +143,8 @@ class Part:
     WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
     LETTERS   recompute letters that only layers with it have
     LAUNCHES  how many times a dense layer's constant a chunk takes
+    COLUMNS   its further columns, by which profile files that name them are read
+    CP        whether it runs under context parallelism
     BESIDE    whether it comes in front of a layer, which it does not make: recompute letters of the
               layer leave it alone
     """
@@ -123,6 +155,8 @@ class Part:
     PLAIN: ClassVar[bool] = False
     LETTERS: ClassVar[str] = ""
     LAUNCHES: ClassVar[int] = 1
+    COLUMNS: ClassVar[tuple[type[Column], ...]] = ()
+    CP: ClassVar[bool] = True
     BESIDE: ClassVar[bool] = False
 
     def __init__(self, model: Decoder, shape: Any):
@@ -158,19 +192,14 @@ class Part:
         return 0.0
 
     @property
-    def flops_per_chosen_pair(self) -> float:
-        """Forward flops for one query and one of the :attr:`chosen` keys."""
-        return 0.0
+    def work(self) -> Mapping[Column, Work]:
+        """Work of further columns, beside tokens and pairs."""
+        return {}
 
     @property
-    def chosen(self) -> int:
-        """Keys that a query chooses at most; 0: there is no choice."""
-        return 0
-
-    @property
-    def flops_per_context_token(self) -> float:
-        """Forward flops of what is made again of an earlier slice's token."""
-        return 0.0
+    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
+        """Workspaces while F and B run, where it needs any."""
+        return {}
 
     @property
     def carried(self) -> CarryOver:

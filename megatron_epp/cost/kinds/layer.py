@@ -4,43 +4,54 @@ The registry of parts is :data:`PARTS`; a new kind of layer is a class there, an
 of :class:`LayerShape`. Nothing else of the cost model knows which parts there are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from megatron_epp.cost.catalogue.named import from_json
+from megatron_epp.cost.columns import Column
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.cost.kinds.base import (
     CarryOver,
+    ContextWorkspace,
     Decoder,
     Part,
     RecomputedModule,
+    Work,
     require_flags,
     require_sizes,
 )
-from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
-from megatron_epp.cost.kinds.latents import LatentPart
-from megatron_epp.cost.kinds.mlp import MlpPart
-from megatron_epp.cost.kinds.prediction import PredictionPart, PredictionSizes
-from megatron_epp.cost.kinds.sparse import SparsePart, SparseSizes
-from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
-from megatron_epp.ir import SELECTIVE
+from megatron_epp.cost.kinds.dsa import DSAPart, DSASizes
+from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
+from megatron_epp.cost.kinds.mlp import MLPPart
+from megatron_epp.cost.kinds.moe import MoEPart, MoESizes
+from megatron_epp.cost.kinds.mtp import MTPPart, MTPSizes
+from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart, SSMSizes
+from megatron_epp.cost.kinds.window import WindowSizes
+from megatron_epp.ir import SELECTIVE, Kind
 
 PARTS: tuple[type[Part], ...] = (
-    PredictionPart,
+    MTPPart,
     AttentionPart,
-    LatentPart,
-    SparsePart,
+    MLAPart,
+    DSAPart,
     MambaPart,
-    DeltaPart,
-    MlpPart,
-    ExpertPart,
+    GatedDeltaNetPart,
+    MLPPart,
+    MoEPart,
 )
 
 
 @dataclass(frozen=True)
-class LayerShape(PredictionSizes, StateSizes, SparseSizes, ExpertSizes):
+class LayerShape(
+    MTPSizes,
+    SSMSizes,
+    DSASizes,
+    MLASizes,
+    WindowSizes,
+    MoESizes,
+):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 
@@ -145,20 +156,20 @@ class Layer:
         """Forward flops of attention for one query and one key."""
         return sum(part.flops_per_pair for part in self.parts)
 
-    @property
-    def flops_per_chosen_pair(self) -> float:
-        """Forward flops for one query and one of the keys that it has chosen."""
-        return sum(part.flops_per_chosen_pair for part in self.parts)
+    @cached_property
+    def work(self) -> Mapping[Column, Work]:
+        """Work of further columns, each of one part."""
+        return {column: work for part in self.parts for column, work in part.work.items()}
 
     @property
-    def chosen(self) -> int:
-        """Keys that a query chooses at most; 0: it attends to all that it sees."""
-        return max(part.chosen for part in self.parts)
+    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
+        """Workspaces while F and B run, of the one part that needs any."""
+        return {op: each for part in self.parts for op, each in part.workspaces.items()}
 
     @property
-    def flops_per_context_token(self) -> float:
-        """Forward flops of what is made again of an earlier slice's tokens."""
-        return sum(part.flops_per_context_token for part in self.parts)
+    def cp(self) -> bool:
+        """Whether it runs under context parallelism."""
+        return all(part.CP for part in self.parts)
 
     @property
     def saved(self) -> int:

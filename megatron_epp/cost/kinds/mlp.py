@@ -7,7 +7,7 @@ from megatron_epp.cost.kinds.base import Part, RecomputedModule, Sizes
 
 
 @dataclass(frozen=True)
-class MlpSizes(Sizes):
+class MLPSizes(Sizes):
     """mlp: whether the layer has an MLP, dense or experts; ffn_hidden: of a dense one, 0: the
     model's."""
 
@@ -15,7 +15,7 @@ class MlpSizes(Sizes):
     ffn_hidden: int = 0
 
 
-class MlpPart(Part):
+class MLPPart(Part):
     """Two matrices, or three with a gate."""
 
     MIXER, PLAIN, WORD, ALONE = False, True, "dense", "mlp"

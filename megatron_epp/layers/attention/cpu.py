@@ -27,9 +27,9 @@ from torch import Tensor
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
 from megatron_epp.layers.attention.merge import merged, sinks_gradient, with_sinks
 from megatron_epp.layers.attention.tails import SliceTails
-from megatron_epp.layers.attention.window import attend_window, attend_window_backward
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
+from megatron_epp.layers.window import attend_window, attend_window_backward
 
 
 class PartsAttention:

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.cost.profile import LayerFigures, Profile
+from megatron_epp.cost.profile import LayerCoefficients, Profile
 from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.hybrid.pattern import further_of, joined, letters_of_layers
 from megatron_epp.mcore.job import job_exit
 from megatron_epp.mcore.job.read_flags import read_flags, refusals_as_value_errors
-from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.model.shape import further_shapes, layer_shapes, with_further
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.model.shape import layer_shapes, mtp_shapes, with_mtp
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
@@ -124,7 +124,7 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _layer_summary(figures: LayerFigures, kind: str) -> list[str]:
+def _layer_summary(figures: LayerCoefficients, kind: str) -> list[str]:
     forward, backward = (figures.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
     return [
         f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, "
@@ -191,7 +191,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        layers = with_further(args, (args.num_layers // pp,) * pp)
+        layers = with_mtp(args, (args.num_layers // pp,) * pp)
         settle_choices(args, models[0], attention, layers, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
@@ -234,14 +234,14 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
         whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(whole)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
-    if further_shapes(args):  # which are built as the last layer is
+    if mtp_shapes(args):  # which are built as the last layer is
         places.sort(key=lambda place: shapes[place] == shapes[-1])
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
         args.hybrid_layer_pattern = joined([one_of_each] * pp) + further
     args.num_layers = args.encoder_num_layers = len(places) * pp
     args.no_rope_freq = None  # layers without positions cost what others do
-    of_parts = {part: part.layers(whole) for part in MEGATRON_PARTS}
+    of_parts = {part: part.layers(whole) for part in LAYER_KINDS}
     for part, layers_with_it in of_parts.items():
         vars(args).update(part.in_layers(args, [layers_with_it[place] for place in places] * pp))
 

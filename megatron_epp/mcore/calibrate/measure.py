@@ -300,10 +300,10 @@ def _measure_seconds(
     }
     for (shape, letter), (forward, backward) in typical.items():
         load = (shape.tokens, _pairs(shape, layer), 0)
+        columns = tuple((column, column.of(shape.spans)) for column in layer.work)
         if letter == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
-                behind = shape.context if layer.carried.expanded else 0
-                rows.append(Sample(KEEP, False, False, *load, seconds, context=behind))
+                rows.append(Sample(KEEP, False, False, *load, seconds, columns=columns))
         elif (shape, KEEP) in typical:
             plain = typical[shape, KEEP]
             more = max(0.0, backward - plain[1])

@@ -1,7 +1,6 @@
-"""Choices that flags leave open of layers (MegatronPart.CHOICE), made when the model is built."""
+"""Choices that flags leave open of layers (KindModule.CHOICES), made when the model is built."""
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +11,19 @@ from megatron_epp.ir import PlanError
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 from megatron_epp.mcore.flags.config import ANALYTIC, AUTO, Config
 from megatron_epp.mcore.job.job_cost import analytic, kept_budgets, training_cost
+from megatron_epp.mcore.kinds.base import OpenChoice
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.mcore.model.kinds.base import MegatronPart
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-Chooser = Callable[[MegatronPart, Any, tuple[int, ...]], str]
+Chooser = Callable[[OpenChoice, Any, tuple[int, ...]], str]
 
 
-def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
-    """The value of the ``part``'s choice that is cheaper by the cost model, for one document of
+def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
+    """The value of the ``choice`` that is cheaper by the cost model, for one document of
     --seq-length a replica, the longest that there may be. ``layers``: of every stage.
 
     A cost-model file, given or beside the checkpoint that is resumed from, was measured with one of
@@ -36,26 +35,26 @@ def cheaper(part: MegatronPart, args: Any, layers: tuple[int, ...]) -> str:
     config = Config.of(args)
     file = config.epp_cost_model or str(Path(args.load or "") / FILE_NAME)
     if file != ANALYTIC and (config.epp_cost_model or args.load) and Path(file).exists():
-        return part.measured_with(Profile.load(file).kinds.values())
+        return choice.measured_with(Profile.load(file).kinds.values())
     seconds: dict[str, float] = {}
-    for value in part.VALUES:
+    for value in choice.values:
         trial = copy.copy(args)
-        setattr(trial, part.CHOICE, value)
+        setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
-            kept = kept_budgets(args, cost.rank_of) or cost.device_budget_bytes
-            cost = dataclasses.replace(cost, device_budget_bytes=kept)
+            kept = kept_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
+            cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)
         except PlanError:  # there is no memory for it
             continue
         seconds[value] = planned.seconds
-    chosen = min(seconds, key=lambda value: seconds[value], default=part.VALUES[-1])
+    chosen = min(seconds, key=lambda value: seconds[value], default=choice.values[-1])
     said = ", ".join(f"{value} {of:.4g} s" for value, of in seconds.items())
     logger.info(
         "%s %s: a document of %d inputs takes %s by the cost model",
-        _flag(part), chosen, args.seq_length, said or "too much memory either way",
+        _flag(choice), chosen, args.seq_length, said or "too much memory either way",
     )  # fmt: skip
     return chosen
 
@@ -73,36 +72,35 @@ def settle_choices(
     ``layers``: of every stage; ``choose``: among what flags and the ``model``, this rank's, leave
     open. ValueError: the flags ask for what cannot be.
     """
-    for part in MEGATRON_PARTS:
-        if not part.CHOICE or not any(part.layers(args)):
-            continue
-        value, error = getattr(args, part.CHOICE), None
+    kinds = (kind for kind in KIND_MODULES if any(kind.KIND.layers(args)))
+    for choice in [choice for kind in kinds for choice in kind.CHOICES]:
+        value, error = getattr(args, choice.flag), None
         if groups.control.rank() == 0:
             try:
-                value = _settled(part, args, model, attention, layers, choose)
+                value = _settled(choice, args, model, attention, layers, choose)
             except ValueError as refusal:
                 error = str(refusal)
         value = broadcast_text(value, error, groups.control)
-        setattr(args, part.CHOICE, value)
-        part.settle(attention, value)
+        setattr(args, choice.flag, value)
+        choice.settle(attention, value)
 
 
 def _settled(
-    part: MegatronPart,
+    choice: OpenChoice,
     args: Any,
     model: Any,
     attention: Attention,
     layers: tuple[int, ...],
     choose: Chooser,
 ) -> str:
-    wanted, excluded = str(getattr(args, part.CHOICE)), part.excluded(model, attention)
+    wanted, excluded = str(getattr(args, choice.flag)), choice.excluded(model, attention)
     if wanted in excluded:
-        raise ValueError(f"{_flag(part)} {wanted}: {excluded[wanted]}; leave the flag out")
-    left = [value for value in part.VALUES if value not in excluded]
+        raise ValueError(f"{_flag(choice)} {wanted}: {excluded[wanted]}; leave the flag out")
+    left = [value for value in choice.values if value not in excluded]
     if wanted != AUTO or len(left) == 1:
         return wanted if wanted != AUTO else left[0]
-    return choose(part, args, layers)
+    return choose(choice, args, layers)
 
 
-def _flag(part: MegatronPart) -> str:
-    return "--" + part.CHOICE.replace("_", "-")
+def _flag(choice: OpenChoice) -> str:
+    return "--" + choice.flag.replace("_", "-")

@@ -24,8 +24,8 @@ from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.kinds.registry import layer_parts, timed_modules
-from megatron_epp.mcore.model.prediction.depths import depths_of, enter, layers_of
+from megatron_epp.mcore.kinds.modules import kinds_of_layer, timed_modules
+from megatron_epp.mcore.kinds.mtp.mtp_layers import enter, layers_of, mtp_layers_of
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
@@ -160,7 +160,7 @@ class Probe:
     @property
     def stores_last_slice(self) -> bool:
         """Whether the layer has the store keep what last slices carry, too."""
-        return any(part.stores_last_slice(self.layer) for part in layer_parts(self.layer))
+        return any(kind.kept_shapes(self.layer, 1).last for kind in kinds_of_layer(self.layer))
 
     @property
     def modules(self) -> Mapping[str, tuple[Any, ...]]:
@@ -187,7 +187,7 @@ class Probe:
         rotary = self._rotary(params)
         every = layers_of(self.model)
         # What comes in front of a depth's first layer counts with it.
-        entered = {depth.first: depth for depth in depths_of(self.model)}
+        entered = {depth.first: depth for depth in mtp_layers_of(self.model)}
         tokens = self._integers(shape.tokens)
 
         def forward() -> Tensor:
@@ -382,7 +382,8 @@ class Probe:
 
 def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
     """Shapes of what earlier slices, of ``context`` inputs, leave to ``layer``."""
-    return tuple(kept for part in layer_parts(layer) for kept in part.kept_shapes(layer, context))
+    kept = (kind.kept_shapes(layer, context) for kind in kinds_of_layer(layer))
+    return tuple(shape for each in kept for shape in each.shapes)
 
 
 class _Scale:

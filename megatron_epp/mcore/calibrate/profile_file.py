@@ -28,7 +28,7 @@ FILE_NAME = "epp-cost-model.json"
 
 def provenance_of(args: Any) -> Provenance:
     """Provenance of a profile of this job: its model, its device and its number format."""
-    from megatron_epp.mcore.model.early_head import early_head
+    from megatron_epp.mcore.lm_head.fused_head import early_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
     heads = f"heads {args.num_attention_heads} x {args.kv_channels}"
@@ -72,10 +72,10 @@ def provenance_of(args: Any) -> Provenance:
 
 def _of_kinds(args: Any) -> list[str]:
     """Differences of layers from plain ones, and the way experts are exchanged."""
-    from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+    from megatron_epp.mcore.kinds.registry import LAYER_KINDS
     from megatron_epp.mcore.model.shape import model_shape
 
-    words = [word for part in MEGATRON_PARTS for word in part.words(args)]
+    words = [word for part in LAYER_KINDS for word in part.words(args)]
     kinds = model_shape(args).kinds
     if len(kinds) > 1:
         words.append(f"kinds {' '.join(kinds)}")
@@ -135,8 +135,9 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
     from megatron_epp.mcore.job.job_cost import training_levers
-    from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
-    from megatron_epp.mcore.model.vocabulary.shard import whole_output_layer
+    from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
+    from megatron_epp.mcore.lm_head.shard import whole_output_layer
+    from megatron_epp.mcore.model.shape import model_shape
     from megatron_epp.runtime.consensus import broadcast_text
 
     wanted = provenance_of(args)
@@ -180,8 +181,8 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe
+    from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
     from megatron_epp.mcore.model.attention import this_device
-    from megatron_epp.mcore.model.early_head import block_tokens, early_head
     from megatron_epp.mcore.model.forward import chunk_forward_step
 
     head_tokens = block_tokens(args) if early_head(args) else None

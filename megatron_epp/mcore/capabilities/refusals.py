@@ -6,7 +6,7 @@ import os
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.mcore.placing.asked import asked_placement, stages_of
 
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # read by Transformer Engine's recipe
@@ -32,7 +32,7 @@ def require_equal_stages(args: argparse.Namespace) -> None:
 
 def require_parts(args: argparse.Namespace) -> None:
     """Raise a ValueError where sizes of layers make no sense; of flags as they are given."""
-    for part in MEGATRON_PARTS:
+    for part in LAYER_KINDS:
         part.require(args, args.tensor_model_parallel_size)
 
 
@@ -90,7 +90,7 @@ def refuse(args: argparse.Namespace) -> None:
         raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")
     if (said := limit_for("epp", args)) is not None:
         raise ValueError(said)
-    for part in MEGATRON_PARTS:
+    for part in LAYER_KINDS:
         part.refuse(args)
     require_whole_words(args)
     if getattr(args, "fp8", None) and os.environ.get(_FLOAT_SCALES) == "1":

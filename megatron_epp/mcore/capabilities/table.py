@@ -1,21 +1,22 @@
 """The table of what does not run: a row is a feature, where it does not, and what to do instead.
 
 docs/what_works.md is written from it. What layers do not run is handed in by their kinds
-(model/kinds/). Flags whose job a plan does are taken out on the command line before (replaced.py);
+(mcore/kinds/). Flags whose job a plan does are taken out on the command line before (replaced.py);
 where they come another way, as from a checkpoint's arguments or from a script's own, they are
 refused by rows here.
 """
 
 from typing import Any, Literal
 
-from megatron_epp.mcore.model.kinds.registry import limits_of_parts
-from megatron_epp.mcore.model.limit import Limit, Said, given, not_computed, settings
+from megatron_epp.mcore.kinds.limit import Limit, Said, given, not_computed, of_config, settings
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.te_reference import reference_switch
 
 _LOOPS = "run whole micro-batches (install_schedule)"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
+_VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 
@@ -104,7 +105,7 @@ def _groups_by_size(call: Any) -> str | None:
 TABLE: tuple[Limit, ...] = (
     Limit(
         "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
-        "leave them out: slices of long documents shrink the warm-up instead",
+        "use --epp-placement flags, which takes the stages of a rank from them, or leave them out",
         given(
             "virtual_pipeline_model_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
@@ -270,7 +271,15 @@ TABLE: tuple[Limit, ...] = (
         "use a GPT model, or a HybridModel (megatron_epp.pretrain_hybrid)",
         given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     ),
-    *limits_of_parts(),
+    Limit(
+        "other attention variants (--experimental-attention-variant)",
+        "use plain softmax attention, or run without --epp",
+        given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS)),
+        slices=of_config(
+            given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS if kind.SLICED))
+        ),
+    ),
+    *limits_of_kinds(),
     _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),
     Limit("--transformer-impl other than local", _LOCAL, no_gpu=_needs_engine),
     _gpu_only("--use-flash-attn"),

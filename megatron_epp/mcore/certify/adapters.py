@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_epp.mcore.model.prediction.depths import layers_of
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 
 class LowRankAdapter(MegatronModule):

@@ -4,15 +4,15 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers, with_borders
-from megatron_epp.mcore.model.kinds.base import mask_of_layers
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+from megatron_epp.mcore.hybrid.pattern import further_of, letters_of_layers, with_borders
+from megatron_epp.mcore.kinds.base import mask_of_layers
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 
 
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
-    masks = {part: part.layers(args) for part in MEGATRON_PARTS}
+    masks = {part: part.layers(args) for part in LAYER_KINDS}
     bare = _without_positions(args)
     # Two masks that tell the same layers apart, such as attention's and the MLP's, count once.
     differ = {tuple(there == mask[0] for there in mask): mask for mask in (*masks.values(), bare)}

@@ -17,12 +17,13 @@ from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
+from megatron_epp.mcore.hybrid.pattern import further_of, letters_of_layers
+from megatron_epp.mcore.hybrid.segments import layout_letters
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
-from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
-from megatron_epp.mcore.model.hybrid.segments import layout_letters
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
-from megatron_epp.mcore.model.shape import with_further
+from megatron_epp.mcore.model.shape import with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import PLACE, place_of
 from megatron_epp.te_reference import reference_switch
@@ -128,14 +129,14 @@ def scaled(
     layout = raw.pipeline_model_parallel_layout
     tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
     extra = OVERLAP if overlap else {}
-    for part in MEGATRON_PARTS if dtype == BF16 or scales_of_whole_tensors(raw) else ():
-        tiny.values.update(part.without_ties(tiny.values))
+    for kind in LAYER_CERTIFICATES if dtype == BF16 or scales_of_whole_tensors(raw) else ():
+        tiny.values.update(kind.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
     plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
-    layers = with_further(elastic, tiny.layers)
+    layers = with_mtp(elastic, tiny.layers)
     known, own = plain | (_QUANTISED if elastic.fp8 else _LOCAL), None
     if scales_of_whole_tensors(elastic):
         own = _validated(raw, plain | _LOCAL, 1)
@@ -184,7 +185,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         words.insert(0, f"HybridModel {args.hybrid_layer_pattern}")
     words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
-    words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
+    words += [word for kind in LAYER_CERTIFICATES for word in kind.small_words(args)]
     words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
     words += ["weights held in it"] * bool(args.fp8_param_gather)
     words += ["sequence parallel"] * args.sequence_parallel
@@ -204,7 +205,7 @@ def _validated(
     by_engine = reference_switch.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
-    known |= part_defaults(args)  # as training has them
+    known |= kind_defaults(args)  # as training has them
     known |= _IN_BF16 if dtype == BF16 else {}
     vars(args).update(known | cpu_host.cpu_defaults() | changed)
     args.rank, args.world_size = 0, ranks

@@ -20,12 +20,12 @@ from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore.certify.adapters import adapt
-from megatron_epp.mcore.certify.routing import forget_losses
 from megatron_epp.mcore.certify.shards import main_copy
 from megatron_epp.mcore.job import megatron_gpt
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
-from megatron_epp.mcore.model.prediction.depths import layers_of
 from megatron_epp.mcore.placing.parts import place_parts
 
 
@@ -44,9 +44,10 @@ def begin(args: Namespace, seed: int) -> None:
     """Make Megatron's groups and seed its generators for the model of ``args``."""
     set_args(args)
     if args.params_dtype == torch.float64:
-        for part in MEGATRON_PARTS:
-            part.make_double(args)
-    forget_losses()  # which are as long as the model before had layers
+        for kind in LAYER_CERTIFICATES:
+            kind.make_double(args)
+    for kind in LAYER_CERTIFICATES:
+        kind.forget_losses()  # which are as long as the model before had layers
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -64,8 +65,8 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace, by_engine: bool) -> Any:
-    """Megatron's model as it is, but for what its local layers lack (model/local_layers.py,
-    model/experts/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
+    """Megatron's model as it is, but for what its local layers lack (kinds/local_layers.py,
+    kinds/moe/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
     description = described(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
@@ -73,8 +74,10 @@ def plain_model(args: Namespace, by_engine: bool) -> Any:
     )
     _make_double(args, [model])
     for layer in dict.fromkeys(layers_of(model)):
-        for part in layer_parts(layer):
-            part.mend_plain(layer, by_engine)
+        there = {type(module.KIND) for module in kinds_of_layer(layer)}
+        for kind in LAYER_CERTIFICATES:
+            if type(kind.KIND) in there:
+                kind.fix_reference(layer, by_engine)
     return model
 
 

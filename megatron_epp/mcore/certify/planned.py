@@ -25,16 +25,16 @@ class PlansOf:
         """Plan of one replica's documents. ValueError: the planner has no such stages."""
         from megatron_epp.cost.build import named_cost
         from megatron_epp.cost.cost import Cost
+        from megatron_epp.cost.layout import StageLayout
         from megatron_epp.planner import Options, planner_of
         from megatron_epp.planner.options import TRAINING_LEVERS
 
-        profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).profile
+        profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).layout.profile
         cost = Cost(
-            profile,
-            self.layers,
+            StageLayout(
+                profile, self.layers, vocabulary_parallel=self.vocabulary_parallel, place=self.place
+            ),
             (STAGE_BYTES,) * len(self.layers),
-            vocabulary_parallel=self.vocabulary_parallel,
-            place=self.place,
         )
         levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
         options = Options(CONTEXT, levers, whole=self.whole)

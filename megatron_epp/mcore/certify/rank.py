@@ -33,7 +33,6 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.layers.attention import latents, sparse
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.certify.adapters import gradient
@@ -42,18 +41,15 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.flags.config import AUTO, Config
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
+from megatron_epp.mcore.kinds.registry import heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, heads_of
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
-
-# Tokens of a context that are expanded at a time: as small as the contexts are.
-LATENTS_BLOCK = 7
-# Numbers of a block of rows in sparse attention: a few rows of a small model.
-SPARSE_BLOCK = 2000
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
@@ -106,7 +102,10 @@ class Rank:
     """
 
     further: Mapping[str, numpy.ndarray] = MappingProxyType({})  # losses of further tokens
-    LISTED: ClassVar[Sequence[AllowedCollective]] = SCHEDULE
+    LISTED: ClassVar[Sequence[AllowedCollective]] = (
+        *SCHEDULE,
+        *(one for kind in LAYER_CERTIFICATES for one in kind.COLLECTIVES),
+    )
     RESULT: ClassVar[type[RankResult]] = TrainerResult
 
     def __init__(self, role: Role):
@@ -132,24 +131,25 @@ class Rank:
 
     def build(self) -> list[Any]:
         """This rank's part of the model, wrapped: one for each of its stages."""
-        latents.BLOCK, sparse.AT_ONCE = LATENTS_BLOCK, SPARSE_BLOCK
+        for kind in LAYER_CERTIFICATES:
+            kind.shrink_blocks()
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,
             make_steps=lambda place, model: self.steps,
-            choose=lambda part, args, layers: part.VALUES[-1],
+            choose=lambda choice, args, layers: choice.values[-1],
         )
         job = Job(self.args, Config.of(self.args), hooks)
-        known = [part for part in MEGATRON_PARTS if part.CHOICE]
-        left = [part for part in known if getattr(self.args, part.CHOICE) == AUTO]
+        known = [choice for kind in KIND_MODULES for choice in kind.CHOICES]
+        left = [choice for choice in known if getattr(self.args, choice.flag) == AUTO]
         models = elastic_models(self.args, job.install, self.trial.lora_rank)
         self.routing, config = RoutingNotes(*models), get_model_config(models[0])
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = job.place.groups, job.place.share
         self.attention: Any = job.place.attention
-        chosen = [part for part in left if getattr(self.args, part.CHOICE) == part.VALUES[-1]]
-        self.open_choices = [(part, cycle(part.VALUES)) for part in chosen]
+        chosen = [choice for choice in left if getattr(self.args, choice.flag) == choice.values[-1]]
+        self.open_choices = [(choice, cycle(choice.values)) for choice in chosen]
         return models
 
     def compute(self, number: int) -> RankResult:
@@ -193,8 +193,8 @@ class Rank:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
         self.further = {}
         if forward_only:  # each way, one batch after the other
-            for part, values in self.open_choices:
-                part.settle(self.attention, next(values))
+            for choice, values in self.open_choices:
+                choice.settle(self.attention, next(values))
         self.steps.drawn, self.args.iteration = drawn, self.number
         for model in self.models:
             model.train(not forward_only)

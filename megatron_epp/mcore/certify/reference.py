@@ -26,9 +26,9 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_share import quantised_rows
 from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
-from megatron_epp.mcore.model.kinds.registry import (
-    MEGATRON_PARTS,
-    letters_of_parts,
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import (
+    letters_of_kinds,
     lockstep_of,
     require_shared,
     whole_documents,
@@ -100,8 +100,8 @@ class PlainModel:
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = quantised_rows(small.elastic)
-        letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
-        splits = all(part.splits(small.elastic) for part in MEGATRON_PARTS)
+        letters = letters_drawn(EXECUTABLE + letters_of_kinds(args))
+        splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
         spread, whole_ones = vocabulary_parallel(small.elastic), whole_documents(small.elastic)
         place = place_of(small.elastic)
         # Ranks that share a tensor have a scale each, of their part.
@@ -151,8 +151,8 @@ class PlainModel:
         if self.in_fp8:
             self.weights.change()
         # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
-        for part in MEGATRON_PARTS:
-            part.weigh_losses(torch.tensor(1.0))
+        for kind in LAYER_CERTIFICATES:
+            kind.weigh_losses(torch.tensor(1.0))
         with self._exactly():
             losses, gradients = self._of_documents(self.model, drawn)
         routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
@@ -207,8 +207,8 @@ class PlainModel:
         if model is self.model:
             self.routing.note_counts()
         config = get_model_config(model)
-        for part in MEGATRON_PARTS:
-            part.finish_plain(model, config)
+        for kind in LAYER_CERTIFICATES:
+            kind.finish_reference(model, config)
         return whole(shards(model, sums.of))
 
 

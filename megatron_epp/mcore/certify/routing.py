@@ -4,20 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossLoggingHelper,
-)
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_epp.certify.routed import RoutingRecord
-from megatron_epp.mcore.model.experts.router import logged_number, moe_layers
-
-
-def forget_losses() -> None:
-    """Forget the losses of routers and of indexers that Megatron's log holds."""
-    get_moe_metrics_tracker().metrics.clear()
-    DSAIndexerLossLoggingHelper.tracker.clear()
+from megatron_epp.mcore.kinds.moe.router import logged_number, moe_layers
 
 
 class RoutingNotes:

@@ -15,8 +15,9 @@ from megatron_epp.certify.batches import CONTEXT
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, require_pattern
+from megatron_epp.mcore.hybrid.pattern import letters_of_layers, pattern_of
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
 
@@ -34,8 +35,8 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
     made = Namespace(**vars(args))
     made.num_layers = len(letters_of_layers(pattern))
     made.hybrid_layer_pattern, made.hybrid_override_pattern = pattern, None
-    for part in MEGATRON_PARTS:
-        part.read_pattern(made, pattern)
+    for kind in LAYER_CERTIFICATES:
+        kind.read_pattern(made, pattern)
     made.pipeline_model_parallel_size = stages
     require_pattern(made)
     return made
@@ -139,8 +140,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "context_parallel_size": degrees.cp,
     }
     changed |= small_kinds(args, stages, counts)
-    for part in MEGATRON_PARTS:
-        changed |= part.small(args, hidden, tp, head_size, step)
+    for kind in LAYER_CERTIFICATES:
+        changed |= kind.small(args, hidden, tp, head_size, step)
     first = args.decoder_first_pipeline_num_layers
     if first is not None and pattern is None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]

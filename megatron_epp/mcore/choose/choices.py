@@ -7,7 +7,7 @@ computes the same. A run that resumes has its checkpoint's choices (kept.py).
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -33,7 +33,7 @@ from megatron_epp.mcore.flags.config import (
     placement_by_time,
 )
 from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
-from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
+from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.asked import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
@@ -171,10 +171,10 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
         else:
             partition = partition_of(cost, *plans)
             cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
-        place, layers = cost.rank_of, cost.layers
+        place, layers = cost.layout.placement.place, cost.layout.layers
         why = f"{why} {_source_of_costs(args)} (simulated)"
     *others, last = layers
-    return Placement(place, (*others, last - len(further_shapes(args)))), why
+    return Placement(place, (*others, last - len(mtp_shapes(args)))), why
 
 
 # ------------------------------------------------------------------ lengths and costs
@@ -194,11 +194,11 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
-    layers = with_further(args, layers)
+    layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, device_budget_bytes=(AMPLE_BYTES,) * cost.ranks)
+        cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )

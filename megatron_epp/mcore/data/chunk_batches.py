@@ -12,13 +12,13 @@ from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.further_tokens import (
+from megatron_epp.mcore.data.global_batches import TokenSource
+from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
-    further_tokens,
+    mtp_tokens,
     target_counts,
 )
-from megatron_epp.mcore.data.global_batches import TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.runtime.kv_store import Store
 
@@ -31,12 +31,12 @@ class ChunkBatch:
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
     means            float64 [D, t], last stage: weights of depths' losses in their documents' means
     documents        that begin in these rows
-    known_gradient   of every token's loss, where backward of the head runs early (model.early_head)
+    known_gradient   of every token's loss, where the LM head is fused with it (lm_head.fused_head)
     hidden_only      whether the model ends behind its last norm, as the plan's H and G do the rest;
                      labels and loss mask are then every stage's
 
     Where D further tokens are predicted labels and loss mask are [1 + D, t], and the mask's further
-    rows weights (data.further_tokens).
+    rows weights (data.mtp_tokens).
     """
 
     tokens: Tensor | None
@@ -138,9 +138,7 @@ class ChunkBatchBuilder:
             if tokens is not None:
                 tokens[0, mine] = self.documents.inputs(sample, start, stop)
             if further is not None:
-                further[:, mine] = further_tokens(
-                    self.documents, sample, (start, stop), length, depths
-                )
+                further[:, mine] = mtp_tokens(self.documents, sample, (start, stop), length, depths)
             if targets is not None:
                 counts = partial(self._counts, sample, length)
                 targets.fill(mine, self.documents, sample, (start, stop), length, counts)

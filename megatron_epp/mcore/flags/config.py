@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar
 
-from megatron_epp.cost.catalogue.devices import BUDGET_HELP, MOST_GIB
+from megatron_epp.cost.catalogue.devices import MOST_GIB
 from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
@@ -53,12 +53,11 @@ class Config:
         "the documents' lengths differ) or a folder as --epp-record wrote it.",
         metavar="PATH",
     )
-    epp_memory_budget_gib: tuple[float, ...] | None = flag(
-        None,
-        f"Plans stay within this {BUDGET_HELP} (default: a GPU less a margin; on a CPU 0.8 of the "
-        "available memory, shared by the local ranks).",
-        ("GIB", float),
-        nargs="+",
+    epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
+        "memory_budget_gib",
+        " (default: a GPU less a margin; on a CPU 0.8 of the available memory, shared by the local "
+        "ranks)",
+        type=float,
     )
     epp_memory_limit_gib: float | None = flag(
         None,

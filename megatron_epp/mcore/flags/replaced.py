@@ -47,8 +47,8 @@ REPLACED = (
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
         "microbatch_group_size_per_vp_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush "
         "overlap_param_gather_with_optimizer_step",
-        "one model chunk per stage; slices of long documents shrink the warm-up, and messages go "
-        "while ops compute",
+        "--epp-placement flags takes several stages a rank from them; messages go while ops "
+        "compute",
     ),
     ReplacedFlags(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules "
@@ -66,7 +66,7 @@ REPLACED = (
         "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
         "delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks "
         "activation_offload_fraction fine_grained_offloading_max_inflight_offloads",
-        "plans recompute instead of offloading: --epp-memory-budget-gib",
+        "plans recompute, or offload with the lever offload: --epp-memory-budget-gib",
     ),
     ReplacedFlags(
         "micro_batch_size eval_micro_batch_size",

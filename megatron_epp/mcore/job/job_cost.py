@@ -19,15 +19,16 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets
+from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, gpu_name
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.model.early_head import block_tokens, early_head
-from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, whole_documents
+from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
@@ -59,7 +60,7 @@ def make_planning(
     from megatron_epp.planner import Options, planner_of
 
     whole = whole_documents(args)
-    planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
+    planner = planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
@@ -80,6 +81,7 @@ def make_planning(
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile)
+    planner.require_place(cost.layout.placement.place)
     # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
     # that go by other names.
     unlike: tuple[float, ...] = ()
@@ -95,9 +97,9 @@ def make_planning(
         try:
             devices = unlike or cost.device_budget_bytes
             if config.epp_memory_budget_gib is None:
-                devices = kept_budgets(args, cost.rank_of) or devices
+                devices = kept_budgets(args, cost.layout.placement.place) or devices
                 if args.save:
-                    stages = [devices[rank] for rank in cost.rank_of]
+                    stages = [devices[rank] for rank in cost.layout.placement.place]
                     write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
                 (host,) = _kept_bytes(args, DEFAULT_HOST_BUDGET) or (host,)
@@ -110,9 +112,9 @@ def make_planning(
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
     devices, host = json.loads(broadcast_text(budgets, error, groups.control))
-    cost = replace(cost, device_budget_bytes=tuple(devices))
+    cost = cost.replace(device_budget_bytes=tuple(devices))
     if "offload" in options.levers:
-        cost = replace(cost, host_budget_bytes=host)
+        cost = cost.replace(host_budget_bytes=host)
     ahead = config.epp_plan_ahead
     return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
 
@@ -178,17 +180,19 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         budgets = (default_budget_bytes(args) / GIB,)
     rank_of = place or tuple(range(len(layers)))
     return Cost(
-        profile,
-        layers,
+        StageLayout(
+            profile,
+            layers,
+            tp=args.tensor_model_parallel_size,
+            cp=args.context_parallel_size,
+            dp=args.data_parallel_size,
+            zero=1,
+            ep=expert_ranks_of(args),
+            layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
+            vocabulary_parallel=vocabulary_parallel(args),
+            place=place,
+        ),
         device_budgets("--epp-memory-budget-gib", budgets, rank_of),
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        dp=args.data_parallel_size,
-        zero=1,
-        **cost_sizes(args),
-        layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
-        vocabulary_parallel=vocabulary_parallel(args),
-        place=place,
     )
 
 
@@ -225,11 +229,7 @@ def device_name() -> str:
     if not cpu_host.has_gpu():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if properties.total_memory > 100 * GIB:
-        return "h200-141g"
-    if properties.major >= 9:
-        return "h100-80g"
-    return "a100-80g" if properties.total_memory > 50 * GIB else "a100-40g"
+    return gpu_name(properties.total_memory, properties.major)
 
 
 def default_budget_bytes(args: Any) -> float:

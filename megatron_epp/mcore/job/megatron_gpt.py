@@ -328,7 +328,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     first, *_ = place_of(args) or (0,)
     holders = {pipeline_ranks[first]}
     if len(pipeline_ranks) > 1:
-        # Over an output layer on all stages model/vocabulary/tied.py keeps the copies alike.
+        # Over an output layer on all stages lm_head/tied.py keeps the copies alike.
         tied = not args.untie_embeddings_and_output_weights
         if tied and not vocabulary_parallel(args):
             holders.add(pipeline_ranks[-1])

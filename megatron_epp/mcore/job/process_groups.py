@@ -10,7 +10,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
@@ -61,7 +61,7 @@ def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
     """This rank's groups that all layers speak in; and those of some kinds of layers, of the model
     of ``holder``, flags or a configuration."""
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
-    return groups + [group for part in MEGATRON_PARTS for group in part.layer_groups(holder)]
+    return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]
 
 
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
@@ -77,7 +77,7 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
     embedding = mpu.get_embedding_group(check_initialized=False)
     if not args.untie_embeddings_and_output_weights and embedding is not None:
         yield embedding  # only the ranks of such a group know of it
-    for part in MEGATRON_PARTS:
+    for part in LAYER_KINDS:
         yield from part.trainer_groups(args)
 
 

@@ -17,8 +17,8 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from megatron_epp.mcore.flags import config, replaced
-from megatron_epp.mcore.model.hybrid.segments import SEGMENTS
-from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
+from megatron_epp.mcore.hybrid.segments import SEGMENTS
+from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing import virtual_flags
 
@@ -32,7 +32,7 @@ def read_flags() -> Namespace:
 
     from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.job import megatron_gpt
-    from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
+    from megatron_epp.mcore.kinds.registry import kind_defaults, require_pattern
     from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
@@ -49,7 +49,7 @@ def read_flags() -> Namespace:
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
             if wanted.epp:
-                parser.set_defaults(**config.elastic_defaults(wanted) | part_defaults(wanted))
+                parser.set_defaults(**config.elastic_defaults(wanted) | kind_defaults(wanted))
                 parser.set_defaults(**placeholder(wanted))
             return parser
 
@@ -78,7 +78,7 @@ def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
     segments of interleaved pipelines are taken out, too."""
     ours = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
-    return replaced.watch(ours, (*replaced_by_parts(), *SEGMENTS))
+    return replaced.watch(ours, (*replaced_by_kinds(), *SEGMENTS))
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -26,7 +26,6 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
@@ -65,9 +64,7 @@ class AttachedModel:
         # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
-        install_in_model(part, self.context, attention)
-        for kind in MEGATRON_PARTS:
-            kind.keep_outside(part)
+        install_in_model(part, self.context, attention, in_loop=True)
         for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
         part.decoder.forward = self._rotated(part.decoder.forward)
@@ -318,9 +315,12 @@ def attach_to(
     reason = limit_for("slices", part)
     if reason is not None:
         raise ValueError(f"attach: {reason}; {whole}")
+    # Here, not above: as install_in_model.
+    from megatron_epp.mcore.kinds.modules import kinds_of_layer
+
     try:
         for layer in part.decoder.layers:  # refuses a kind that is not known
-            layer_parts(layer)
+            kinds_of_layer(layer)
         chosen = attention_for(attention, part.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None

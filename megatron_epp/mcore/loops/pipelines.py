@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.replica.rank_status import (
@@ -29,7 +30,6 @@ from megatron_epp.mcore.loops.replica.replica_groups import (
 from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.patching.cuda_host import one_queue
@@ -117,7 +117,7 @@ class ModelPipeline:
         if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
             return CallOptions(False, False)
         return CallOptions(
-            reorder=wanted.reorder and not any(p.replays(call.config) for p in MEGATRON_PARTS),
+            reorder=wanted.reorder and not any(p.replays(call.config) for p in LAYER_KINDS),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
             had_rows=self.had_rows if not call.forward_only else (),
@@ -167,7 +167,7 @@ class Pipelines:
         rank = 0 if groups is None else groups.pipeline_rank
         control = None if groups is None else groups.control
         try:
-            active = prod(part.active(call.config) for part in MEGATRON_PARTS)
+            active = prod(part.active(call.config) for part in LAYER_KINDS)
             sizes = [_layers_and_words(model) for model in call.models]
             seconds = tuple(StageSeconds(guessed_rates(call.config, *s, active)) for s in sizes)
             refused = filter(None, map(self._split_refused, call.models))

@@ -10,6 +10,7 @@ import torch
 
 from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, process_groups
 from megatron_epp.mcore.loops.failure_guard import FailureGuard
@@ -29,7 +30,6 @@ from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.kinds.registry import require_shared
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features

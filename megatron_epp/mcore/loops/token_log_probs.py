@@ -1,7 +1,7 @@
 """Log-probabilities of tokens by a loop's model, whose logits are never all there at once.
 
 The model runs up to its last norm, under whatever schedule, whole or in slices; the rest is done on
-its hidden states, a block of rows at a time (layers/log_probs.py).
+its hidden states, a block of rows at a time (layers/lm_head/log_probs.py).
 
 B samples of S tokens, H hidden size
 """
@@ -14,10 +14,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.layers.log_probs import block_log_probs
-from megatron_epp.layers.vocabulary import OutputWeightShard, statistics_dtype
+from megatron_epp.layers.lm_head.log_probs import block_log_probs
+from megatron_epp.layers.lm_head.vocabulary import OutputWeightShard, statistics_dtype
+from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.loops.model_front import language_part
-from megatron_epp.mcore.model.early_head import rows_at_once
 
 
 def model_log_probs(

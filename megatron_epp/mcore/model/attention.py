@@ -16,7 +16,7 @@ from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
-from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.te_reference import reference_switch
 

@@ -13,31 +13,34 @@ from torch import Tensor, nn
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_layer
 from megatron_epp.mcore.data.chunk_params import state_of
+from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.modules import KIND_MODULES, kinds_of_layer
+from megatron_epp.mcore.kinds.mtp.mtp_layers import install_mtp, layers_of, mtp_layers_of
+from megatron_epp.mcore.kinds.positions import PositionedRotary
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.mcore.model.hybrid.stack import take_output_processor
-from megatron_epp.mcore.model.kinds.base import LayerPlace
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
-from megatron_epp.mcore.model.positions import PositionedRotary
-from megatron_epp.mcore.model.prediction.depths import depths_of, install_depths, layers_of
+from megatron_epp.mcore.model.hybrid_stack import take_output_processor
 from megatron_epp.mcore.model.quantisation import quantise_everywhere
 
 
-def install_in_model(model: GPTModel | HybridModel, context: int, attention: Attention) -> None:
+def install_in_model(
+    model: GPTModel | HybridModel, context: int, attention: Attention, in_loop: bool = False
+) -> None:
     """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
 
-    ``context``: the most inputs of a document. ValueError: a layer is of a kind that cannot.
+    ``context``: the most tokens of a document; ``in_loop``: it also computes for an external
+    training loop what is no chunk. ValueError: a layer is of a kind that cannot.
     """
     add_every_gradient(model)
     quantise_everywhere(model, model.config)
-    if isinstance(model, HybridModel) or depths_of(model):
+    if isinstance(model, HybridModel) or mtp_layers_of(model):
         take_output_processor(model)
-    install_depths(model)
+    install_mtp(model)
     rotates_axes = model.position_embedding_type == "mrope"  # by the positions that it is given
     if getattr(model, "rotary_pos_emb", None) is not None and not rotates_axes:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
-    for part in MEGATRON_PARTS:
-        part.prepare(model.config)
+    for kind in KIND_MODULES:
+        kind.prepare(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     installed: list[Any] = []
     for index, layer in enumerate(layers_of(model)):
@@ -45,8 +48,8 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
             continue  # a repeated one, which is told when it runs again
         installed.append(layer)
         dropped = DroppedOutputs()
-        for part in layer_parts(layer):
-            part.install(LayerPlace(layer, index, context, attention, dropped))
+        for kind in kinds_of_layer(layer):
+            kind.install(LayerPlace(layer, index, context, attention, dropped, in_loop))
         layer.forward = wrap_layer(layer.forward, index, state_of, checkpoint, dropped)
         if index == 0:
             layer.forward = _from_here_on(layer.forward)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
-from megatron_epp.mcore.model.early_head import EarlyHead
-from megatron_epp.mcore.model.vocabulary.head import HiddenStates
+from megatron_epp.mcore.lm_head.fused_head import FusedHead
+from megatron_epp.mcore.lm_head.head import HiddenStates
 
 
 def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
@@ -19,7 +19,7 @@ def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tenso
     if batch.hidden_only:
         processor = HiddenStates.behind_the_norm
     elif batch.known_gradient is not None:
-        processor = EarlyHead(batch.known_gradient)
+        processor = FusedHead(batch.known_gradient)
     output = model(
         batch.tokens,
         batch.positions,

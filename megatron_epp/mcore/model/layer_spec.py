@@ -9,8 +9,8 @@ from megatron.training import argument_utils
 from megatron.training.models.gpt import default_layer_spec
 from megatron.training.models.hybrid import HybridModelConfig
 
-from megatron_epp.mcore.model.hybrid.stack import local_stack_spec
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
+from megatron_epp.mcore.model.hybrid_stack import local_stack_spec
 
 
 def described(args: Any) -> Any:
@@ -39,15 +39,15 @@ def mend_layer_spec(description: Any) -> None:
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
             own = description.transformer  # a part's, where a rank has several
-            blocks = (part.local_block(own, vp_stage) for part in MEGATRON_PARTS)
+            blocks = (kind.local_block(own, vp_stage) for kind in KIND_MODULES)
             made = next((block for block in blocks if block is not None), None)
             made = default_layer_spec(description, vp_stage) if made is None else made
         else:
             made = copy.deepcopy(wanted if isinstance(wanted, ModuleSpec) else wanted(description))
         # Layers of one kind are one description; of several kinds, a list of them, by reference.
         for layer in getattr(made, "layer_specs", None) or [made]:
-            for part in MEGATRON_PARTS:
-                part.mend_local(layer.submodules, description.transformer)
+            for kind in KIND_MODULES:
+                kind.fix_local(layer.submodules, description.transformer)
         return made
 
     description.transformer_layer_spec = spec
@@ -56,6 +56,6 @@ def mend_layer_spec(description: Any) -> None:
 def _mend_depths(config: Any, block: Any) -> Any:
     """Make layers of the depths that predict further tokens, as ``block`` describes them, such."""
     for depth in [] if block is None else block.layer_specs:
-        for part in MEGATRON_PARTS:
-            part.mend_local(depth.submodules.mtp_model_layer.submodules, config)
+        for kind in KIND_MODULES:
+            kind.fix_local(depth.submodules.mtp_model_layer.submodules, config)
     return block

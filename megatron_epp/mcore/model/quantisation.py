@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core import fp8_utils
 from torch import nn
 
-from megatron_epp.mcore.model.prediction.depths import depths_of
+from megatron_epp.mcore.kinds.mtp.mtp_layers import mtp_layers_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
         number = getattr(layer, "layer_number", None)
         if number is not None:
             numbers |= dict.fromkeys(filter(quantises, layer.modules()), number)
-    for depth in depths_of(model):  # counted anew, and never among the first and last in bf16
+    for depth in mtp_layers_of(model):  # counted anew, and never among the first and last in bf16
         numbers |= dict.fromkeys(filter(quantises, depth.module.modules()), 0)
     for module, number in numbers.items():
         module.disable_parameter_transpose_cache = False

@@ -9,13 +9,13 @@ from typing import Any
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.mcore.model.hybrid.pattern import depth_letters, layers_of_stages, pattern_of
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, part_sizes
+from megatron_epp.mcore.hybrid.pattern import depth_letters, layers_of_stages, pattern_of
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_sizes
 
 
 def model_shape(args: Any) -> Model:
     """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
-    shapes = (*layer_shapes(args), *further_shapes(args))
+    shapes = (*layer_shapes(args), *mtp_shapes(args))
     names = _names(shapes)
     return Model(
         name="megatron",
@@ -32,29 +32,16 @@ def model_shape(args: Any) -> Model:
     )
 
 
-def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
-    names none."""
-    word = shape.layer_kinds
-    if not word:
-        return ()
-    from megatron_epp.mcore.model.prediction.depths import layers_of
-
-    decoder = tuple(word[layer.layer_number - 1] for layer in model.decoder.layers)
-    further = len(layers_of(model)) - len(decoder)
-    return (*decoder, *word[len(word) - further :])
-
-
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Differences of each layer from a plain one, first layer first."""
-    there = [(part, part.layers(args)) for part in MEGATRON_PARTS]
+    there = [(part, part.layers(args)) for part in LAYER_KINDS]
     return tuple(
-        LayerShape(**part_sizes(args, [part for part, layers in there if layers[at]]))
+        LayerShape(**kind_sizes(args, [part for part, layers in there if layers[at]]))
         for at in range(args.num_layers)
     )
 
 
-def further_shapes(args: Any) -> tuple[LayerShape, ...]:
+def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Differences from a plain layer of each layer of the depths that predict further tokens: those
     of its pattern, or one that is built as the decoder's last. Windows go by the numbers that
     Megatron gives them, which begin at 1 again."""
@@ -70,16 +57,17 @@ def further_shapes(args: Any) -> tuple[LayerShape, ...]:
             shapes = list(layer_shapes(inner))
         else:
             number = 0 if getattr(args, "mtp_use_repeated_layer", False) else depth
-            there = [part for part in MEGATRON_PARTS if part.in_depth(part.layers(args), number)]
-            shapes = [LayerShape(**part_sizes(args, there))]
+            masks = {kind: kind.layers(args) for kind in LAYER_KINDS}
+            there = [kind for kind, mask in masks.items() if mask[number if kind.NUMBERED else -1]]
+            shapes = [LayerShape(**kind_sizes(args, there))]
         found += [replace(shapes[0], predicts=True), *shapes[1:]]
     return tuple(found)
 
 
-def with_further(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
+def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of every stage with those of depths, of so many of the decoder's."""
     *others, last = layers
-    return (*others, last + len(further_shapes(args)))
+    return (*others, last + len(mtp_shapes(args)))
 
 
 def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, MAKE_GRADIENTS, OFFLOAD, Kind, Op, Plan
-from megatron_epp.layers.experts.router_stats import RouterStats
+from megatron_epp.layers.moe.router_stats import RouterStats
 from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+from megatron_epp.mcore.kinds.moe.router import drop_routing, report, router_stats_for
+from megatron_epp.mcore.lm_head.head import HiddenStates, ShardedHead
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
-from megatron_epp.mcore.model.experts.router import drop_routing, report, router_stats_for
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
-from megatron_epp.mcore.model.vocabulary.head import HiddenStates, ShardedHead
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 

@@ -2,7 +2,7 @@
 
 On a host without a GPU mamba_ssm, causal_conv1d and flash-linear-attention cannot run, and without
 them Megatron's classes are not even built. So modules of their names, with what Megatron takes from
-them, compute the same by torch (layers/states/scans.py): Megatron's own classes run as they are. Of
+them, compute the same by torch (layers/ssm/scans.py): Megatron's own classes run as they are. Of
 arguments of the kernels those that Megatron or this package give are known; others are refused by
 Python.
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_epp.layers.recompute.outputs import recomputable_all
-from megatron_epp.layers.states.scans import causal_conv, gated_delta_rule, selective_scan
+from megatron_epp.layers.ssm.scans import causal_conv, gated_delta_rule, selective_scan
 
 # What Megatron asks for at least, and does not find another way to compute behind.
 _VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0", "fla": "0.4.1"}

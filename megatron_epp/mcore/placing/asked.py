@@ -13,7 +13,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
 from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
-from megatron_epp.mcore.model.hybrid.pattern import with_borders
+from megatron_epp.mcore.hybrid.pattern import with_borders
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
 # hold args. Empty where stage i lies on rank i.

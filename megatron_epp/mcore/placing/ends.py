@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_epp.mcore.model.vocabulary.shard import shard_of
+from megatron_epp.mcore.lm_head.shard import shard_of
 
 
 def tie_ends(stages: Mapping[int, Any], count: int) -> None:
@@ -52,7 +52,7 @@ def _copies(ends: Sequence[Any]) -> tuple[Any, Any] | None:
         return None
     first = ends[0]
     further = getattr(first.config, "mtp_num_layers", None)
-    spread = shard_of(first) is not None  # model/vocabulary/tied.py adds up its words
+    spread = shard_of(first) is not None  # lm_head/tied.py adds up its words
     if not (further or (first.share_embeddings_and_output_weights and not spread)):
         return None
     return tuple(end.shared_embedding_or_output_weight() for end in ends)  # type: ignore[return-value]

@@ -23,7 +23,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 
-from megatron_epp.mcore.model.hybrid.pattern import with_borders
+from megatron_epp.mcore.hybrid.pattern import with_borders
 from megatron_epp.mcore.placing.asked import STAGE_LAYERS, own_stages, place_of
 
 

@@ -10,7 +10,7 @@ from megatron_epp.mcore.flags.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of, placed_by_time
+from megatron_epp.mcore.hybrid.pattern import letters_of_layers, pattern_of, placed_by_time
 from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
 
 

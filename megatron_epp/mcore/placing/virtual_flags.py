@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_epp.ir.placement import EVENLY, INTERLEAVED
 from megatron_epp.mcore.flags.config import PLACEMENT_FLAGS
-from megatron_epp.mcore.model.hybrid.pattern import BORDER, FURTHER, pattern_of
-from megatron_epp.mcore.model.hybrid.segments import layout_letters
+from megatron_epp.mcore.hybrid.pattern import BORDER, FURTHER, pattern_of
+from megatron_epp.mcore.hybrid.segments import layout_letters
 
 _LAYERS, _TIMES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 _LAYOUT = "pipeline_model_parallel_layout"

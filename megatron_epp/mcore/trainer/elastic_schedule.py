@@ -17,11 +17,11 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.kinds.modules import changed_tensors
+from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.kinds.registry import changed_tensors
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
-from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
 from megatron_epp.mcore.placing.ends import add_up_ends
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase

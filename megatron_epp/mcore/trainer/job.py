@@ -24,13 +24,13 @@ from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see, whole_documents
+from megatron_epp.mcore.lm_head.fused_head import early_head
+from megatron_epp.mcore.lm_head.shard import spread_output_layer
+from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
-from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
-from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
-from megatron_epp.mcore.model.prediction.depths import layers_of
-from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
-from megatron_epp.mcore.model.vocabulary.tied import tie
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of
 from megatron_epp.mcore.placing.ends import tie_ends

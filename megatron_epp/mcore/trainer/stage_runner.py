@@ -13,9 +13,11 @@ from torch import Tensor
 from megatron_epp.ir import Plan, Step, Timed, lower_rank, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
-from megatron_epp.mcore.data.further_tokens import Predictions
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
+from megatron_epp.mcore.data.mtp_targets import Predictions
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.lm_head.head import head_for
+from megatron_epp.mcore.lm_head.messages import MessageShapes
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import (
@@ -24,8 +26,6 @@ from megatron_epp.mcore.model.stage import (
     reduce_in_turn,
     sum_reports,
 )
-from megatron_epp.mcore.model.vocabulary.head import head_for
-from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.host_store import HostStore

@@ -17,8 +17,10 @@ import numpy as np
 from megatron_epp.cost.analytic import ELEMENT_BYTES, profile, without_states
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import CHUNKS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads, loads_of_plan
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
@@ -72,7 +74,7 @@ class ActivationBudget:
     def cost(self, layers: Sequence[int]) -> Cost:
         """Bytes of stages of so many layers, in elements of the profile's size."""
         budgets = (self.budget_bytes / self.scale,) * len(layers)
-        return Cost(self.profile, tuple(layers), budgets, tp=self.tp)
+        return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
         """To raise where no order ``of`` chunks fits; ``tokens``: of the longest micro-batch."""
@@ -87,10 +89,10 @@ def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) ->
     """[kinds, 3] seconds per token, pair and op of a stage of ``layers`` layers, with an output
     layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks.
     ``active``: feed-forward modules of a layer that a token goes through."""
-    cost = Cost(_profile(config, vocabulary, active), (max(1, layers),), (math.inf,))
-    forward, backward = (cost.seconds_per(kind)[0] for kind in (Kind.FORWARD, Kind.BACKWARD))
-    forward[2] = OP_TOKENS * forward[0]
-    backward[2] = 2 * forward[2]
+    cost = Cost(StageLayout(_profile(config, vocabulary, active), (max(1, layers),)), (math.inf,))
+    forward, backward = (cost.seconds.per(kind)[0] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    forward[CHUNKS] = OP_TOKENS * forward[TOKENS]
+    backward[CHUNKS] = 2 * forward[CHUNKS]
     half = SPLIT_COST / 2 * backward
     return np.stack([forward, backward, half, half])  # in the order of ir.KIND_CODE
 
@@ -224,10 +226,10 @@ def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.nd
     Logits are held from the forward that the loss follows; those of slices before it are made
     again, while their backward runs.
     """
-    layers = np.array(cost.layers)[:, None]
+    layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}
     table, seconds = cost.table_of(call.loads, counts), _seconds(call, rates_SK3)
-    logits = np.where(call.losses, 0.0, cost.output_layer.held_bytes(call.loads))
+    logits = np.where(call.losses, 0.0, cost.ends.freed_bytes(call.loads))
     held, workspace = dict(table.held_bytes), dict(table.workspace_bytes)
     held[Item.ACTIVATIONS] = held[Item.ACTIVATIONS] - logits
     workspace |= {kind: workspace[kind] + logits for kind in BACKWARDS}

@@ -78,7 +78,7 @@ class OrderedGroups:
         """The ops of every stage, with the caller's numbers of chunks."""
         kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
-            kinds = merge_iw(kinds, chunks, self.problem)
+            kinds = merge_iw(self.schedule, self.problem)
         return orders_of_arrays(kinds, chunks_in(self.order, sizes)[chunks])
 
 

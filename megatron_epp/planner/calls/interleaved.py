@@ -18,12 +18,9 @@ from megatron_epp.planner.calls.group_order import (
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import ops_of_ranks, orders_of_ranks
 from megatron_epp.planner.order.list_scheduler import Policy
+from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.virtual.pipeline import (
-    interleaved_warm_up,
-    warm_up_policies,
-    warm_up_policy,
-)
+from megatron_epp.planner.order.warmup import interleaved_warm_up
 from megatron_epp.sim.play import play
 
 Ran = list[tuple[int, int, int]]  # (kind's code, chunk, stage) of a rank's ops

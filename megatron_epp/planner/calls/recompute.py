@@ -58,22 +58,22 @@ class RecomputeFit:
         return best
 
     def _choices(self) -> Iterator[np.ndarray]:
-        nothing = np.zeros((self.cost.stages, len(self.call.loads.tokens)))
+        nothing = np.zeros((self.cost.layout.stages, len(self.call.loads.tokens)))
         yield nothing
         kept = self._problem(self.call, nothing)
         for law in (shrinking_window, group_by_group):
-            again = self._least(self.call, kept, law(self.call.sizes, self.cost.stages))
+            again = self._least(self.call, kept, law(self.call.sizes, self.cost.layout.stages))
             if again is not None and again.any():
                 yield again
         for share in RECOMPUTED_SHARES:
-            yield nothing + np.ceil(share * np.array(self.cost.layers))[:, None]
+            yield nothing + np.ceil(share * np.array(self.cost.layout.layers))[:, None]
 
     def _given_back(
         self, found: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
         """The order of ``found``, with as little recompute as it needs."""
         call, kinds = self.call.arranged(found.order), found.schedule.kinds
-        before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.stages, -1)
+        before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
         less = self._least(call, kept, before)
         if less is None:

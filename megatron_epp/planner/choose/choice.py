@@ -27,7 +27,7 @@ from megatron_epp.planner.choose.partition import (
 )
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.registry import EXECUTED
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_replicas
 
 SKETCH_EFFORT = 1  # of the plans that candidates are compared by
@@ -117,7 +117,7 @@ def sketched_seconds(
     total = 0.0
     for lengths in batches:
         try:
-            planned = EXECUTED[planner](lengths, cost, sketch)
+            planned = PLANNERS[planner](lengths, cost, sketch)
         except ValueError:
             return None
         if not planned.fits:
@@ -128,10 +128,10 @@ def sketched_seconds(
 
 def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
     """Return the documents of the replica with most work; of the group of ``lockstep`` replicas."""
-    if cost.dp == lockstep:
+    if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
-    deals = balance_replicas(lengths, cost, cost.dp // lockstep, least=lockstep)
+    deals = balance_replicas(lengths, cost, cost.layout.dp // lockstep, least=lockstep)
     of_replicas = [[lengths[document] for document in deal] for deal in deals]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
@@ -167,22 +167,20 @@ def partition_by_time(
         taken = tried.get(layers)
         return np.inf if taken is None else taken
 
-    at = cost.layers
+    at = cost.layout.layers
     seconds(at)
     features = expected_features(cost, batches)
     by_sums = fastest_layers(cost, features)
     if by_sums is not None and seconds(by_sums) < seconds(at):
         at = by_sums
     moved = True
-    while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
+    while moved and cost.layout.stages > 1 and len(tried) < MOST_TRIED:
         moved = False
         for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
             if seconds(other) < seconds(at):
                 at, moved = other, True
                 break
-    candidates = (
-        (layers, dataclasses.replace(cost, layers=layers), taken) for layers, taken in tried.items()
-    )
+    candidates = ((layers, cost.replace(layers=layers), taken) for layers, taken in tried.items())
     return fastest(candidates, PARTITION_PAYS)
 
 
@@ -194,11 +192,14 @@ def _neighbours(
     It goes to a stage of a faster rank. ``seconds`` [stages, layers].
     """
     ends = np.cumsum(layers)
-    least = [1] * (len(layers) - 1) + [cost.pinned_layers]
+    least = [1] * (len(layers) - 1) + [cost.layout.pinned_layers]
     parts = [
         own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
     ]
-    taken, on = np.array(cost.of_ranks(parts)), np.array(cost.rank_of)
+    taken, on = (
+        np.array(cost.layout.placement.of_ranks(parts)),
+        np.array(cost.layout.placement.place),
+    )
     for slow in np.argsort(-taken, kind="stable")[:2]:
         # Along the boundaries to each of the others, the fastest first.
         for fast in np.argsort(taken, kind="stable")[:2]:
@@ -224,7 +225,9 @@ def placement_of(
     def candidates() -> Iterator[tuple[str, Cost, float | None]]:
         for name in (EVENLY, *PLACEMENT_NAMES):
             placed = cost if name == EVENLY else placed_cost(cost, name)
-            if placed is None or (name != EVENLY and with_layers(placed, placed.layers) is None):
+            if placed is None or (
+                name != EVENLY and with_layers(placed, placed.layout.layers) is None
+            ):
                 yield name, cost, None
                 continue
             partition = partition_of(placed, batches, options, planner)
@@ -235,9 +238,9 @@ def placement_of(
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
     """Return ``cost`` with the placement ``name`` on even layers; None where they are too few."""
-    placement = named_placement(name, cost.ranks)
+    placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
-    if placement.stages > sum(cost.layers) - cost.pinned_layers + 1:
+    if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
         return None
     return with_placement(cost, placement)
 
@@ -253,10 +256,9 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
     Their layers are those of ``placement``, or even. ValueError: more stages than layers.
     """
-    further = cost.pinned_layers - 1
-    *others, last = even_layers(sum(cost.layers) - further, placement.stages)
-    return dataclasses.replace(
-        cost,
+    further = cost.layout.pinned_layers - 1
+    *others, last = even_layers(sum(cost.layout.layers) - further, placement.stages)
+    return cost.replace(
         layers=placement.layers or (*others, last + further),
         place=() if placement.is_even else placement.place,
     )
@@ -264,11 +266,11 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
 def ruled_out(cost: Cost) -> str | None:
     """Return why vocabulary parallelism cannot pay, so that no plan is needed; None: it may."""
-    if cost.stages == 1:
+    if cost.layout.stages == 1:
         return "there is one stage"
-    if cost.ep > cost.tp * cost.cp:
+    if cost.layout.ep > cost.layout.tp * cost.layout.cp:
         return "experts are spread over replicas"
-    if is_of_cpu(cost.profile):
+    if is_of_cpu(cost.layout.profile):
         # scripts/bench/results/2026-11-22-cpu-vocab.md: 24% less time was promised.
         return "on a CPU it took 1.16 of the time (measured)"
     return None

@@ -6,7 +6,6 @@ leads one to expect: by their sums first, exactly; then by planning whole batche
 and late slices of long documents want another partition than sums do.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -21,30 +20,31 @@ LIKELY_CHUNKS = 8
 
 def layer_costs(cost: Cost) -> Cost:
     """``cost`` with a stage for every layer, the ends at the first and last of them."""
-    layers = sum(cost.layers)
+    layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
-    return cost.on_devices(layers=(1,) * layers, device_budget_bytes=(budget,) * layers, place=())
+    layout = cost.layout.on_devices(layers=(1,) * layers, place=())
+    return cost.replace(layout=layout, device_budget_bytes=(budget,) * layers)
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     """[layers] of forward and backward of a load with these ``features`` (Cost.features)."""
     single = layer_costs(cost)
-    return (single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD)) @ features
+    return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     """[stages, layers] of :func:`layer_seconds`, each layer on that stage's device."""
-    if not cost.unlike_devices:
+    if not cost.layout.unlike_devices:
         seconds = layer_seconds(cost, features)
-        return np.broadcast_to(seconds, (cost.stages, len(seconds)))
-    on = [layer_seconds(cost.on_device_of(stage), features) for stage in range(cost.stages)]
-    return np.stack(on)
+        return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))
+    layouts = (cost.layout.on_device_of(stage) for stage in range(cost.layout.stages))
+    return np.stack([layer_seconds(cost.replace(layout=each), features) for each in layouts])
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
     """[features] of one batch, on average over ``batches`` of document lengths."""
-    chunks = float(LIKELY_CHUNKS * cost.stages)
-    every = [cost.whole_features(np.array(lengths), chunks) for lengths in batches]
+    chunks = float(LIKELY_CHUNKS * cost.layout.stages)
+    every = [cost.layout.whole_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
 
 
@@ -56,9 +56,9 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     (:func:`_fastest_on_ranks`).
     """
     seconds = stage_layer_seconds(cost, features)
-    if cost.place:
+    if cost.layout.place:
         return _fastest_on_ranks(cost, seconds)
-    states = np.array(layer_costs(cost).states_bytes)
+    states = np.array(layer_costs(cost).memory.states_bytes)
     stages, layers = seconds.shape
     if stages == 1:
         return (layers,)
@@ -67,12 +67,12 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
-    for j in range(1, layers - cost.pinned_layers + 1):
+    for j in range(1, layers - cost.layout.pinned_layers + 1):
         if states_before[j] < cost.device_budget_bytes[0]:
             best[0, j] = before[0, j], before[0, j] ** 2
     for s in range(1, stages):
         for j in range(s + 1, layers + 1):
-            if s < stages - 1 and j > layers - cost.pinned_layers:
+            if s < stages - 1 and j > layers - cost.layout.pinned_layers:
                 break
             i = np.arange(s, j)
             fits = states_before[j] - states_before[i] < cost.device_budget_bytes[s]
@@ -106,21 +106,21 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
     From those of ``cost`` on, one layer after another is moved from any stage to any other.
     ``seconds`` [stages, layers].
     """
-    before, each = _before(seconds), np.arange(cost.stages)
-    on = np.array(cost.rank_of)
-    least = np.array([1] * (cost.stages - 1) + [cost.pinned_layers])
+    before, each = _before(seconds), np.arange(cost.layout.stages)
+    on = np.array(cost.layout.placement.place)
+    least = np.array([1] * (cost.layout.stages - 1) + [cost.layout.pinned_layers])
 
     def price(layers: np.ndarray) -> tuple[float, float]:
         ends = np.cumsum(layers)
         taken = before[each, ends] - before[each, ends - layers]
         return float(np.bincount(on, weights=taken).max()), float((taken**2).sum())
 
-    at = np.array(cost.layers)
+    at = np.array(cost.layout.layers)
     best = price(at)
     while True:
         moves = []
         for give in np.flatnonzero(at > least):
-            for take in range(cost.stages):
+            for take in range(cost.layout.stages):
                 moved = at.copy()
                 moved[give] -= 1
                 moved[take] += 1
@@ -135,8 +135,8 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
 
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     """``cost`` with these layers of its stages; None where their states do not fit."""
-    moved = dataclasses.replace(cost, layers=layers)
-    states = moved.of_ranks(moved.states_bytes)
+    moved = cost.replace(layers=layers)
+    states = moved.layout.placement.of_ranks(moved.memory.states_bytes)
     fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
     return moved if fits else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.columns import Column
 from megatron_epp.cost.loads import pairs_before
 
 
@@ -17,11 +18,10 @@ class Rates:
 
     time = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
 
-    and besides, where the stages have layers with windows or that make something of their context
-    again:
+    and besides, where the stages have layers with windows or other further columns:
 
     window_seconds    (window, seconds per pair that it leaves), narrowest first
-    context_seconds   per token of its document before a slice
+    column_seconds    (column, seconds per unit) of the others
     exchange_seconds  of token_seconds what exchanging rows for heads takes; a document that one
                       context-parallel rank computes alone does without
     """
@@ -30,7 +30,7 @@ class Rates:
     pair_seconds: float
     chunk_seconds: float
     window_seconds: tuple[tuple[int, float], ...] = ()
-    context_seconds: float = 0.0
+    column_seconds: tuple[tuple[Column, float], ...] = ()
     exchange_seconds: float = 0.0
 
     def seconds(self, tokens, pairs):
@@ -41,7 +41,7 @@ class Rates:
     def span_seconds(self, spans: "Spans") -> np.ndarray:
         """Seconds of each span, without the constant of a chunk."""
         taken = self.seconds(spans.tokens, spans.pairs)
-        if not (self.window_seconds or self.context_seconds):
+        if not (self.window_seconds or self.column_seconds):
             return taken
         return taken + self._besides(spans)
 
@@ -50,12 +50,14 @@ class Rates:
     ) -> np.ndarray:
         """Seconds of each chunk, without its constant; ``chunk``: the one that each span is in."""
         taken = self.seconds(tokens, pairs)
-        if not (self.window_seconds or self.context_seconds):
+        if not (self.window_seconds or self.column_seconds):
             return taken
         return taken + np.bincount(chunk, weights=self._besides(spans), minlength=len(tokens))
 
     def _besides(self, spans: "Spans") -> np.ndarray:
-        besides = self.context_seconds * spans.start
+        besides = np.zeros(len(spans.start))
+        for column, seconds in self.column_seconds:
+            besides = besides + seconds * column.of_spans(spans.start, spans.stop)
         for window, seconds in self.window_seconds:
             pairs = pairs_before(spans.stop, window) - pairs_before(spans.start, window)
             besides = besides + seconds * pairs
@@ -64,13 +66,21 @@ class Rates:
     def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds of whole documents, each attending to itself."""
         lengths = lengths.astype(np.float64)
+        taken = self.window_document_seconds(lengths)
+        for column, seconds in self.column_seconds:
+            taken = taken + seconds * column.of_spans(np.zeros_like(lengths), lengths)
+        return taken
+
+    def window_document_seconds(self, lengths: np.ndarray) -> np.ndarray:
+        """Those of tokens and pairs alone."""
         taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
         for window, seconds in self.window_seconds:
             taken = taken + seconds * pairs_before(lengths, window)
         return taken
 
     def reach(self, seconds: np.ndarray) -> np.ndarray:
-        """Tokens of a document that are done after ``seconds``: the inverse of document_seconds."""
+        """Tokens of a document that are done after ``seconds``: the inverse of
+        :meth:`window_document_seconds`."""
         half = self.pair_seconds / 2 + sum(each for _, each in self.window_seconds) / 2
         tokens = _root(half, self.token_seconds + half, seconds)
         # Behind a window what its layers take grows in proportion: from there on another parabola.
@@ -96,7 +106,7 @@ def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> n
     Inner points are multiples of ``multiple``, so that padding is paid once per document. Where a
     document is too short for so many slices it gets fewer.
     """
-    total = rates.document_seconds(np.asarray([length]))[0]
+    total = rates.window_document_seconds(np.array([length], np.float64))[0]
     inner = rates.reach(total * np.arange(1, slices) / slices)
     inner = np.rint(inner / multiple).astype(np.int64) * multiple
     inner = np.unique(inner[(inner > 0) & (inner < length)])

@@ -10,17 +10,17 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
-from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
-from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
+from megatron_epp.planner.published import chunkflow, packing, seq1f1b
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -51,7 +51,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     A PlanError where the batch as a whole fits no plan.
     """
     candidates = _searched(batch, cost, options)
-    if not options.whole:
+    if not options.whole and not cost.layout.place:
         candidates.append(infinipipe.draft(batch, cost, options))
     for module in (packing,) if options.whole else HINDSIGHT:
         fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
@@ -111,14 +111,14 @@ def _by_set(
 def can_be_local(cost: Cost, options: Options) -> bool:
     """Whether a document that one context-parallel rank computes alone saves anything; replicas in
     lockstep have all of theirs spread."""
-    return options.lockstep == 1 and bool(cost.exchange_per_token[Kind.FORWARD].any())
+    return options.lockstep == 1 and bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
     """Sets of ``levers`` that are searched with, one after the other."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
-    if cost.profile.host_bytes_per_second > 0:
+    if cost.layout.profile.host_bytes_per_second > 0:
         sets += [levers - {"wsplit"}, levers]
     return list(dict.fromkeys(sets))
 
@@ -131,9 +131,9 @@ def _even_and_moved(
     yield best
     if options.open_layers and "uneven" in options.levers:
         # As many chunks as the plan with even layers turned out to have.
-        chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
-        layers = fastest_layers(cost, cost.whole_features(batch.lengths, chunks))
-        moved = None if layers in (None, cost.layers) else with_layers(cost, layers)
+        chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.layout.stages
+        layers = fastest_layers(cost, cost.layout.whole_features(batch.lengths, chunks))
+        moved = None if layers in (None, cost.layout.layers) else with_layers(cost, layers)
         if moved is not None:
             other = _persistent(batch, moved, options, tables)
             if other is not None:
@@ -174,7 +174,9 @@ def _own(
         taken = max(
             bytes_
             for share in shares_of(batch, best.draft, cost, options)
-            for bytes_ in host_peak_bytes(cost, share.plan, share.loads)
+            for bytes_ in cost.layout.placement.of_ranks(
+                host_peak_bytes(cost, share.plan, share.loads)
+            )
         )
         if taken <= cost.host_budget_bytes:
             return best
@@ -187,7 +189,9 @@ def _on_devices(
 ) -> ScoredDraft | None:
     headroom = cost.headroom_bytes
     for _ in range(EXACT_TRIES):
-        shared = tables["offload" in options.levers, cost.layers, tuple(headroom.tolist()), host]
+        shared = tables[
+            "offload" in options.levers, cost.layout.layers, tuple(headroom.tolist()), host
+        ]
         search = Search(batch, cost, options, headroom, shared, host)
         found = search.run()
         if "lean" in options.levers:

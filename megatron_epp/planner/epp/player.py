@@ -31,7 +31,7 @@ class Candidate:
     def draft(self) -> Draft:
         kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
-            kinds = merge_iw(kinds, chunks, self.prepared.work)
+            kinds = merge_iw(self.schedule, self.prepared.work)
         return Draft(
             self.prepared.chunking,
             self.prepared.counts,
@@ -39,6 +39,7 @@ class Candidate:
             chunks,
             self.prepared.pipelines,
             note=f"{self.name}; {self.policy}",
+            stages=self.schedule.stages if self.prepared.work.place else None,
         )
 
 
@@ -87,8 +88,11 @@ class Player(Preparation):
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
         tight, strict = bool(prepared.counts), "window" not in self.levers
-        chosen = list(policies(self.split, many=many, strict=strict, tight=tight))
-        if self.cost.vocabulary_parallel:  # 1F1B as it stands has no slack for the way of an H
+        placed = bool(self.cost.layout.place)
+        chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
+        if (
+            self.cost.layout.vocabulary_parallel
+        ):  # 1F1B as it stands has no slack for the way of an H
             chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
         for policy in chosen:

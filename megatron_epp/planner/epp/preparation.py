@@ -11,11 +11,10 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
-from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
-from megatron_epp.planner.infinipipe.memory import papers_ledger
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
     every_layer,
@@ -23,7 +22,14 @@ from megatron_epp.planner.order.problem import (
     loads_of,
     problem_of,
 )
-from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_window
+from megatron_epp.planner.order.warmup import (
+    group_by_group,
+    pipelines,
+    placed_window,
+    shrinking_window,
+)
+from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
+from megatron_epp.planner.published.infinipipe.memory import papers_ledger
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import (
     Ladders,
@@ -62,7 +68,8 @@ class Effort:
 class PreparedChunking:
     """A chunking with its recompute choices, ready to be played.
 
-    min_in_flight   [stages, chunks] forwards before each backward (planner.order.warmup)
+    min_in_flight   [stages, chunks] forwards before each backward (planner.order.warmup), or
+                    [ranks, backwards] where ranks have several stages
     """
 
     chunking: Chunking
@@ -80,7 +87,7 @@ PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 class Preparation:
     """One batch on one machine, with the levers that are on.
 
-    headroom_bytes   per stage beside residents, if less than all of it
+    headroom_bytes   per rank next to residents, if less than all of it
     host         for what is offloaded, if less than all of it
     """
 
@@ -100,7 +107,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunking.count)
         work = problem_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
@@ -116,7 +123,9 @@ class Preparation:
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
-            laws.append(group_by_group(chunking.sizes, self.cost.stages))
+            bare_law = group_by_group(chunking.sizes, self.cost.layout.stages)
+            # Of several stages on a rank: as few forwards as run before any backward.
+            laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_law)
         counts: Counts | None = None
         for least in laws:
             counts = self._least_counts(chunking, loads, work, least)
@@ -145,6 +154,8 @@ class Preparation:
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
         ) -> Counts | None:
+            if self.cost.layout.place:
+                return self._fewest_layers(chunking, loads, offloaded, least)
             return diagonal_counts(
                 self.solver,
                 self.cost,
@@ -156,6 +167,7 @@ class Preparation:
                 layers=layers,
             )
 
+        offloaded: Counts = {}
         if "offload" in self.levers:
             offloaded = offload.layers_offloaded(
                 self.cost, loads, self.host, least, kept.backward_order
@@ -171,7 +183,33 @@ class Preparation:
                 again = recompute(self.work(chunking, loads, offloaded), left)
                 if again is not None:
                     return {**offloaded, **again}
+            offloaded = {}
         return recompute(kept)
+
+    def _fewest_layers(
+        self, chunking: Chunking, loads: Loads, offloaded: Counts, least: np.ndarray
+    ) -> Counts | None:
+        """Recompute of the fewest layers, the same number of every stage and chunk but those that
+        are ``offloaded``, with which the law ``least`` fits; None where none does. Diagonals of the
+        program are those of pipelines whose ranks have one stage."""
+        left = left_layers(self.cost, offloaded, chunking.count)
+        low, high = 1, max(self.cost.layout.layers)
+        counts: Counts | None = None
+        while low <= high:
+            middle = (low + high) // 2
+            tried = self.first_layers(left, FULL, middle)
+            if _within(self.work(chunking, loads, {**offloaded, **tried}), least).all():
+                counts, high = tried, middle - 1
+            else:
+                low = middle + 1
+        return counts
+
+    def first_layers(self, left: list[np.ndarray], letter: str, layers: int) -> Counts:
+        """``letter`` for the first ``layers`` layers of every stage and chunk, whatever their
+        kinds, as far as they are ``left``."""
+        first = np.minimum(np.sum(left, axis=0), layers)
+        by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
+        return {(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
     def _ladders(self, loads: Loads) -> Ladders:
         if "selective" in self.levers:
@@ -182,14 +220,16 @@ class Preparation:
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
     ) -> tuple[np.ndarray, int]:
         """Forwards before each backward, and the number of pipelines."""
+        if self.cost.layout.place:
+            return placed_window(chunking.sizes, self.cost.layout.place), 1
         if "window" in self.levers:
-            return shrinking_window(chunking.sizes, self.cost.stages), 1
+            return shrinking_window(chunking.sizes, self.cost.layout.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
-        delta = (self.cost.stages - 1) * float(seconds.mean())
+        delta = (self.cost.layout.stages - 1) * float(seconds.mean())
         ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
         grouped = group(ilps, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
-        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
+        return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
         """``prepared`` with other recompute choices; None where the effort is spent."""
@@ -201,5 +241,10 @@ class Preparation:
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
-    """[stages]: whether ``work`` fits under the window law ``least``."""
+    """[stages]: whether ``work`` fits under the window law ``least``; of ranks with several stages
+    where memory holds forwards of that law back."""
+    if work.place:
+        everything = np.full_like(least, work.stages * work.chunks)
+        peaks = list_schedule(work, Policy(np.zeros_like(least), least, everything)).peak_bytes
+        return (peaks <= work.headroom_bytes)[list(work.place)]
     return ilp.within(least, work.backward_order, *work.of_window)

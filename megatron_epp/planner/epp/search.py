@@ -16,7 +16,6 @@ from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.player import STRICT, Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
 from megatron_epp.planner.feasibility import most_tokens
-from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
@@ -24,6 +23,7 @@ from megatron_epp.planner.order.problem import (
     left_layers,
     rates_of,
 )
+from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.local_search import trimmed
 
@@ -84,7 +84,7 @@ class Search(Player):
         given = params, self.batch.lengths, self.rates, self.most, self.options.multiple
         width = self.options.lockstep
         if width == 1:
-            chunking: Chunking = build_chunks(*given, self.cost.cp)
+            chunking: Chunking = build_chunks(*given, self.cost.layout.cp)
         else:
             chunking = build_block(*given, width)
         prepared = self.prepare(chunking, bare=params.bare)
@@ -148,7 +148,7 @@ class Search(Player):
     ) -> Candidate | None:
         """``found`` with ``letter`` for the fewest layers that fit when played so, all where none
         does; None where the effort is spent."""
-        low, high = 1, max(self.cost.layers)
+        low, high = 1, max(self.cost.layout.layers)
         best: Candidate | None = None
         while low <= high:
             middle = (low + high) // 2
@@ -167,18 +167,12 @@ class Search(Player):
     def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
         offloaded = offload.offload_of(found.prepared.counts)
         left = left_layers(self.cost, offloaded, found.prepared.chunking.count)
-        # The first layers of a stage, whatever their kinds, as far as they are not offloaded.
-        first = np.minimum(np.sum(left, axis=0), layers)
-        by_kind = self.cost.kinds.from_front(np.zeros_like(first), first)
-        return {
-            **offloaded,
-            **{(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)},
-        }
+        return {**offloaded, **self.first_layers(left, letter, layers)}
 
     def _trimmed(self, found: Candidate) -> Candidate:
         slot = np.empty(found.prepared.chunking.count, dtype=np.int64)
         slot[found.prepared.chunking.backward] = np.arange(len(slot))
-        behind = np.arange(self.cost.stages)[::-1]
+        behind = np.arange(self.cost.layout.stages)[::-1]
         offloaded = offload.offload_of(found.prepared.counts)
         return trimmed(
             found,
@@ -203,11 +197,13 @@ class Search(Player):
         """Eq. 13 with the work itself: what the paper chooses K by."""
         work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
         total = float(work.mean(axis=0).sum())
-        return total * (1 + (self.cost.stages - 1) / prepared.work.chunks)
+        return total * (1 + (self.cost.layout.stages - 1) / prepared.work.chunks)
 
     def _grid(self) -> Candidate:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
-        ideal = ideal_chunks(total / self.options.lockstep, self.rates, self.cost.stages)
+        ideal = ideal_chunks(
+            total / self.options.lockstep, self.rates, self.cost.layout.placement.ranks
+        )
         factors = GRID if "chunks" in self.levers else (1.0,)
         whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
@@ -229,7 +225,7 @@ class Search(Player):
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
         """With how the search begins for about so many chunks. Where no stage waits for the last
         one's output layer, filling the pipeline and draining it is what is left."""
-        if not self.cost.vocabulary_parallel:
+        if not self.cost.layout.vocabulary_parallel:
             yield ChunkingParams(chunks, local=self.local)
             return
         for start in (

@@ -16,10 +16,10 @@ assert [KIND_CODE[Kind(letter)] for letter in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together
-# Functions that allocate nothing, so that numba need not count references to the arrays in their
-# arguments, which would take as long as all else that they do; and those that LLVM inlines, too.
+# LLVM inlines these functions. They allocate nothing, so that numba need not count references to
+# the arrays in their arguments, which would take as long as all else that they do.
 UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
-INLINED: dict[str, Any] = {**UNCOUNTED, "forceinline": True}
+INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 
 @njit(cache=True, inline="always")

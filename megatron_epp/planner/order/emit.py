@@ -15,6 +15,7 @@ from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, I, W
+from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import Simulation
@@ -75,39 +76,43 @@ class Draft:
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     if draft.stages is not None:
         ran = ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
-        orders, turns = orders_of_ranks(ran, cost.stages)
+        orders, turns = orders_of_ranks(ran, cost.layout.stages)
         return Plan(
             documents=batch.documents,
-            layers=cost.layers,
+            layers=cost.layout.layers,
             chunks=draft.chunking.ir_chunks(batch.names),
             recompute=_recompute(draft.counts, cost, draft.chunking.count),
             orders=orders,
-            place=cost.place,
+            place=cost.layout.place,
             turns=turns,
         )
     return Plan(
         documents=batch.documents,
-        layers=cost.layers,
+        layers=cost.layout.layers,
         chunks=draft.chunking.ir_chunks(batch.names),
         recompute=_recompute(draft.counts, cost, draft.chunking.count),
         orders=orders_of_arrays(draft.kinds, draft.chunks),
     )
 
 
-def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np.ndarray:
-    """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
+def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
+    """Kinds of split orders with a B where the first stage runs W right behind I and B takes
     no longer.
 
     Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
     nothing for its W. On other stages an I hands its gradient on before its W.
     """
-    follows = (kinds[0, :-1] == I) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
+    rank = work.place[0] if work.place else 0
+    ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
+    follows = (ran[:-1] == I) & (ran[1:] == W) & (of[:-1] == of[1:])
+    if work.place:
+        follows &= (stages[:-1] == 0) & (stages[1:] == 0)
     seconds = work.ops.seconds[:, 0]
     halves = seconds[I] + seconds[W]
     pays = seconds[B] <= halves * (1 + 1e-9)  # alike but for rounding
-    at = np.flatnonzero(follows & pays[chunks[0, :-1]])
-    kinds = kinds.copy()
-    kinds[0, at], kinds[0, at + 1] = B, NOTHING
+    at = np.flatnonzero(follows & pays[of[:-1]])
+    kinds = schedule.kinds.copy()
+    kinds[rank, at], kinds[rank, at + 1] = B, NOTHING
     return kinds
 
 
@@ -177,7 +182,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
     """Letters per layer. Of the layers of every kind those of ``counts`` first, in its order; then
     what is kept; what is offloaded evenly among them."""
     rows = []
-    for stage, word in enumerate(cost.kinds.words):
+    for stage, word in enumerate(cost.layout.kinds.words):
         of_kinds = [
             _letters(
                 {letter: grid for (of, letter), grid in counts.items() if of == kind},
@@ -185,7 +190,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
                 int((word == kind).sum()),
                 chunks,
             )
-            for kind in range(cost.kinds.number)
+            for kind in range(cost.layout.kinds.number)
         ]
         rows.append(tuple(_woven(word.tolist(), each) for each in zip(*of_kinds, strict=True)))
     return tuple(rows)

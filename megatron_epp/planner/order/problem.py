@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads, local_of, over_ranks
@@ -26,14 +27,14 @@ from megatron_epp.sim.inputs import op_arrays
 
 def rates_of(cost: Cost) -> Rates:
     """Forward plus backward on the average stage, its part of the output layer included."""
-    per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
-    per = per + cost.seconds_per(Kind.HEAD) + cost.seconds_per(Kind.HEAD_WEIGHT)
-    token, pair, chunk, *others = per.mean(axis=0).tolist()
-    windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
-    context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
-    of_kinds = cost.exchange_per_token
+    per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
+    per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
+    mean, layout = per.mean(axis=0).tolist(), cost.layout
+    windows = tuple((each.size, mean[layout.column(each)]) for each in layout.windows)
+    others = tuple((each, mean[layout.column(each)]) for each in layout.further[len(windows) :])
+    of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
-    return Rates(token, pair, chunk, windows, context, exchange)
+    return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange)
 
 
 def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
@@ -134,7 +135,7 @@ def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
     """By kind, [stages, chunks] layers that have none of the choices of ``counts``."""
-    left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.kinds.counts]
+    left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.layout.kinds.counts]
     for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
     return left
@@ -149,8 +150,9 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
     table = table_of(cost, loads, with_kept(cost, counts, chunking.count))
     return ScheduleProblem(
-        ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
+        ops=op_arrays(table, loads, rules_for(cost.layout.vocabulary_parallel)),
         backward_order=chunking.backward,
         last_of_group=chunking.last_of_group,
         headroom_bytes=cost.headroom_bytes,
+        place=cost.layout.place,
     )

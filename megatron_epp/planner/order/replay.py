@@ -5,24 +5,48 @@ one led to is at times the better for the new work as well.
 
 The simulator's loop (sim.engine) tells the same and more, but takes three to eight times as long
 (4 to 32 stages; scripts/bench/replay_time.py), and a search plays thousands of orders. So this
-one stays; tests/planner/test_judges.py holds the two equal to the last bit of time.
+one stays; tests/planner/test_judges.py holds the two equal to the last bit of time. Where ranks
+have several stages, the simulator's is taken.
 """
+
+import numpy as np
 
 from megatron_epp.planner.order.compiled import replay_of
 from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.sim.engine import Orders, run
+from megatron_epp.sim.rule_arrays import needs_for
 
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
     """The orders of ``schedule`` with ``work`` of the same chunks."""
-    seconds, peaks, start, stop = replay_of(
-        work.ops.seconds,
-        work.ops.link_seconds,
-        work.ops.latency,
-        work.ops.moved_bytes,
-        schedule.kinds,
-        schedule.chunks,
+    seconds, peaks, start, stop = (
+        _of_ranks(work, schedule)
+        if work.place
+        else replay_of(
+            work.ops.seconds,
+            work.ops.link_seconds,
+            work.ops.latency,
+            work.ops.moved_bytes,
+            schedule.kinds,
+            schedule.chunks,
+        )
     )
     over = max(0.0, float((peaks - work.headroom_bytes).max()))
     kept = schedule.kinds, schedule.chunks, schedule.stages
     return Schedule(seconds, peaks, over, *kept, start, stop)
+
+
+def _of_ranks(
+    work: ScheduleProblem, schedule: Schedule
+) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+    """As replay_of, of ranks with several stages."""
+    ran = schedule.kinds >= 0
+    offset = np.concatenate(([0], np.cumsum(ran.sum(axis=1))))
+    chunks, stages = (of[ran].astype(np.int64) for of in (schedule.chunks, schedule.stages))
+    orders = Orders(schedule.kinds[ran], chunks, stages, offset, np.array(work.place))
+    arrays = work.ops._replace(resident=np.zeros(work.stages))
+    played = run(orders, arrays, needs_for(work.vocabulary_parallel))
+    start, stop = np.zeros(ran.shape), np.zeros(ran.shape)
+    start[ran], stop[ran] = played.start, played.stop
+    return played.seconds, played.peak, start, stop

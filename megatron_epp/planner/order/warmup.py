@@ -5,6 +5,8 @@ the longest document of the pipeline (InfiniPipe eq. 7): d more than on the last
 for the last stage tells all.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -37,6 +39,33 @@ def shrinking_window(sizes: np.ndarray, stages: int) -> np.ndarray:
     to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
     last = np.maximum.accumulate(np.arange(count) + to_come)
     return _staged(last, count, stages)
+
+
+def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
+    """Return the forwards that fill a pipeline whose ranks have several stages, [ranks]: those of
+    one group on all stages of a rank, and twice what is in flight to the ranks after it.
+
+    Args:
+        sizes: chunks of every group
+        place: the rank of every stage
+    """
+    own = np.bincount(place)
+    ranks = len(own)
+    after = (ranks - 1 - np.arange(ranks)) * (len(place) // ranks)
+    return own * int(sizes.max()) + 2 * after
+
+
+def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
+    """Return the forwards of all stages of a rank before each backward of them,
+    [ranks, backwards]; arguments as in :func:`filling_forwards`."""
+    backward = np.arange(int(sizes.sum()) * int(np.bincount(place).max()))
+    return backward[None] + filling_forwards(sizes, place)[:, None]
+
+
+def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
+    """Return the forwards before the first pair of a forward and a backward, [ranks], as Megatron's
+    interleaved schedule has them."""
+    return 2 * (ranks - 1 - np.arange(ranks)) + stages - ranks
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:

@@ -19,12 +19,12 @@ Ladders = tuple[str, ...]
 def ladders(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE) -> Ladders:
     """The :func:`ladder` of every kind of layer."""
     letters = tuple(letters)
-    return tuple(ladder(cost, loads, letters, kind) for kind in range(cost.kinds.number))
+    return tuple(ladder(cost, loads, letters, kind) for kind in range(cost.layout.kinds.number))
 
 
 def whole_layers(cost: Cost) -> Ladders:
     """A layer of any kind is kept, or recomputed in full."""
-    return (WHOLE_LAYERS,) * cost.kinds.number
+    return (WHOLE_LAYERS,) * cost.layout.kinds.number
 
 
 def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
@@ -32,10 +32,10 @@ def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE, kind: i
     step frees its bytes at a lower price than the next one (the lower convex hull of seconds over
     bytes)."""
     points = [(0.0, 0.0, KEEP)]
-    kept = cost.saved_bytes((kind, KEEP), loads)
+    kept = cost.memory.saved_bytes((kind, KEEP), loads)
     for letter in (*letters, FULL):
-        freed = float(np.sum(kept - cost.saved_bytes((kind, letter), loads)))
-        seconds = float(np.sum(cost.recompute_seconds((kind, letter), loads)))
+        freed = float(np.sum(kept - cost.memory.saved_bytes((kind, letter), loads)))
+        seconds = float(np.sum(cost.seconds.recompute((kind, letter), loads)))
         if freed > 0:
             points.append((freed, seconds, letter))
     points.sort(key=lambda point: (point[0], point[1]))
@@ -59,9 +59,9 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
     """[steps, stages, chunks]: what one more layer of that kind on each step of a ladder frees from
     F to B."""
-    saved = np.stack([cost.saved_bytes((kind, letter), loads) for letter in steps])
+    saved = np.stack([cost.memory.saved_bytes((kind, letter), loads) for letter in steps])
     per_step = saved[:-1] - saved[1:]
-    return np.ascontiguousarray(np.repeat(per_step[:, None], cost.stages, axis=1))
+    return np.ascontiguousarray(np.repeat(per_step[:, None], cost.layout.stages, axis=1))
 
 
 def diagonal_counts(
@@ -91,11 +91,11 @@ def diagonal_counts(
     for kind, letters in enumerate(steps):
         freed = freed_bytes(cost, loads, letters, kind)
         left = None if layers is None else layers[kind]
-        if cost.kinds.number > 1 and left is None:
-            left = np.tile(cost.kinds.counts[kind][:, None], (1, kept.chunks))
+        if cost.layout.kinds.number > 1 and left is None:
+            left = np.tile(cost.layout.kinds.counts[kind][:, None], (1, kept.chunks))
         if left is None:
             # A slot reaches through all stages; its layers are at most those of the smallest.
-            every = np.tile(np.array(cost.layers)[:, None], (1, kept.chunks))
+            every = np.tile(np.array(cost.layout.layers)[:, None], (1, kept.chunks))
             most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
         else:
             # Of a slot's layers a chunk recomputes as many as it has left: a stage may have few of
@@ -103,7 +103,7 @@ def diagonal_counts(
             # with the line below, which is exact at both ends, so that it finds something wherever
             # recomputing all that is left would do.
             most = ilp.reduce_diagonals(np.nanmax, left, kept.backward_order)
-            reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.stages)
+            reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.layout.stages)
             freed = freed * (left / np.maximum(reach, 1))
         parts.append((letters, freed, most, left))
     weights = None
@@ -111,7 +111,7 @@ def diagonal_counts(
         prices, largest = [], 0.0
         for kind, letters in enumerate(steps):
             seconds = [
-                float(cost.recompute_seconds((kind, letter), loads).mean()) for letter in letters
+                float(cost.seconds.recompute((kind, letter), loads).mean()) for letter in letters
             ]
             prices.append(np.diff(seconds))
             largest = max(largest, *seconds)
@@ -136,7 +136,9 @@ def diagonal_counts(
         mine, row = found[row : row + len(letters) - 1], row + len(letters) - 1
         # A layer on a step has taken those below it.
         taken = np.maximum.accumulate(mine[::-1])[::-1]
-        grids = [ilp.broadcast_diagonals(step, kept.backward_order, cost.stages) for step in taken]
+        grids = [
+            ilp.broadcast_diagonals(step, kept.backward_order, cost.layout.stages) for step in taken
+        ]
         if left is not None:
             grids = [np.minimum(grid, left) for grid in grids]
         for number, letter in enumerate(letters[1:]):

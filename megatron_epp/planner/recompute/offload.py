@@ -20,10 +20,10 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     (ir.IN_FLIGHT), and gone while other chunks' do.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
-    seconds = np.min([cost.seconds(kind, loads) for kind in kinds], axis=0)
+    seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
     aside: dict[Choice, np.ndarray] = {}
-    for kind, layers in enumerate(cost.kinds.counts):
-        copy = cost.copy_seconds(loads, kind)
+    for kind, layers in enumerate(cost.layout.kinds.counts):
+        copy = cost.memory.copy_seconds(loads, kind)
         grid = np.minimum(np.floor(seconds / copy), layers[:, None])
         aside[kind, OFFLOAD] = grid
         seconds = seconds - grid * copy
@@ -71,11 +71,18 @@ class HostRoom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it."""
+    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it, and
+    so has each stage of a rank that has several, whatever their order."""
     hidden = hidden_layers(cost, loads)
-    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
+    parts = len(hidden)
+    if cost.layout.place:
+        parts *= max(map(cost.layout.place.count, cost.layout.place))
+        least = np.full((cost.layout.stages, loads.chunks), loads.chunks)
+    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / parts)
     return {
-        (kind, letter): part.fitting(grid, cost.saved_bytes((kind, KEEP), loads), least, backward)
+        (kind, letter): part.fitting(
+            grid, cost.memory.saved_bytes((kind, KEEP), loads), least, backward
+        )
         for (kind, letter), grid in hidden.items()
     }
 

@@ -1,16 +1,21 @@
 """Static recompute: the same number of layers for every chunk and stage, just enough to fit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import FULL
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
+from megatron_epp.planner.order.policies import warm_up_policies
 from megatron_epp.planner.order.problem import Counts, loads_of, problem_of
+
+NotedPolicy = tuple[Policy, str]  # and a text on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +49,68 @@ def strict(least: np.ndarray) -> Policy:
     return Policy(least, least, least)
 
 
+def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
+    """Return orders of 1F1B for groups of ``sizes`` chunks.
+
+    The window law ``least``, or, where ranks have several stages, shorter and longer warm-ups.
+    """
+    if cost.layout.place:
+        return list(warm_up_policies(cost.layout.place, sizes, (False,)))
+    return [(strict(least), "")]
+
+
+def best_schedule(
+    chunking: Chunking, loads: Loads, counts: Counts, policies: Sequence[NotedPolicy], cost: Cost
+) -> tuple[Schedule, str]:
+    """Play ``policies``; return the best schedule, and the text on its policy."""
+    work = problem_of(cost, chunking, loads, counts)
+    played = ((list_schedule(work, policy), said) for policy, said in policies)
+    return min(played, key=lambda each: (each[0].over_bytes, each[0].seconds))
+
+
+def scored_draft(
+    chunking: Chunking, counts: Counts, schedule: Schedule, cost: Cost, *notes: str
+) -> ScoredDraft:
+    """Return the draft of a schedule with its score and what ``notes`` say of it."""
+    note = ", ".join(filter(None, notes))
+    stages = schedule.stages if cost.layout.place else None
+    draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft, cost)
+
+
 def uniform_draft(
     batch: SortedBatch,
     chunking: Chunking,
-    least: np.ndarray,
+    policies: Sequence[NotedPolicy],
     cost: Cost,
     options: Options,
     note: str = "",
+    letters: Sequence[str] = (FULL,),
 ) -> ScoredDraft:
-    """The strict order ``least`` with the fewest recomputed layers that fit, alike on all stages.
+    """The best of ``policies`` with the fewest recomputed layers that fit, alike on all stages.
 
-    Where nothing fits, everything is recomputed, and the plan says that it does not fit.
+    Where nothing fits, everything is recomputed, and the plan says that it does not fit. Of several
+    ``letters`` the first one with which something fits is taken.
     """
     loads = loads_of(chunking, batch.lengths, options.multiple)
 
-    def play(layers: int) -> tuple[Counts, Schedule]:
-        grid = np.minimum(np.array(cost.layers), layers)[:, None]
-        counts = cost.kinds.first(FULL, np.tile(grid, (1, chunking.count)))
-        return counts, list_schedule(problem_of(cost, chunking, loads, counts), strict(least))
+    def play(letter: str, layers: int) -> tuple[Counts, Schedule, str]:
+        grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]
+        counts = cost.layout.kinds.first(letter, np.tile(grid, (1, chunking.count)))
+        return counts, *best_schedule(chunking, loads, counts, policies, cost)
 
-    low, high = 0, max(cost.layers)  # the fewest that fit lie in low..high
-    counts, schedule = play(0)
-    if schedule.over_bytes > 0:
-        low = 1
+    said = ""
+    counts, schedule, how = play(letters[0], 0)
+    for letter in letters:
+        if schedule.over_bytes <= 0:
+            break
+        low, high = 1, max(cost.layout.layers)  # the fewest that fit lie in low..high
         while low < high:
             middle = (low + high) // 2
-            if play(middle)[1].over_bytes > 0:
+            if play(letter, middle)[1].over_bytes > 0:
                 low = middle + 1
             else:
                 high = middle
-        counts, schedule = play(low)
-    said = f"{note}, recompute {low} layers" if low else note
-    draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=said)
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft, cost)
+        counts, schedule, how = play(letter, low)
+        said = f"{'offload' if letter == OFFLOAD else 'recompute'} {low} layers"
+    return scored_draft(chunking, counts, schedule, cost, note, how, said)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import Placement
@@ -41,7 +42,7 @@ from megatron_epp.planner.choose.partition import (
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import BLOCKS
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.sim.exchange import exchange
@@ -294,7 +295,7 @@ def _best_of(made: Sequence[Choice]) -> list[Choice]:
 
 def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
     """Whether to look at the output layer on the last stage, cut over all, or both."""
-    if cost.stages == 1 or planner != ELASTIC or vocabulary == "off":
+    if cost.layout.stages == 1 or planner != ELASTIC or vocabulary == "off":
         return (False,)
     if vocabulary == "on":
         return (True,)
@@ -306,9 +307,9 @@ def _variants(
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
     earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
-    layers = dict.fromkeys((choice.layers, cost.layers))
+    layers = dict.fromkeys((choice.layers, cost.layout.layers))
     made = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
-    tight = choice.recompute_ratio > TIGHT and cost.profile.host_bytes_per_second > 0
+    tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
     if tight and choice.planner == ELASTIC:
         made.append((choice.layers, True, choice.vocabulary_parallel))
     return made
@@ -319,12 +320,12 @@ def _placements(
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
     """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
     with the output layer on the last stage."""
-    for name in PLACEMENT_NAMES if cost.ranks > 1 else ():
+    for name in PLACEMENT_NAMES if cost.layout.placement.ranks > 1 else ():
         here = placed_cost(cost.with_vocabulary(False), name)
         if here is None:
             continue
         if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
-            yield layers, choice.offload, False, here.place
+            yield layers, choice.offload, False, here.layout.place
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
@@ -336,17 +337,17 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
     per = (forward + back).mean(axis=0)
     per = np.minimum(per, (forward + halves[0] + halves[1]).mean(axis=0))
-    whole = cost.whole_features(np.array(lengths), cost.dp)
-    longest = cost.whole_features(np.array([max(lengths)]), 1.0)
-    mean = float(max(per @ whole / cost.dp, per @ longest))
-    most = -(-sum(cost.layers) // cost.stages)
+    whole = cost.layout.whole_features(np.array(lengths), cost.layout.dp)
+    longest = cost.layout.whole_features(np.array([max(lengths)]), 1.0)
+    mean = float(max(per @ whole / cost.layout.dp, per @ longest))
+    most = -(-sum(cost.layout.layers) // cost.layout.stages)
     single = layer_costs(cost)
     forward, back, *halves = (least_seconds_per(single, kind, local) for kind in kinds)
     layer = np.minimum(forward + halves[0] + halves[1], forward + back)
     inside = layer[1:-1]
     if len(layer) <= 2:  # with the ends, which are no layer's
         return mean
-    cheapest = max((inside @ whole).min() / cost.dp, (inside @ longest).min())
+    cheapest = max((inside @ whole).min() / cost.layout.dp, (inside @ longest).min())
     return max(mean, most * float(cheapest))
 
 
@@ -354,18 +355,18 @@ def _estimate(bound: float, cost: Cost) -> float:
     """About what a plan takes, to look at the likely ones first: the bound, and the ramp of a
     pipeline with the number of chunks at which ramp and constants of chunks are even."""
     per_chunk = float(
-        (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD))[:, 2].mean()
+        (cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD))[:, CHUNKS].mean()
     )
-    return bound + 2 * float(np.sqrt((cost.stages - 1) * bound * per_chunk))
+    return bound + 2 * float(np.sqrt((cost.layout.stages - 1) * bound * per_chunk))
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
     """Even layers, and by time."""
-    if not by_time or cost.stages == 1:
-        return [cost.layers]
+    if not by_time or cost.layout.stages == 1:
+        return [cost.layout.layers]
     found = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
-    moved = None if found is None or found == cost.layers else with_layers(cost, found)
-    return [cost.layers] if moved is None else [cost.layers, moved.layers]
+    moved = None if found is None or found == cost.layout.layers else with_layers(cost, found)
+    return [cost.layout.layers] if moved is None else [cost.layout.layers, moved.layout.layers]
 
 
 def choice_of(
@@ -383,7 +384,7 @@ def choice_of(
     ``place``: the rank of every stage, where a rank has several."""
     if place:
         even = with_placement(even, Placement(place, layers))
-    cost = dataclasses.replace(even, layers=layers, vocabulary_parallel=cut)
+    cost = even.replace(layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
     made = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
     exposed = [each for _, each, _ in made]
@@ -408,7 +409,7 @@ def choice_of(
         hidden_seconds=float(np.mean([hidden for _, _, hidden in made])),
         peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
         batches=len(batches),
-        ep=cost.ep,
+        ep=cost.layout.ep,
         vocabulary_parallel=cut,
         place=place,
     )
@@ -418,13 +419,15 @@ def heaviest_plan(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[PlannedReplica, float, float]:
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
-    lockstep = max(1, cost.ep // (cost.tp * cost.cp))
+    lockstep = max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
     held = heaviest(lengths, cost, lockstep)
-    block = BLOCKS[planner](held, cost, dataclasses.replace(options, lockstep=lockstep))
+    block = PLANNERS[planner].plan_block(
+        held, cost, dataclasses.replace(options, lockstep=lockstep)
+    )
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
-    if cost.network is None or cost.cp * cost.dp == 1:
+    if cost.layout.network is None or cost.layout.cp * cost.layout.dp == 1:
         return planned, 0.0, 0.0
     told = exchange(cost, play(planned.plan, cost.table(planned.plan)))
     return planned, told.exposed_seconds, max(told.seconds - told.exposed_seconds, 0.0)

@@ -11,22 +11,9 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.mcore.certify.command import certify_training, main
 from tests.mcore.certified import certified
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.fault_injection import inject
 
-SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
-PARTS_SABOTAGE = Path(__file__).with_name("parts_sabotage.py")
-FORGETS = Path(__file__).with_name("context_sabotage.py")
-# In the order of loop_sabotage.WAYS, which only the rank itself can import.
-WAYS = (
-    "nothing",
-    "return in the order run",
-    "forget a gradient",
-    "scale by chunks",
-    "lose a slice for the loss",
-    "drop returned gradients",
-    "meet in between",
-    "nothing again",
-)
+TABLES = Path(__file__).with_name("faults")
 
 
 def models(*lines: str) -> tuple[tuple[str, ...], ...]:
@@ -106,7 +93,7 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     lines: list[str] = []
     degrees = Degrees(1, 1, 1, cp=2)
     judged = certify_training(
-        trial(degrees, 6, EXPERTS, loop="level0", interfere=FORGETS), lines.append
+        trial(degrees, 6, EXPERTS, loop="level0", interfere=TABLES / "context.py"), lines.append
     )
     assert [batch.number for batch in judged] == [0, 2, 4, 1, 3, 5]
     by_loss = {batch.number: batch for batch in judged}
@@ -128,7 +115,7 @@ def test_interleaved_pipelines_compute_what_the_plain_model_computes() -> None:
     lines: list[str] = []
     words = ("--loop", "level0", "--pp", "2", "--dp", "2", "--overlap", "--batches", "6")
     asked = read([*words, "--placement", "interleaved 2"])
-    judged = certify_training(replace(asked, interfere=PARTS_SABOTAGE), lines.append)
+    judged = certify_training(replace(asked, interfere=TABLES / "interleaved.py"), lines.append)
     wrong = [batch.number for batch in judged if not batch.passed]
     assert len(judged) == 6 and wrong == [4, 5], "\n".join(lines)
     assert sum(batch.coverage.halved for batch in judged) > 0
@@ -166,39 +153,32 @@ def test_the_command_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def sabotaged() -> Mapping[str, BatchVerdict]:
+def with_faults() -> Mapping[str, BatchVerdict]:
     """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
-    judged = certify_training(
-        Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE, loop="level1")
-    )
-    return dict(zip(WAYS, judged, strict=True))
-
-
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
+    return inject(TABLES / "slices.py", Trial(Degrees(1, 1, 1), flags, loop="level1"))
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_the_untouched_schedule_passes(sabotaged, way) -> None:
-    assert sabotaged[way].passed and sabotaged[way].coverage.cut > 0, sabotaged[way]
+def test_the_untouched_schedule_passes(with_faults, way) -> None:
+    assert with_faults[way].passed and with_faults[way].coverage.cut > 0, with_faults[way]
 
 
-def test_values_at_other_places_are_noticed(sabotaged) -> None:
-    batch = sabotaged["return in the order run"]
+def test_values_at_other_places_are_noticed(with_faults) -> None:
+    batch = with_faults["return in the order run"]
     assert batch.loss_error > 1e6 * BOUND and batch.gradient_error <= BOUND
 
 
 @pytest.mark.parametrize("way", ["forget a gradient", "scale by chunks", "drop returned gradients"])
-def test_wrong_gradients_are_far_beyond_the_bound(sabotaged, way) -> None:
-    batch = sabotaged[way]
+def test_wrong_gradients_are_far_beyond_the_bound(with_faults, way) -> None:
+    batch = with_faults[way]
     assert batch.gradient_error > 1e6 * BOUND and batch.loss_error <= BOUND, batch
 
 
-def test_a_loss_of_other_outputs_is_noticed(sabotaged) -> None:
-    assert sabotaged["lose a slice for the loss"].loss_error > 1e6 * BOUND
+def test_a_loss_of_other_outputs_is_noticed(with_faults) -> None:
+    assert with_faults["lose a slice for the loss"].loss_error > 1e6 * BOUND
 
 
-def test_a_collective_that_is_not_on_the_list_is_refused(sabotaged) -> None:
-    (problem,) = sabotaged["meet in between"].problems
+def test_a_collective_that_is_not_on_the_list_is_refused(with_faults) -> None:
+    (problem,) = with_faults["meet in between"].problems
     assert problem.startswith("not on the list: barrier over default_pg by ")

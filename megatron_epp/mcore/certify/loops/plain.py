@@ -27,7 +27,8 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.loops.other_models import WithEncoder
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.reference import Gradients, PlainModel, Sums, off, token_losses
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, MIXER_FLAGS
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 
 
 class PlainLoop(PlainModel):
@@ -108,8 +109,8 @@ class PlainLoop(PlainModel):
                 run.outputs[-1].append(outputs_BS.detach())
         for loss, of_replica in losses:
             share = 1 / tokens if self.frame.per_token else of_replica
-            for part in MEGATRON_PARTS:
-                part.weigh_losses(torch.tensor(share))
+            for kind in LAYER_CERTIFICATES:
+                kind.weigh_losses(torch.tensor(share))
             sums.backward(loss * share)
         run.gradients = self.gradients(model, sums)
         return run
@@ -165,7 +166,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
     of its padding, too, where that is computed: not in slices."""
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
-    if any(part.weighs_besides(config) for part in MEGATRON_PARTS):
+    if any(kind.adds_losses(config) for kind in LAYER_CERTIFICATES):
         places, mask = batch["position_ids"], batch["attention_mask"]
         padding_BS = places >= torch.tensor(batch["lengths"])[:, None] if sliced else None
         whole_BS: Tensor = model(
@@ -189,7 +190,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
 
 def _refuse_for_context(args: Any) -> None:
     """ValueError: the attention that stands in for Megatron's over ranks does not compute it."""
-    if any(part.weighs_besides(args) for part in MEGATRON_PARTS):
+    if any(kind.adds_losses(args) for kind in LAYER_CERTIFICATES):
         raise ValueError(
             "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "
             "ranks is certified without auxiliary losses; give none, or leave out --cp"

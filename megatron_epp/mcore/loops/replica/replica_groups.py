@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.mcore.job.process_groups import layer_groups, message_groups, speak_once
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -36,8 +35,8 @@ def meets_other_replicas(config: Any) -> bool:
     """Whether ranks of other replicas meet this one's inside of its ops: in layers that are spread
     over replicas, in scales of fp8 that are. Such replicas must run the same ops in the same order,
     whatever documents each has."""
-    mine = replica_ranks()
-    if any(part.meets_others(config, mine) for part in MEGATRON_PARTS):
+    mine = {*replica_ranks()}
+    if any(not {*dist.get_process_group_ranks(group)} <= mine for group in layer_groups(config)):
         return True
     several = mpu.get_data_parallel_world_size() > 1
     # Transformer Engine takes the largest values of all replicas behind every forward and backward.

@@ -1,0 +1,44 @@
+"""Seconds per token of communication inside a stage: gathers, all-to-all, experts."""
+
+from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.network.topology import at_most
+from megatron_epp.cost.profile import LayerCoefficients
+
+
+def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
+    """Return the seconds of gathers and scatters inside a TP group that move so many bytes."""
+    if layout.tp == 1:
+        return 0.0
+    moved = bytes_per_token * (layout.tp - 1) / layout.tp
+    if layout.network is not None:
+        return moved / (layout.cp * layout.network.ring(layout.tp))
+    return moved / (layout.cp * at_most(layout.profile.tensor_bytes_per_second, layout.tp))
+
+
+def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
+    """Return those of one layer's forward to exchange rows for heads: eq. 3."""
+    if layout.cp == 1 or not of.all_to_all_bytes_per_token:
+        return 0.0
+    if layout.network is not None:
+        rate = layout.network.all_to_all(layout.cp, layout.tp)
+    else:
+        rate = at_most(layout.profile.all_to_all_bytes_per_second, layout.cp)
+    return of.all_to_all_bytes_per_token / (layout.cp * layout.tp * rate)
+
+
+def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
+    """Return those of one layer's forward to the experts' devices and back."""
+    if layout.ep == 1 or not of.expert_bytes_per_token:
+        return 0.0
+    if layout.network is not None:
+        rate = layout.network.all_to_all(layout.ep)
+    else:
+        rate = at_most(layout.profile.all_to_all_bytes_per_second, layout.ep)
+    moved = of.expert_bytes_per_token * (layout.ep - 1) / layout.ep
+    return moved / (layout.cp * layout.tp * rate)
+
+
+def exposed_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
+    """Return those of one layer's forward."""
+    tensor = tensor_seconds(layout, of.tensor_bytes_per_token)
+    return all_to_all_seconds(layout, of) + tensor + expert_seconds(layout, of)

@@ -1,0 +1,156 @@
+"""Multi-latent attention: K and V are made of a latent, which later slices may get instead."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.cost.columns import CONTEXT, Column
+from megatron_epp.cost.kinds.attention import AttentionPart, AttentionSizes
+from megatron_epp.cost.kinds.base import (
+    ELEMENT_BYTES,
+    CarryOver,
+    ContextWorkspace,
+    RecomputedModule,
+    Work,
+)
+from megatron_epp.ir import Kind
+
+CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
+
+
+@dataclass(frozen=True)
+class MLASizes(AttentionSizes):
+    """The sizes of latents.
+
+    kv_rank           channels of the latent that K and V are made of; 0: K and V are made of the
+                      hidden state
+    query_rank        of the queries' latent; 0: they are made of the hidden state
+    rotary_size       channels that latent attention adds to a head of Q, and alike to all of K
+    value_size        channels of a head of V; 0: head_size
+    carries_latents   whether later slices get a latent, of which they make K and V again; else K
+                      and V as they are
+    """
+
+    kv_rank: int = 0
+    query_rank: int = 0
+    rotary_size: int = 0
+    value_size: int = 0
+    carries_latents: bool = True
+
+    def require(self) -> None:
+        super().require()
+        for name in ("query_rank", "rotary_size", "value_size"):
+            if getattr(self, name) and not self.kv_rank:
+                raise ValueError(f"{name} {getattr(self, name)}: expected kv_rank beside it")
+        if not self.attention and self.kv_rank:
+            raise ValueError("attention false: kv_rank has no effect; leave it out")
+
+
+class MLAPart(AttentionPart):
+    """Attention whose K and V are made of a latent."""
+
+    PLAIN, WORD, ALONE, LETTERS = False, "latent", "latent", "u"
+
+    @classmethod
+    def there(cls, shape: Any) -> bool:
+        derived = any(kind.there(shape) for kind in cls.__subclasses__())
+        return shape.attention and shape.kv_rank > 0 and not derived
+
+    @property
+    def query_hidden(self) -> int:
+        return self.model.heads * (self.model.head_size + self.shape.rotary_size)
+
+    @property
+    def key_hidden(self) -> int:
+        return self.query_hidden
+
+    @property
+    def value_hidden(self) -> int:
+        return self.model.heads * (self.shape.value_size or self.model.head_size)
+
+    @property
+    def output_hidden(self) -> int:
+        return self.value_hidden
+
+    @property
+    def _expanded(self) -> int:
+        """Channels made of the latent: V, and K but for its rotated part."""
+        return self.model.heads * self.model.head_size + self.value_hidden
+
+    @property
+    def _expansion_parameters(self) -> int:
+        return self.shape.kv_rank * self._expanded
+
+    @property
+    def _ranks(self) -> int:
+        return self.shape.query_rank + self.shape.kv_rank
+
+    @property
+    def parameters(self) -> int:
+        hidden, shape = self.model.hidden, self.shape
+        query = hidden * self.query_hidden
+        if shape.query_rank:
+            query = shape.query_rank * (hidden + self.query_hidden + 1)
+        down = hidden * (shape.kv_rank + shape.rotary_size) + shape.kv_rank
+        out = self.output_hidden * hidden
+        return query + down + self._expansion_parameters + out + hidden
+
+    @property
+    def work(self) -> Mapping[Column, Work]:
+        """K and V made again of an earlier slice's latents.
+
+        Backward makes them again, too, and has the gradients of latents and of weights to make.
+        """
+        if not self.shape.carries_latents:
+            return {}
+        return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
+
+    @property
+    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
+        """A block of the context's K and V.
+
+        In backward with their gradients, and those of the context's latents.
+        """
+        if not self.shape.carries_latents:
+            return {}
+        block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
+        gradients = float(ELEMENT_BYTES * self.carried.channels)
+        return {
+            Kind.FORWARD: ContextWorkspace(per_op=block),
+            Kind.BACKWARD: ContextWorkspace(gradients, 2 * block),
+        }
+
+    @property
+    def saved(self) -> int:
+        # Latents before and behind their norms.
+        return super().saved + 2 * self._ranks + self.shape.rotary_size
+
+    @property
+    def weight_inputs(self) -> int:
+        gradients = self.query_hidden + self._ranks + self.shape.rotary_size + self._expanded
+        return 2 * self.model.hidden + self.output_hidden + self._ranks + gradients
+
+    @property
+    def carried(self) -> CarryOver:
+        heads = self.key_hidden + self.value_hidden
+        if not self.shape.carries_latents:
+            return CarryOver(heads, heads=self.model.heads)
+        return CarryOver(self.shape.kv_rank + self.shape.rotary_size, heads)
+
+    def stored(self, modules: tuple[str, ...]) -> int:
+        # A latent is a copy; of what is made again nothing was saved.
+        if self.shape.carries_latents or "mla_up_proj" in modules:
+            return 0
+        return self.carried.channels
+
+    @property
+    def recomputed(self) -> dict[str, RecomputedModule]:
+        made_of = self.shape.query_rank or self.model.hidden
+        made_by = made_of * self.query_hidden + self._expansion_parameters
+        up = RecomputedModule(self.heads_hidden, made_by)
+        return {**super().recomputed, "mla_up_proj": up}
+
+    @property
+    def exchanged(self) -> int:
+        latent = self.carried.channels if self.shape.carries_latents else 0
+        return super().exchanged + latent

@@ -1,0 +1,143 @@
+"""Log-probabilities of tokens, and entropies, from hidden states: no more logits than a block live.
+
+    forward    a block of rows: logits -> their log-sum-exp, the label's logit, the mean logit
+    backward   the block's logits again -> gradients of hidden states and of the weight
+
+What is kept from one to the other is three numbers a row. The arithmetic is that of the plain way
+with the logits made twice: four products where that has three.
+
+    log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
+
+t rows on this rank, T on its tensor-parallel group (as in layers.lm_head.vocabulary), H hidden
+size, V words of this rank
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.layers.lm_head.vocabulary import (
+    OutputWeightShard,
+    label_places,
+    log_of_sums,
+    row_blocks,
+    softmax_mass,
+    statistics_dtype,
+)
+
+
+def block_log_probs(
+    hidden_tH: Tensor,
+    weight_VH: Tensor,
+    labels_T: Tensor,
+    words: OutputWeightShard,
+    temperature_T: Tensor | None = None,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [T] of the labels, and entropies [T] (zeros where they are not wanted), in
+    float32, or float64 where the hidden states are.
+
+    weight         the parameter whose data ``words`` hold, to which gradients go
+    temperature    by which a row's logits are divided; None: by nothing
+
+    Collective over the group, in forward and backward. Every rank of it must come with the same
+    gradients, as where each computes the whole loss.
+    """
+    made_T, entropy_T = _LogProbs.apply(
+        hidden_tH, weight_VH, labels_T, words, temperature_T, entropy
+    )
+    return made_T, entropy_T
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_tH: Tensor,
+        weight_VH: Tensor,
+        labels_T: Tensor,
+        words: OutputWeightShard,
+        temperature_T: Tensor | None,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
+        lse_T = hidden_TH.new_empty(len(hidden_TH), dtype=statistics_dtype(hidden_TH.dtype))
+        logit_T, mean_T = torch.empty_like(lse_T), torch.zeros_like(lse_T)
+        for block in row_blocks(len(hidden_TH), words.block):
+            logits_tV = _logits(hidden_TH, block, words, temperature_T)
+            token = words.hold(logits_tV)
+            place_t, met_t = label_places(labels_T[block], words)
+            logit_t = logits_tV.gather(1, place_t[:, None])[:, 0]
+            logit_T[block] = logit_t.masked_fill(~met_t, 0)
+            most_t = logits_tV.amax(1)
+            below_tV = logits_tV.sub_(most_t[:, None])
+            if entropy:
+                shares_tV = below_tV.exp()
+                sum_t = shares_tV.sum(1)
+                mean_T[block] = shares_tV.mul_(below_tV).sum(1) / sum_t + most_t
+                del shares_tV
+            else:
+                sum_t = below_tV.exp_().sum(1)
+            lse_T[block] = sum_t.log() + most_t
+            del logits_tV, below_tV, token
+        if words.ranks > 1:
+            own_T, lse_T = lse_T, log_of_sums(lse_T, words)
+            mean_T *= softmax_mass(own_T, lse_T, lse_T[:, None])[:, 0]
+            both = torch.stack((logit_T, mean_T))
+            dist.all_reduce(both, group=words.group)
+            logit_T, mean_T = both.unbind()
+        entropy_T = lse_T - mean_T if entropy else torch.zeros_like(lse_T)
+        ctx.save_for_backward(hidden_tH, weight_VH, labels_T, lse_T, entropy_T, temperature_T)
+        ctx.words, ctx.entropy = words, entropy
+        return logit_T - lse_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        hidden_tH, weight_VH, labels_T, lse_T, entropy_T, temperature_T = ctx.saved_tensors
+        words, dtype = ctx.words, lse_T.dtype
+        gradient_T, of_entropy_T = (one.to(dtype) for one in gradients)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
+        made_TH = torch.empty_like(hidden_TH) if wants_hidden else None
+        # Blocks add up: in a half's format what is small would be lost in what is large.
+        made_VH = torch.zeros_like(words.weight_VH, dtype=dtype) if wants_weight else None
+        for block in row_blocks(len(hidden_TH), words.block):
+            logits_tV = _logits(hidden_TH, block, words, temperature_T)
+            token = words.hold(logits_tV)
+            slope_tV = logits_tV.sub_(lse_T[block, None])
+            gradient_t1 = gradient_T[block, None]
+            if ctx.entropy:
+                shares_tV = slope_tV.exp()
+                slope_tV.add_(entropy_T[block, None]).mul_(-of_entropy_T[block, None])
+                slope_tV.sub_(gradient_t1).mul_(shares_tV)
+                del shares_tV
+            else:
+                slope_tV.exp_().mul_(-gradient_t1)
+            place_t, met_t = label_places(labels_T[block], words)
+            slope_tV.scatter_add_(1, place_t[:, None], gradient_t1 * met_t[:, None])
+            if temperature_T is not None:
+                slope_tV.div_(temperature_T[block, None])
+            slope_tV = slope_tV.to(hidden_TH.dtype)
+            if made_TH is not None:
+                torch.matmul(slope_tV, words.weight_VH, out=made_TH[block])
+            if made_VH is not None:
+                product_VH = slope_tV.t() @ hidden_TH[block]
+                made_VH += product_VH
+                del product_VH
+            del logits_tV, slope_tV, token
+        if made_TH is not None:
+            made_TH = words.summed(made_TH) if words.ranks > 1 else made_TH
+            made_TH = made_TH.to(hidden_tH.dtype)
+        if made_VH is not None:
+            made_VH = made_VH.to(weight_VH.dtype)
+        return made_TH, made_VH, None, None, None, None
+
+
+def _logits(
+    hidden_TH: Tensor, block: slice, words: OutputWeightShard, temperature_T: Tensor | None
+) -> Tensor:
+    """[t, V] of a block of rows, in the statistics' format."""
+    logits_tV = (hidden_TH[block] @ words.weight_VH.t()).to(statistics_dtype(hidden_TH.dtype))
+    return logits_tV if temperature_T is None else logits_tV.div_(temperature_T[block, None])

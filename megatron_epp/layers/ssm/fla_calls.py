@@ -1,0 +1,66 @@
+"""Convolutions and rules with flash-linear-attention's interface, call by call.
+
+Both know where sequences end, and a rule takes a state for each of them. A convolution's own state
+is wrong for sequences of a row or two in released kernels, so the rows in front of a border go into
+it as rows, and are dropped behind it.
+
+T rows of a chunk, C channels, H heads of P channels of values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.concatenated import concatenated
+from megatron_epp.layers.ssm.carried import CarriedStates
+
+# (rows [1, L, C], where their sequences begin and the last one ends; None: one) -> [1, L, C]
+Convolution = Callable[[Tensor, Any], Tensor]
+
+
+def convolve_calls(
+    rows_TC: Tensor, states: CarriedStates, convolution: Convolution, first: int = 0
+) -> Tensor:
+    """``rows`` through ``convolution`` [T, C]: of the layer's convolved channels those from
+    ``first`` on."""
+    outputs = []
+    for number, rows in enumerate(states.of_calls(rows_TC)):
+        front = states.front(number, rows, first)
+        count = 0 if front is None else len(front)
+        if front is not None:
+            rows = torch.cat((front, rows))
+        states.behind(number, rows)
+        made = convolution(rows[None], states.borders(number, count, rows.device))
+        outputs.append(made[0, count:])
+    return concatenated(outputs)
+
+
+def apply_rule(
+    rule: Callable[..., Any], inputs: Sequence[Tensor], states: CarriedStates, **options: Any
+) -> Tensor:
+    """Outputs [1, T, H, P] of ``rule(q, k, v, g, beta)`` on inputs [1, T, ...]."""
+    outputs = []
+    of_calls = zip(*(states.of_calls(x, 1) for x in inputs), strict=True)
+    for number, (q, k, v, g, beta) in enumerate(of_calls):
+        initial, wants = states.initial(number), states.wants_final(number)
+        if initial is not None:
+            initial = initial[None]  # of the store's memory, where it is the only one
+            # Behind it whole documents, which begin with nothing.
+            if behind := len(states.calls[number].lengths) - 1:
+                others = initial.new_zeros(behind, *initial.shape[1:])
+                initial = torch.cat((initial, others))
+        y, finals = rule(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=initial,
+            output_final_state=wants,
+            cu_seqlens=states.borders(number, 0, q.device),
+            **options,
+        )
+        outputs.append(states.leave(number, y, finals[-1] if wants else None))
+    return concatenated(outputs, 1)

@@ -1,0 +1,1 @@
+"""Attention over heads (MHA, GQA, MQA)."""

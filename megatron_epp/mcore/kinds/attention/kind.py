@@ -1,0 +1,89 @@
+"""Attention over heads, in Megatron."""
+
+import math
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.attention import AttentionPart
+from megatron_epp.layers.attention.layer_attention import Heads
+from megatron_epp.layers.attention.ulysses import refuse_heads
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
+from megatron_epp.mcore.kinds.base import LayerKind, layers_with
+from megatron_epp.mcore.kinds.limit import Limit, given, not_computed
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
+
+
+def derived_letters(kind: type[LayerKind]) -> str:
+    """Return the letters of ``kind`` and of the kinds derived from it."""
+    return kind.LETTER + "".join(map(derived_letters, kind.__subclasses__()))
+
+
+def _undivided(model: Any) -> str | None:
+    """Text on heads that context-parallel ranks cannot share."""
+    config = model.config
+    heads, groups = config.num_attention_heads, config.num_query_groups or 0
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    if config.multi_latent_attention or not groups:
+        groups = heads
+    try:
+        refuse_heads(heads // tensor, max(1, groups // tensor), context)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+class AttentionKind(LayerKind):
+    """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
+
+    PRICED, NAME, LETTER = AttentionPart, "attention", "*"
+    ABSENT: ClassVar = {"attention": False}
+    SLOT = "self_attention"
+    TIMED: ClassVar = {"layernorm": "input_layernorm"}
+    STACK = "attention_layer"
+    LIMITS: tuple[Limit, ...] = (
+        Limit(
+            "heads that do not divide over context-parallel ranks, in slices of loops",
+            "choose a context-parallel degree that divides them",
+            slices=_undivided,
+        ),
+        Limit(
+            "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
+            "leave them out: the attention of slices keeps no largest logit",
+            given("qk_clip", "log_max_attention_logit"),
+        ),
+        Limit(
+            "dropout in attention (--attention-dropout above 0)",
+            "give --attention-dropout 0: how a document is cut must not change its loss",
+            given("attention_dropout", harmless=(0,)),
+            slices=not_computed(attention_dropout="dropout in attention"),
+        ),
+    )
+    REPLACED = (
+        ReplacedFlags(
+            "attention_dropout",
+            "Megatron's default; attention goes without dropout, as how a document is cut must not "
+            "change its loss",
+            neutral=lambda args: {"attention_dropout": 0.0},
+            default_too=True,
+            untyped=True,
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        """Those of it and of the kinds derived from it, but for gated delta nets in its place."""
+        layers = layers_with(args, derived_letters(AttentionKind))
+        others = GatedDeltaNetKind().layers(args)
+        return tuple(a and not b for a, b in zip(layers, others, strict=True))
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        groups = args.num_query_groups or args.num_attention_heads
+        return {"kv_heads": groups, "head_size": args.kv_channels}
+
+    def heads(self, config: Any, context: int) -> Heads | None:
+        tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
+        return Heads(
+            config.num_attention_heads // tensor // context,
+            max(1, max(1, config.num_query_groups // tensor) // context),
+            config.kv_channels,
+            1 / math.sqrt(config.kv_channels) if scale is None else scale,
+            config.params_dtype,
+        )

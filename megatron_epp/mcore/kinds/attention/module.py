@@ -1,0 +1,153 @@
+"""A layer's attention over heads, on chunks: in the place of its core attention's forward."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.attention import Attention as MegatronAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_epp.layers.attention.layer_attention import Attention
+from megatron_epp.layers.attention.local import attend_parts, attention_parts
+from megatron_epp.layers.attention.ulysses import Ulysses
+from megatron_epp.layers.recompute.outputs import DroppedOutputs, RecomputeHandle
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
+from megatron_epp.mcore.kinds.local_layers import fix_local_attention, local_attention
+
+
+class ElasticAttention:
+    """In place of the forward of a layer's core attention: the module stays, so checkpoints keep
+    their keys.
+
+    t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
+    ``local``: of the documents that this rank computes alone; ``plain``: that forward, for all that
+    is no chunk.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[..., Tensor],
+        attention: Attention,
+        local: Attention,
+        layer: int,
+        dropped: DroppedOutputs,
+        ulysses: Ulysses | None,
+    ):
+        self.plain, self.attention, self.local, self.layer = plain, attention, local, layer
+        self.dropped, self.ulysses = dropped, ulysses
+        self.stores_last_slice = attention.stores_last_slice
+
+    def __call__(
+        self,
+        query_tHD: Tensor,
+        key_tGD: Tensor,
+        value_tGD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        if not isinstance(packed_seq_params, ChunkParams):
+            inputs = query_tHD, key_tGD, value_tGD, attention_mask
+            return self.plain(*inputs, packed_seq_params=packed_seq_params, **others)
+        state = packed_seq_params.state
+        layer = state.layer(self.layer)
+        drop = "core_attn" in self.dropped.modules
+        qkv = query_tHD, key_tGD, value_tGD
+
+        def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
+            assert state.local is not None, "of a chunk with local documents"
+            return self.local(q, k, v, state.local, layer, drop)
+
+        out, handle = attend_parts(
+            qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state),
+            state,
+            self.ulysses,
+            lambda q, k, v: self.attention(q, k, v, state, layer, drop),
+            local,
+        )
+        if handle is not None:
+            self.dropped.add(out, handle)
+        return out.flatten(1)
+
+
+class SingleRank:
+    """A process group of this rank only, as far as the rotary embedding asks."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def install_heads(place: LayerPlace) -> None:
+    """Make the attention of a layer of the stage that of chunks."""
+    around, dropped = place.layer.self_attention, place.dropped
+    core, (own, whole, ulysses) = around.core_attention, attention_of(place)
+    core.forward = ElasticAttention(core.forward, own, whole, place.index, dropped, ulysses)
+    wrap_norm(place.layer.input_layernorm, dropped)
+    for reader in (around.linear_qkv, around.linear_proj):
+        wrap_consumer(reader, dropped)
+
+
+def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | None]:
+    """The attention of a layer: over rows of all context-parallel ranks, over documents that this
+    rank computes alone, and what exchanges rows for heads. Megatron's own part in that ends."""
+    around = place.layer.self_attention
+    ranks = around.pg_collection.cp
+    ulysses = Ulysses(ranks) if ranks.size() > 1 else None
+    of_layer = partial(_of_layer, around.config, place.layer.layer_number, around.core_attention)
+    own = whole = of_layer(place.attention, ranks)
+    if ulysses is not None:
+        whole = of_layer(place.attention.whole, SingleRank())
+    # Each rank would take its rows' positions from the table, which here holds them already.
+    around.pg_collection = copy.copy(around.pg_collection)
+    around.pg_collection.cp = SingleRank()
+    return own, whole, ulysses
+
+
+def _of_layer(
+    config: Any, number: int, core_attention: Any, attention: Attention, ranks: Any
+) -> Attention:
+    """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
+    the heads that this one of ``ranks`` attends to. The sinks stay ``core_attention``'s."""
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+    sinks_H = getattr(core_attention, "softmax_offset", None)
+    if not windowed and sinks_H is None:
+        return attention
+    before = config.window_size[0] if windowed else None
+    if sinks_H is None:
+        return attention.of_layer(before, lambda: None)
+    heads = len(sinks_H) // ranks.size()
+    mine = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
+    # Looked up whenever it is used: DDP gives parameters other storage after this.
+    return attention.of_layer(before, lambda: core_attention.softmax_offset[mine])
+
+
+class AttentionModule(KindModule):
+    KIND = AttentionKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MegatronAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        install_heads(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config = layer.config
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        shape = context, max(1, config.num_query_groups // ranks), config.kv_channels
+        last = layer.self_attention.core_attention.forward.stores_last_slice
+        return KeptShapes((shape, shape), bool(last))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_attention(config, latents=False)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        fix_local_attention(layer, config)

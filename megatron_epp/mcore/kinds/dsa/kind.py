@@ -1,0 +1,179 @@
+"""DeepSeek's sparse attention, in Megatron."""
+
+import math
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.dsa import DSAPart
+from megatron_epp.layers.attention.layer_attention import Heads
+from megatron_epp.mcore.flags.config import AUTO
+from megatron_epp.mcore.kinds.base import layers_with
+from megatron_epp.mcore.kinds.limit import Limit
+from megatron_epp.mcore.kinds.mla.kind import MLAKind
+from megatron_epp.mcore.patching import cpu_host
+
+_SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+
+
+def asks_for_dsa(args: Any) -> bool:
+    """Whether flags, however few of them there are, ask for such layers."""
+    variant = getattr(args, "experimental_attention_variant", None)
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    return variant == DSAKind.VARIANT or DSAKind.LETTER in pattern
+
+
+def _where(asked: Any) -> Any:
+    """The same asked of models with such layers alone."""
+    return lambda args: asks_for_dsa(args) and bool(asked(args))
+
+
+class DSAKind(MLAKind):
+    """--experimental-attention-variant dsa with --multi-latent-attention, D of a HybridModel."""
+
+    PRICED, NAME, LETTER = DSAPart, "sparse attention", "D"
+    VARIANT, SLICED = "dsa", False
+    ABSENT: ClassVar = {}
+    STACK = "dsa_layer"
+    FLAGS: ClassVar = {}
+    LIMITS = (
+        Limit(
+            "sparse attention over context-parallel ranks (--context-parallel-size)",
+            "leave it out: slices of long documents take their place",
+            _where(lambda args: args.context_parallel_size > 1),
+        ),
+        Limit(
+            "sparse attention by kernels of their own (--dsa-kernel-backend tilelang, cudnn)",
+            "leave it out: slices are computed by torch's products",
+            _where(lambda args: getattr(args, "dsa_kernel_backend", "none") != "none"),
+        ),
+        Limit(
+            "keys chosen once for several layers (--dsa-indexer-topk-freq above 1)",
+            "leave it out: every layer chooses its own",
+            _where(lambda args: (getattr(args, "dsa_indexer_topk_freq", 1) or 1) > 1),
+        ),
+        Limit(
+            "sparse attention in fp8 (--fp8-format)",
+            "train in bf16",
+            _where(lambda args: getattr(args, "fp8", None)),
+        ),
+        Limit(
+            "further tokens predicted by sparse attention in a GPTModel (--mtp-num-layers)",
+            "give a HybridModel's pattern, D-D-/D-: Megatron builds no such depth of a GPTModel",
+            _where(
+                lambda args: (
+                    getattr(args, "mtp_num_layers", None)
+                    and not getattr(args, "hybrid_layer_pattern", None)
+                )
+            ),
+        ),
+        Limit(
+            "sparse attention within a window (--window-size)",
+            "leave it out",
+            _where(lambda args: getattr(args, "window_size", None)),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        if getattr(args, "hybrid_layer_pattern", None):
+            return layers_with(args, self.LETTER)
+        return (asks_for_dsa(args),) * args.num_layers
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        among = getattr(args, "dsa_indexer_use_sparse_loss", False)
+        return super().sizes(args) | {
+            "index_heads": args.dsa_indexer_n_heads,
+            "index_size": args.dsa_indexer_head_dim,
+            "chosen_keys": args.dsa_indexer_topk,
+            "taught_on_all": indexer_learns(args) and not among,
+        }
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        return {}  # MLA says them
+
+    def defaults(self, wanted: Any) -> dict[str, Any]:
+        """On hosts without a GPU no Hadamard matrix, whose kernel they lack: the scores are the
+        same."""
+        lacks = asks_for_dsa(wanted) and cpu_host.is_cpu_host()
+        return {"dsa_indexer_rotate_activation": False} if lacks else {}
+
+    def words(self, args: Any) -> list[str]:
+        if not asks_for_dsa(args):
+            return []
+        heads = f"{args.dsa_indexer_n_heads} heads of {args.dsa_indexer_head_dim}"
+        return [f"indexer of {heads}, {args.dsa_indexer_topk} keys of a query"]
+
+    def require(self, args: Any, tp: int) -> None:
+        if not asks_for_dsa(args):
+            return
+        for name in _SIZES:
+            size = getattr(args, name, None)
+            if size is None or size < 1:
+                flag, said = "--" + name.replace("_", "-"), "is missing" if size is None else size
+                raise ValueError(f"{flag} {said}: sparse attention expects at least 1")
+        taught = getattr(args, "dsa_indexer_loss_coeff", None)
+        if taught is not None and not 0 <= taught < math.inf:
+            raise ValueError(
+                f"--dsa-indexer-loss-coeff {taught}: expected a finite number of at least 0"
+            )
+        rotary = args.qk_pos_emb_head_dim
+        if args.dsa_indexer_head_dim < rotary:
+            raise ValueError(
+                f"--dsa-indexer-head-dim {args.dsa_indexer_head_dim}: expected at least "
+                f"--qk-pos-emb-head-dim, {rotary}"
+            )
+        if not getattr(args, "multi_latent_attention", False) and "D" not in (
+            getattr(args, "hybrid_layer_pattern", None) or ""
+        ):
+            raise ValueError(
+                f"--experimental-attention-variant {self.VARIANT}: "
+                "expected --multi-latent-attention"
+            )
+        if getattr(args, "add_bias_linear", False):
+            raise ValueError(
+                "sparse attention: its linears have no bias; give --disable-bias-linear"
+            )
+        if tp > 1 and not args.sequence_parallel:
+            raise ValueError(
+                f"sparse attention over --tensor-model-parallel-size {tp}: give --sequence-parallel"
+            )
+        if getattr(args, "qk_layernorm", False) and args.q_lora_rank is None:
+            raise ValueError(
+                "sparse attention with --qk-layernorm: its queries have a norm of their latent "
+                "alone; give --q-lora-rank"
+            )
+
+    def refuse(self, args: Any) -> None:
+        self.require(args, args.tensor_model_parallel_size)
+        if not asks_for_dsa(args):
+            return
+        if (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
+            raise ValueError(
+                f"--epp-mla-keeps {keeps}: sparse attention attends in latents, and keeps them; "
+                "leave the flag out"
+            )
+        turned = getattr(args, "dsa_indexer_rotate_activation", True)
+        if turned and find_spec("fast_hadamard_transform") is None:
+            raise ValueError(
+                "sparse attention: fast_hadamard_transform is missing; pip install "
+                "fast-hadamard-transform, or give --no-dsa-indexer-rotate-activation"
+            )
+
+    def unfit_pattern(self, args: Any, letters: str) -> str | None:
+        if self.LETTER not in letters or MLAKind.LETTER not in letters:
+            return None
+        return (
+            f"latent attention ({MLAKind.LETTER}) and sparse attention ({self.LETTER}) in "
+            "one model; expected one of the two"
+        )
+
+    def unshared(self, holder: Any) -> str:
+        losses = "the losses of an indexer, one of every document's rows"
+        return losses if indexer_learns(holder) else ""
+
+    def heads(self, config: Any, context: int) -> Heads | None:
+        return None  # MLA says them
+
+
+def indexer_learns(holder: Any) -> bool:
+    """Whether the indexer has a loss; ``holder``: flags, or a model's configuration."""
+    return asks_for_dsa(holder) and bool(getattr(holder, "dsa_indexer_loss_coeff", None))

@@ -1,0 +1,297 @@
+"""DeepSeek's sparse attention of Megatron on chunks: its projections and its indexer, our positions
+and attention (layers/dsa.py).
+
+Megatron's AbsorbedMLASelfAttention attends in latents: the up-projection of K is part of queries,
+that of V comes behind the output, and all heads have one key, the latent and its rotated part. Q
+and that key are made in place of ``get_query_key_value_tensors``; what chooses and attends stands
+in place of the core attention's forward, which is handed the layer's input and the queries' latent
+for its indexer.
+
+The indexer learns from a loss of its own alone: what it reads is detached, here as in Megatron. Its
+linears are alike on all tensor-parallel ranks, which have the same rows, loss and gradients.
+
+On CPU-only hosts its layers are Megatron's local modules, which lack duplicated linears;
+checkpoints have the keys that Transformer Engine's layers give them.
+
+t rows of this rank (with sequence parallelism t / TP), T of the chunk, H heads of this rank, R
+channels of a latent, P rotary ones, D = R + P, V; J heads of the indexer
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_dsa_module_spec_for_backend,
+    get_moe_layer_pattern,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.experimental_attention_variant.absorbed_mla import (
+    AbsorbedMLASelfAttention,
+)
+from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossLoggingHelper,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+from megatron_epp.layers.attention.layer_attention import Attention
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.dsa import Index, Sparse, attend_chosen
+from megatron_epp.layers.recompute.outputs import (
+    RecomputeHandle,
+    recomputable_all,
+    saving_handle,
+    saving_handles,
+)
+from megatron_epp.layers.recompute.wrap import wrap_norm
+from megatron_epp.mcore.kinds.attention.module import attention_of
+from megatron_epp.mcore.kinds.base import KeptShapes, LayerPlace
+from megatron_epp.mcore.kinds.dsa.kind import DSAKind, indexer_learns
+from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, block_with, local_submodules
+from megatron_epp.mcore.kinds.mla.module import UP_PROJECTION, MLALayer, MLAModule
+from megatron_epp.mcore.kinds.moe.local import DuplicatedLinear
+from megatron_epp.mcore.kinds.positions import PositionedRotary
+
+
+def install_dsa(place: LayerPlace) -> None:
+    """Make the sparse attention of a layer of the stage that of chunks."""
+    around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
+    DSALayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
+    wrap_norm(place.layer.input_layernorm, place.dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and
+    Q that need not be saved."""
+
+    weight_NR: Tensor
+    with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
+
+
+class DSALayer(MLALayer):
+    """Layer of the stage whose self-attention is Megatron's AbsorbedMLASelfAttention ``around``."""
+
+    def __init__(self, around: Any, attention: Attention, *others: Any):
+        super().__init__(around, attention, *others)
+        self.stores_last_slice = False
+        self._absorbed: _Made | None = None  # by project, for attend
+        self._indexer = around.core_attention.indexer
+
+    def install(self) -> None:
+        around, indexer = self.around, self._indexer
+        core = around.core_attention
+        self._plain = around.get_query_key_value_tensors, core.forward
+        around.get_query_key_value_tensors = self.project
+        core.forward = self.attend
+        indexer.rotary_pos_emb = PositionedRotary(indexer.rotary_pos_emb, self.context, False)
+        self.wrap_readers(indexer.linear_wk, indexer.linear_weights_proj)
+
+    def project(  # type: ignore[override]
+        self,
+        hidden_s1E: Tensor,
+        key_value_states: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **ignored: Any,
+    ) -> tuple[Tensor, ...]:
+        """Q [T, H, D], the key of all heads [T, 1, D], and the queries' latent [t, L]. Where there
+        is no chunk, as Megatron has it."""
+        state: ChunkState | None = getattr(packed_seq_params, "state", None)
+        if state is None:
+            return self._plain[0](hidden_s1E, key_value_states, packed_seq_params, **ignored)
+        queries_sL, latent_tR, key_tP = self._compressed(hidden_s1E)
+        table, factor = self._table(state, packed_seq_params.positions)
+        if self._tensor > 1:  # each rank's heads are a part of what its gradient comes from
+            latent_tR = gather_from_sequence_parallel_region(latent_tR)
+        rotary_t1P = self._rotated(key_tP[:, None], table, factor)
+        key_T1D = torch.cat((latent_tR[:, None], rotary_t1P), -1)
+
+        def heads(queries_sL: Tensor) -> tuple[Tensor, ...]:
+            """And the up-projection, whose gradient from behind attention is one with that from
+            here."""
+            weight_NR = self.around.linear_kv_up_proj.weight
+            return self._queries_of(queries_sL, weight_NR, table, factor), weight_NR.view_as(
+                weight_NR
+            )
+
+        with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
+        if UP_PROJECTION in self.dropped.modules:
+            (query_THD, weight_NR), handles = recomputable_all(heads, (queries_sL,))
+            with_handles = ((query_THD, handles[0]),)
+        else:
+            query_THD, weight_NR = heads(queries_sL)
+        self._absorbed = _Made(weight_NR, with_handles)
+        return query_THD, key_T1D, queries_sL
+
+    def _queries_of(
+        self, queries_sL: Tensor, weight_NR: Tensor, table: Tensor, factor: float
+    ) -> Tensor:
+        config = self.around.config
+        q, _ = self._queries(queries_sL)
+        sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        plain, turning = q.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+        of_key_HKR, _ = self._up_projections(weight_NR)
+        absorbed_THR = torch.einsum("thk,hkr->thr", plain, of_key_HKR)
+        return torch.cat((absorbed_THR, self._rotated(turning, table, factor)), -1)
+
+    def _up_projections(self, weight_NR: Tensor) -> tuple[Tensor, Tensor]:
+        """The up-projections of K and of V, of each head."""
+        sizes = [self.around.config.qk_head_dim, self.around.config.v_head_dim]
+        of_keys, of_values = weight_NR.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
+        return of_keys, of_values
+
+    def attend(  # type: ignore[override]
+        self,
+        query_THD: Tensor,
+        key_T1D: Tensor,
+        value: None = None,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """[T, H V], of the heads of this rank. ``x``, ``qr``: what the indexer reads."""
+        state: ChunkState | None = getattr(packed_seq_params, "state", None)
+        if state is None:
+            inputs = query_THD, key_T1D, value, attention_mask
+            return self._plain[1](*inputs, packed_seq_params=packed_seq_params, **others)
+        made, self._absorbed = self._absorbed, None
+        assert made is not None, "attention follows its projections"
+        config, drop = self.around.config, "core_attn" in self.dropped.modules
+        coefficient = config.dsa_indexer_loss_coeff or 0.0
+        teaches = state.training and torch.is_grad_enabled() and coefficient > 0
+        with nullcontext() if teaches else torch.no_grad():
+            read = others["x"].detach(), others["qr"].detach()
+            index = Index(*self._index(*read, packed_seq_params))
+        how = Sparse(
+            self.around.softmax_scale,
+            config.dsa_indexer_topk,
+            config.kv_lora_rank,
+            config.dsa_indexer_scoring_relu,
+            coefficient * self._loss_scale() if teaches else 0.0,
+            config.dsa_indexer_use_sparse_loss,
+            self.around.pg_collection.tp if self._tensor > 1 else None,
+        )
+        inside = state, state.layer(self.layer), how, teaches, drop
+        out_THR, loss, handle = saving_handles(
+            made.with_handles, lambda: attend_chosen(query_THD, key_T1D, index, *inside)
+        )
+        if teaches:
+            DSAIndexerLossLoggingHelper.save_loss_to_tracker(
+                loss / self._loss_scale(),
+                self.around.core_attention.layer_number,
+                config.num_layers,
+            )
+
+        def values(out_THR: Tensor, weight_NR: Tensor) -> Tensor:
+            _, of_values_HVR = self._up_projections(weight_NR)
+            return torch.einsum("thr,hvr->thv", out_THR, of_values_HVR).flatten(1)
+
+        if handle is None:
+            return values(out_THR, made.weight_NR)
+        (out,), (again,) = saving_handle(
+            out_THR,
+            handle,
+            lambda: recomputable_all(lambda *x: (values(*x),), (out_THR, made.weight_NR)),
+        )
+        self.dropped.add(out, again)
+        return out
+
+    def _index(self, x_s1E: Tensor, queries_sL: Tensor, params: Any) -> tuple[Tensor, ...]:
+        """The indexer's queries [T, J, I], their weights [T, J] and keys [T, 1, I]."""
+        query_T1JI, key_T1I, weight_T1J = self._indexer.forward_before_topk(
+            x_s1E, queries_sL, params
+        )
+        return query_T1JI.squeeze(1), weight_T1J.squeeze(1), key_T1I
+
+    def _loss_scale(self) -> Any:
+        """The optimizer's factor of the loss: the indexer's adds its gradients outside of it."""
+        scale = self.around.config.grad_scale_func
+        return 1.0 if scale is None else scale(torch.ones(())).reshape(())
+
+
+# ------------------------------------------------------------------ on CPU-only hosts
+
+
+class _Duplicated(DuplicatedLinear):
+    """As layers of an indexer are built."""
+
+    def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
+        super().__init__(inputs, outputs, config, init_method)
+
+
+class _Modules(LocalSpecProvider):
+    """Megatron's local modules, with what they lack."""
+
+    def linear(self) -> type:
+        return _Duplicated
+
+
+def _sparse(config: Any) -> ModuleSpec:
+    """The attention, whose latents are made as those of Megatron's local ones."""
+    made = get_dsa_module_spec_for_backend(config, _Modules())
+    down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
+    return replace(made, submodules=replace(made.submodules, **down))
+
+
+def local_dsa(config: Any) -> ModuleSpec:
+    """Description of a layer of sparse attention."""
+    whole = local_submodules(config)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=_sparse(config),
+        self_attn_bda=whole.self_attn_bda,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
+    """Description of a stage's layers of a GPTModel, with sparse attention in each."""
+    attention = _sparse(config)
+    experts = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
+
+    def changed(number: int, _: TransformerLayerSubmodules) -> dict[str, Any]:
+        # Norms of attention and of experts stand alone, as in Transformer Engine's layers.
+        keys = {} if experts[number] else {**NORM_OF_MLP}
+        return {"self_attention": attention, "sharded_state_dict_keys_map": keys}
+
+    return block_with(config, vp_stage, changed)
+
+
+class DSAModule(MLAModule):
+    KIND = DSAKind()
+    CHOICES = ()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, AbsorbedMLASelfAttention)
+
+    def prepare(self, config: Any) -> None:
+        """Have stages without such layers take part in what is logged of their losses."""
+        if not indexer_learns(config):
+            return
+        logged = DSAIndexerLossLoggingHelper.tracker
+        if len(logged.get("values", ())) != config.num_layers:
+            logged["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
+
+    def install(self, place: LayerPlace) -> None:
+        install_dsa(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config = layer.config
+        key = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return KeptShapes(((context, 1, key), (context, 1, config.dsa_indexer_head_dim)))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_dsa(config)
+
+    def local_block(self, config: Any, vp_stage: int | None) -> Any:
+        if config.experimental_attention_variant != self.KIND.VARIANT:
+            return None
+        return local_dsa_block(config, vp_stage)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        """Its own spec lacks nothing."""

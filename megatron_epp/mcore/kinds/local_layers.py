@@ -1,0 +1,135 @@
+"""Megatron's local modules in layers, on hosts without a GPU: what they lack beside Transformer
+Engine's, or would refuse when they are built.
+
+    context parallelism    local attention refuses it; ours takes its place before it ever runs
+    norms of Q and K without weights (--qk-l2-norm)    are not passed on by Megatron's trainer
+    layers of a HybridModel    are of Transformer Engine's modules alone
+
+Checkpoints have the keys that Transformer Engine's layers give them.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_submodules,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+# ------------------------------------------------------------------ layers of a HybridModel
+
+
+def local_submodules(config: Any, latents: bool = False) -> TransformerLayerSubmodules:
+    """Submodules of a layer of attention and an MLP."""
+    return get_gpt_layer_local_submodules(
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=latents,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )
+
+
+def local_attention(config: Any, latents: bool) -> ModuleSpec:
+    """Description of a layer of attention."""
+    whole = local_submodules(config, latents)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=whole.self_attention,
+        self_attn_bda=whole.self_attn_bda,
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules:
+    """Submodules of a layer of an MLP, or of ``experts``, whose norm has a name of its own."""
+    whole = local_submodules(config)
+    return TransformerLayerSubmodules(
+        pre_mlp_layernorm=whole.pre_mlp_layernorm,
+        mlp=experts or whole.mlp,
+        mlp_bda=whole.mlp_bda,
+        sharded_state_dict_keys_map={} if experts else {**NORM_OF_MLP},
+    )
+
+
+def block_with(
+    config: Any,
+    vp_stage: int | None,
+    changed: Callable[[int, TransformerLayerSubmodules], dict[str, Any]],
+) -> Any:
+    """Description of a stage's layers of a GPTModel with another attention variant: plain ones, but
+    for what is ``changed`` in the submodules of each, by its number in the model, from 0 on."""
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None
+    block = copy.deepcopy(
+        get_gpt_decoder_block_spec(
+            plain,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers: Any = range(first, first + len(block.layer_specs))
+    if config.pipeline_model_parallel_layout is not None:
+        numbers = config.pipeline_model_parallel_layout.get_layer_id_list(
+            layer_type=LayerType.decoder, vp_stage=vp_stage
+        )
+    for at, number in enumerate(numbers):
+        layer = block.layer_specs[at]
+        submodules = replace(layer.submodules, **changed(number, layer.submodules))
+        block.layer_specs[at] = replace(layer, submodules=submodules)
+    return block
+
+
+# ------------------------------------------------------------------ what they lack
+
+
+def fix_local_attention(layer: Any, config: Any) -> None:
+    """Make the attention over heads in ``layer``, submodules that describe one, as is wanted."""
+    attention = local_attention_of(layer, latents=False)
+    if attention is None:
+        return
+    if config.context_parallel_size > 1:
+        attention.core_attention = _as_for_one_rank
+    if config.qk_l2_norm:
+        attention.q_layernorm = attention.k_layernorm = L2Norm
+
+
+def norm_as_engines(layer: Any) -> None:
+    """Give the norm in front of experts the key that it has in Transformer Engine's layers: local
+    ones write it under that of a dense layer."""
+    names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
+    kept = {ours: theirs for ours, theirs in names.items() if ours not in NORM_OF_MLP}
+    layer.submodules_config = copy.copy(layer.submodules_config)
+    layer.submodules_config.sharded_state_dict_keys_map = kept
+
+
+def local_attention_of(layer: Any, latents: bool) -> Any:
+    """Submodules of the local attention that ``layer`` describes, with latents or without."""
+    own = layer.self_attention
+    submodules = getattr(own, "submodules", None)
+    if getattr(submodules, "core_attention", None) is not DotProductAttention:
+        return None
+    return submodules if (own.module is MLASelfAttention) == latents else None
+
+
+def _as_for_one_rank(config: Any, **others: Any) -> DotProductAttention:
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    return DotProductAttention(config=alone, **others)

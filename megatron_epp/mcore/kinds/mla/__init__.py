@@ -1,0 +1,1 @@
+"""Multi-latent attention (MLA)."""

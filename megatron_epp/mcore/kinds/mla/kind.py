@@ -1,0 +1,125 @@
+"""Multi-latent attention, in Megatron."""
+
+import math
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.mla import MLAPart
+from megatron_epp.layers.attention.layer_attention import Heads
+from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_letters
+from megatron_epp.mcore.kinds.limit import Limit, given
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
+
+KEEPS = "epp_mla_keeps"  # what later slices of a document get: latents, or K and V
+
+
+class MLAKind(AttentionKind):
+    """--multi-latent-attention.
+
+    Every tensor-parallel rank makes the same part of a latent and of the rotary key.
+    """
+
+    PRICED, NAME, LETTER = MLAPart, "latent attention", "+"
+    ABSENT: ClassVar = {}
+    STACK = "mla_layer"
+    FLAGS: ClassVar = {"multi_latent_attention": False}
+    LIMITS: tuple[Limit, ...] = (
+        Limit(
+            "one product for both latents, and latents cached (--mla-down-proj-fusion, "
+            "--cache-mla-latents)",
+            "leave them out: the first saves one launch a chunk, the second is for inference",
+            given("mla_down_proj_fusion", "cache_mla_latents"),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        """But those of a GPTModel with a variant of it, which attends in latents otherwise."""
+        here = bool(getattr(args, "multi_latent_attention", False))
+        if not getattr(args, "hybrid_layer_pattern", None):
+            variant = getattr(args, "experimental_attention_variant", None)
+            here = here and variant in (None, GatedDeltaNetKind.VARIANT)
+        return super().layers(args) if here else (False,) * args.num_layers
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        return {
+            "kv_rank": args.kv_lora_rank,
+            "query_rank": args.q_lora_rank or 0,
+            "rotary_size": args.qk_pos_emb_head_dim,
+            "value_size": args.v_head_dim,
+            "carries_latents": getattr(args, KEEPS, LATENTS) != EXPANDED,
+        }
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        if not getattr(args, "multi_latent_attention", False):
+            return {}
+        return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
+
+    def defaults(self, wanted: Any) -> dict[str, Any]:
+        """No fused rotary embedding: Megatron's for latents is YaRN's, and takes no rows of other
+        positions."""
+        return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
+
+    def words(self, args: Any) -> list[str]:
+        if not args.multi_latent_attention:
+            return []
+        sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
+        ranks = f"latents {args.kv_lora_rank}, of queries {args.q_lora_rank or 'none'}"
+        return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
+
+    def require(self, args: Any, tp: int) -> None:
+        """Megatron's own linears must make as many channels on each of ``tp`` ranks."""
+        if not args.multi_latent_attention:
+            return
+        names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+        names += ["q_lora_rank"] * (args.q_lora_rank is not None)
+        for name in names:
+            if getattr(args, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(args, name)}: expected at least 1")
+        rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
+        if rotary % 2:
+            raise ValueError(f"--qk-pos-emb-head-dim {rotary}: expected a multiple of 2")
+        if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
+            return
+        over = f"over --tensor-model-parallel-size {tp}; expected a multiple of it"
+        if both % tp:
+            raise ValueError(
+                f"--kv-lora-rank {args.kv_lora_rank} and --qk-pos-emb-head-dim {rotary}: {both} "
+                f"channels do not divide {over}"
+            )
+        if (args.q_lora_rank or 0) % tp:
+            raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
+
+    def refuse(self, args: Any) -> None:
+        if getattr(args, "multi_latent_attention", False):
+            self.require(args, args.tensor_model_parallel_size)
+        elif (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
+            raise ValueError(
+                f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag "
+                "out"
+            )
+
+    def unfit_pattern(self, args: Any, letters: str) -> str | None:
+        other = next((letter for letter in derived_letters(MLAKind) if letter in letters), None)
+        if other is None or AttentionKind.LETTER not in letters:
+            return None
+        return (
+            f"attention ({AttentionKind.LETTER}) and latent attention ({other}) in one model; "
+            "expected one of the two"
+        )
+
+    def heads(self, config: Any, context: int) -> Heads | None:
+        if not getattr(config, "multi_latent_attention", False):
+            return None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size // context
+        size = config.qk_head_dim + config.qk_pos_emb_head_dim
+        return Heads(heads, heads, size, mla_scale(config), config.params_dtype, config.v_head_dim)
+
+
+def mla_scale(config: Any) -> float:
+    """Return the softmax scale; YaRN's stretch of the context is in it, whichever rotary embedding
+    the layer has (MultiLatentAttention.__init__)."""
+    from megatron.core.models.common.embeddings import _yarn_get_mscale
+
+    stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
+    return stretch * stretch / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)

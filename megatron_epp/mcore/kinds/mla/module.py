@@ -1,0 +1,377 @@
+"""Megatron's multi-latent attention on chunks: its own projections, our positions and attention.
+
+    hidden --- q down, norm --- q up ----------------- rope --- Q
+       \\------ kv down --------- latent, norm - kv up ---------- K, V
+                   \\----------- rotary key ------------ rope ---/  the same for all heads
+
+Every layer has a rotary embedding and a scale of its own. Q, K and V are made by Megatron's modules
+in place of ``get_query_key_value_tensors``; the attention stands in place of
+``_run_core_attention``, in front of which Megatron would pad V to the size of Q.
+
+What later slices of a document get is either K and V as they are or, of a rank's heads whatever
+their number, the input of the kv up-projection (the latent, behind its norm) and the rotated key.
+
+Two sums over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own linears
+make the latents: each rank's heads are a part of what the rotated key's gradient comes from, and
+without sequence parallelism the norm of the queries' latent has its whole gradient on every rank,
+which finalize_model_grads adds up all the same (it looks for ``q_layernorm``).
+
+t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H heads of this rank, R
+latent channels, P rotary ones, D = qk_head_dim + P, V
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from torch import Tensor
+
+from megatron_epp.cost.profile import LayerCoefficients
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.layer_attention import Attention
+from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
+from megatron_epp.layers.attention.ulysses import Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.mla import Latents, LatentsAttention
+from megatron_epp.layers.recompute.outputs import (
+    DroppedOutputs,
+    RecomputeHandle,
+    recomputable_all,
+    saving_handles,
+)
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.mcore.flags.config import EXPANDED, LATENTS
+from megatron_epp.mcore.kinds.attention.module import SingleRank, attention_of
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace, OpenChoice
+from megatron_epp.mcore.kinds.local_layers import local_attention
+from megatron_epp.mcore.kinds.mla.kind import KEEPS, MLAKind, mla_scale
+from megatron_epp.mcore.kinds.mla.local import fix_local_mla
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+
+UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
+
+
+def install_mla(place: LayerPlace) -> None:
+    """Make the latent attention of a layer of the stage that of chunks."""
+    around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
+    MLALayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
+    wrap_norm(place.layer.input_layernorm, place.dropped)
+
+
+class MLALayer:
+    """Layer ``layer`` of the stage, whose self-attention is Megatron's MLASelfAttention
+    ``around``. ``local``: the attention over documents that this rank computes alone; ``context``:
+    the most inputs of a document."""
+
+    def __init__(
+        self,
+        around: Any,
+        attention: Attention,
+        local: Attention,
+        layer: int,
+        context: int,
+        dropped: DroppedOutputs,
+        ulysses: Ulysses | None,
+    ):
+        self.around, self.attention, self.layer = around, attention, layer
+        self.local = local
+        self.context, self.dropped, self.ulysses = context, dropped, ulysses
+        self.stores_last_slice = attention.stores_last_slice
+        self._latents = LatentsAttention(mla_scale(around.config))
+        self._made: _Made | None = None  # by project, for attend
+        config = around.config
+        self._tensor = config.tensor_model_parallel_size
+        up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
+        self._queries = getattr(around, up)
+
+    def install(self) -> None:
+        around = self.around
+        self._plain = around.get_query_key_value_tensors, around._run_core_attention
+        around.get_query_key_value_tensors = self.project
+        around._run_core_attention = self.attend
+        self.wrap_readers()
+
+    def wrap_readers(self, *further: Any) -> None:
+        """Wrap what reads something that may be dropped: the ``further`` linears read the
+        layer's norm, too."""
+        around = self.around
+        # The first ones leave the handle of the layer's norm to the last.
+        if around.config.q_lora_rank is None:
+            readers = around.linear_kv_down_proj, around.linear_q_proj, *further
+        else:
+            readers = around.linear_q_down_proj, around.linear_kv_down_proj, *further
+        for reader in readers[:-1]:
+            wrap_consumer(reader, self.dropped, last=False)
+        wrap_consumer(readers[-1], self.dropped)
+        wrap_consumer(around.linear_proj, self.dropped)
+        norm = getattr(around, "q_layernorm", None)
+        counted_twice = around.config.qk_layernorm and not around.config.sequence_parallel
+        if norm is not None and counted_twice and self._tensor > 1:
+            for parameter in norm.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient / self._tensor)
+
+    # -------------------------------------------------------------- Q, K and V
+
+    def project(
+        self,
+        hidden_s1E: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **ignored: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Q [T, H, D], K [T, H, D] and V [T, H, V] of the heads that this rank attends with, and
+        for Megatron two that only inference uses. Where there is no chunk, as Megatron has it.
+        Those of local documents beside spread ones wait for ``attend``."""
+        state: ChunkState | None = getattr(packed_seq_params, "state", None)
+        if state is None:
+            others = key_value_states, position_ids, packed_seq_params
+            return self._plain[0](hidden_s1E, *others, **ignored)
+        queries_sL, latent_sR, key_tP = self._compressed(hidden_s1E)
+        table, factor = self._table(state, packed_seq_params.positions)
+        rotary_t1P = self._rotated(key_tP[:, None], table, factor)
+
+        def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
+            """And the up-projection, whose gradient from the context is one with that from here."""
+            made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
+            exchanged = (
+                made if self.ulysses is None else attention_parts(self.ulysses, *made, state)
+            )
+            weight = self.around.linear_kv_up_proj.weight if expands else None
+            return exchanged if weight is None else (*exchanged, weight.view_as(weight))
+
+        keeps = self.attention.latents and any(rows.cut or rows.prefix for rows in state.rows)
+        expands = keeps and any(rows.context for rows in state.rows)
+        made_of = queries_sL, latent_sR, rotary_t1P
+        with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
+        if UP_PROJECTION in self.dropped.modules:
+            made, handles = recomputable_all(heads, made_of)
+            with_handles = tuple(zip(made[: len(made) - expands], handles, strict=False))
+        else:
+            made = heads(*made_of)
+        latents = None
+        if keeps:
+            weight_NR = made[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
+            latents = self._carried(latent_sR, rotary_t1P, weight_NR, state)
+        self._made = _Made(with_handles, latents, tuple(made[3 : len(made) - expands]))
+        return *made[:3], None, None
+
+    def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries' latent, or what queries are made of; the latent, behind its norm; the key
+        of all heads, of whole rows. The first two have this rank's rows of sequence parallelism."""
+        around, config = self.around, self.around.config
+        parallel = self._tensor > 1 and config.sequence_parallel
+        queries = hidden_s1E
+        if config.q_lora_rank is not None:
+            queries, _ = around.linear_q_down_proj(hidden_s1E)
+            if queries.shape[-1] != config.q_lora_rank:
+                queries = gather_from_tensor_model_parallel_region(queries)
+                if parallel:
+                    queries = scatter_to_sequence_parallel_region(queries)
+        both, _ = around.linear_kv_down_proj(hidden_s1E)
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        if both.shape[-1] != sum(sizes):  # a part of the channels, of whole rows
+            latent, key = gather_from_tensor_model_parallel_region(both).split(sizes, -1)
+            key = copy_to_tensor_model_parallel_region(key)
+            if parallel:
+                latent = scatter_to_sequence_parallel_region(latent)
+        else:
+            latent, key = both.split(sizes, -1)
+            if parallel:
+                key = gather_from_sequence_parallel_region(key)
+            elif self._tensor > 1:
+                key = copy_to_tensor_model_parallel_region(key)
+        queries, latent, key = (t.squeeze(1) for t in (queries, latent, key))
+        if config.q_lora_rank is not None:
+            queries = around.q_layernorm(queries)
+        return queries, around.kv_layernorm(latent), key
+
+    def _heads(
+        self,
+        queries_sL: Tensor,
+        latent_sR: Tensor,
+        rotary_t1P: Tensor,
+        table: Tensor,
+        factor: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of all heads of the tensor-parallel rank, of this rank's rows."""
+        config = self.around.config
+        q, _ = self._queries(queries_sL)
+        kv, _ = self.around.linear_kv_up_proj(latent_sR)
+        turned = config.qk_pos_emb_head_dim
+        q_tHD = q.unflatten(-1, (-1, config.qk_head_dim + turned))
+        kv_tHN = kv.unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
+        plain, turning = q_tHD.split([config.qk_head_dim, turned], -1)
+        key, value = kv_tHN.split([config.qk_head_dim, config.v_head_dim], -1)
+        query_tHD = torch.cat((plain, self._rotated(turning, table, factor)), -1)
+        key_tHD = torch.cat((key, rotary_t1P.expand(-1, key.shape[1], -1)), -1)
+        return query_tHD, key_tHD, value.contiguous()
+
+    def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
+        """The rotary embedding's rows of this rank's rows [t, 1, 1, P], and YaRN's factor."""
+
+        def table() -> tuple[Tensor, float]:
+            made = self.around.rotary_pos_emb(self.context, packed_seq=True)
+            whole, factor = made if isinstance(made, tuple) else (made, 1.0)
+            return whole.index_select(0, positions_t), factor
+
+        return state.once("rotary table", table)  # all latent layers have the same
+
+    def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
+        """Not Megatron's fused kernels, which count positions from 0."""
+        return apply_rotary_pos_emb(
+            x_tHP[:, None],
+            table,
+            config=self.around.config,
+            mscale=factor,
+            cp_group=SingleRank(),
+            mla_rotary_interleaved=True,
+        ).squeeze(1)
+
+    # -------------------------------------------------------------- attention
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THV: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **ignored: Any,
+    ) -> Tensor:
+        """[t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        if getattr(packed_seq_params, "state", None) is None:
+            return self._plain[1](
+                query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
+            )
+        made, self._made = self._made, None
+        assert made is not None, "attention follows its projections"
+        state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
+        layer = state.layer(self.layer)
+        parts = query_THD, key_THD, value_THV, *made.local
+
+        def spread(
+            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
+        ) -> tuple[Tensor, RecomputeHandle | None]:
+            qkv = q_THD, k_THD, v_THV
+            if made.latents is None:
+                return self.attention(*qkv, state, layer, drop)
+            return self._latents(*qkv, made.latents, state, layer, drop)
+
+        def local(
+            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
+        ) -> tuple[Tensor, RecomputeHandle | None]:
+            return self.local(q_THD, k_THD, v_THV, state.local, layer, drop)
+
+        def attend() -> tuple[Tensor, RecomputeHandle | None]:
+            return attend_parts(parts, state, self.ulysses, spread, local)
+
+        out, handle = saving_handles(made.with_handles, attend) if made.with_handles else attend()
+        if handle is not None:
+            self.dropped.add(out, handle)
+        return out.flatten(1)
+
+    def _carried(
+        self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
+    ) -> Latents:
+        """Latents of all rows of the chunk, with the part of the up-projection for K and V of the
+        heads that this rank attends with. Their gradients here are of these heads alone: what made
+        the rows whole adds them up over the ranks."""
+        if self._tensor > 1:
+            if self.around.config.sequence_parallel:
+                latent_sR = gather_from_sequence_parallel_region(latent_sR)
+            else:
+                latent_sR = copy_to_tensor_model_parallel_region(latent_sR)
+        latent_t1R = latent_sR[:, None]
+        if self.ulysses is not None:
+            spread = spread_rows(state, self.ulysses)
+            exchanged = latent_t1R[:spread], rotary_t1P[:spread]
+            latent_t1R, rotary_t1P = self.ulysses.to_all(exchanged)
+            weight_NR = self.ulysses.of_my_heads(weight_NR)
+        return Latents(latent_t1R, rotary_t1P, weight_NR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """``with_handles``: Q, K and V that need not be saved; ``latents``: where later slices get or
+    have got them; ``local``: Q, K and V of local documents beside spread ones."""
+
+    with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
+    latents: Latents | None
+    local: tuple[Tensor, ...]
+
+
+def why_expanded(model: Any, attention: Attention) -> str | None:
+    """Why this rank's ``model`` cannot keep latents; None where it can: K and V must follow from a
+    kept latent by the weight alone, of Megatron's own linear with no norm in it."""
+    if not isinstance(attention, PartsAttention):
+        return "attention kernels of GPUs take K and V of a whole context only"
+    if model.config.window_size:
+        return "layers with windows keep the ends of slices, in K and V"
+    for layer in layers_of(model):
+        up = getattr(getattr(layer, "self_attention", None), "linear_kv_up_proj", None)
+        if up is not None and (type(up) is not ColumnParallelLinear or up.bias is not None):
+            return (
+                "the kv up-projection of a layer is not Megatron's own linear (adapters around it, "
+                "or another class)"
+            )
+    return None
+
+
+class KeptLatents:
+    """Choice of what later slices of a document get: latents, or K and V."""
+
+    flag = KEEPS
+    values: tuple[str, ...] = (EXPANDED, LATENTS)
+
+    def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
+        reason = why_expanded(model, attention)
+        return {} if reason is None else {LATENTS: reason}
+
+    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
+        return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
+
+    def settle(self, attention: Any, value: str) -> None:
+        attention.latents = value == LATENTS
+
+
+class MLAModule(KindModule):
+    KIND = MLAKind()
+    CHOICES: tuple[OpenChoice, ...] = (KeptLatents(),)
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MultiLatentAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        install_mla(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        config, turned = layer.config, layer.config.qk_pos_emb_head_dim
+        elastic: MLALayer = layer.self_attention._run_core_attention.__self__
+        if elastic.attention.latents:
+            shapes = (context, 1, config.kv_lora_rank), (context, 1, turned)
+        else:
+            ranks = config.tensor_model_parallel_size * config.context_parallel_size
+            heads = config.num_attention_heads // ranks
+            shapes = (
+                (context, heads, config.qk_head_dim + turned),
+                (context, heads, config.v_head_dim),
+            )
+        return KeptShapes(shapes, bool(elastic.stores_last_slice))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_attention(config, latents=True)
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        fix_local_mla(layer, config)

@@ -1,0 +1,28 @@
+"""The dense MLP on chunks."""
+
+from typing import Any
+
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
+from megatron_epp.mcore.kinds.base import KindModule, LayerPlace
+from megatron_epp.mcore.kinds.local_layers import feed_forward
+from megatron_epp.mcore.kinds.mlp.kind import MLPKind
+
+
+class MLPModule(KindModule):
+    KIND = MLPKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MLP)
+
+    def install(self, place: LayerPlace) -> None:
+        mlp = place.layer.mlp
+        wrap_norm(place.layer.pre_mlp_layernorm, place.dropped)
+        wrap_consumer(mlp.linear_fc1, place.dropped)
+        wrap_mlp(mlp, place.dropped)
+
+    def local_layer(self, config: Any) -> Any:
+        return ModuleSpec(module=MLPLayer, submodules=feed_forward(config))

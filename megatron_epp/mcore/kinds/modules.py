@@ -1,0 +1,64 @@
+"""Registry of the layer kinds in Megatron's modules: imported once Megatron is.
+
+Modules of Megatron's layers that no kind holds are refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor
+
+from megatron_epp.mcore.kinds.attention.module import AttentionModule
+from megatron_epp.mcore.kinds.base import KindModule
+from megatron_epp.mcore.kinds.dsa.module import DSAModule
+from megatron_epp.mcore.kinds.mla.module import MLAModule
+from megatron_epp.mcore.kinds.mlp.module import MLPModule
+from megatron_epp.mcore.kinds.moe.module import MoEModule
+from megatron_epp.mcore.kinds.registry import LETTERS
+from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, KDAModule, MambaModule
+
+# The most special first: of several that hold a module the first is asked.
+KIND_MODULES: tuple[KindModule, ...] = (
+    MLPModule(),
+    MoEModule(),
+    GatedDeltaNetModule(),
+    MambaModule(),
+    DSAModule(),
+    MLAModule(),
+    AttentionModule(),
+    KDAModule(),
+)
+# Attributes of Megatron's layers that hold what computes.
+_SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
+
+
+def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
+    """Return the kinds that a layer of Megatron's has. ValueError: it has a module of no kind."""
+    found = []
+    for slot in _SLOTS:
+        module = getattr(layer, slot, None)
+        if module is None or isinstance(module, IdentityOp):
+            continue
+        kind = next((k for k in KIND_MODULES if slot == k.KIND.SLOT and k.holds(module)), None)
+        if kind is None:
+            raise ValueError(
+                f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
+                f"--epp does not run; expected {', '.join(LETTERS.values())}"
+            )
+        found.append(kind)
+    return tuple(found)
+
+
+def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
+    """Return the modules of ``layer`` whose forward is timed alone, by recompute's name of them."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for kind in kinds_of_layer(layer):
+        for name, attribute in kind.KIND.TIMED.items():
+            found[name] = (*found.get(name, ()), getattr(layer, attribute))
+    return found
+
+
+def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return (tensor, copy) of what an iteration changes beside weights and gradients."""
+    return [(one, one.clone()) for kind in KIND_MODULES for one in kind.changed(model)]

@@ -1,0 +1,210 @@
+"""Limits of experts: flags of Megatron's refused here, or replaced by what computes the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
+from megatron_epp.mcore.kinds.limit import Limit, given, of_config, settings
+
+SINKHORN = "sinkhorn"
+_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})
+
+
+def lockstep_width(args: Any) -> int:
+    return max(1, expert_ranks(args) // dense_ranks(args)) if has_experts(args) else 1
+
+
+def has_experts(holder: Any) -> bool:
+    """Whether the model of ``holder``, flags or a configuration, has experts."""
+    names = "num_experts", "num_moe_experts"
+    return any(getattr(holder, name, None) for name in names)
+
+
+def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    return lambda args: has_experts(args) and bool(asked(args))
+
+
+def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
+    """Fields of a Limit of --epp and of slices in loops."""
+    return {"epp": asked, "slices": of_config(asked)}
+
+
+def expert_ranks(args: Any) -> int:
+    """Ranks that hold a layer's experts; Megatron splits their matrices as others, where nothing
+    else is said."""
+    split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return int(args.expert_model_parallel_size * split)
+
+
+def dense_ranks(args: Any) -> int:
+    return int(args.tensor_model_parallel_size * args.context_parallel_size)
+
+
+def _exchanges_alike(args: Any) -> bool:
+    """Whether the exchange that ``args`` name gives what alltoall gives, and no chunks go by it:
+    gathering wants as many rows of each rank, which replicas do not have."""
+    exchange = getattr(args, "moe_token_dispatcher_type", None)
+    return exchange == "flex" or (exchange == "allgather" and lockstep_width(args) > 1)
+
+
+def balancing_types(holder: Any) -> list[str]:
+    """Names of the ways in which the routers of ``holder``, flags or a configuration, balance."""
+    types = getattr(holder, "moe_router_load_balancing_type", None) or ()
+    return [types] if isinstance(types, str) else list(types)
+
+
+def _two_pools(config: Any) -> bool:
+    types = set(balancing_types(config))
+    return has_experts(config) and (SINKHORN in types or {"aux_loss", "seq_aux_loss"} <= types)
+
+
+MOE_LIMITS = (
+    Limit(
+        "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
+        "run whole micro-batches (install_schedule)",
+        slices=of_config(lambda config: lockstep_width(config) > 1),
+    ),
+    Limit(
+        "balancing by sinkhorn, or by aux_loss beside seq_aux_loss, in slices of loops "
+        "(--moe-router-load-balancing-type)",
+        "give one of aux_loss, seq_aux_loss and none, or run whole micro-batches "
+        "(install_schedule)",
+        slices=of_config(_two_pools),
+    ),
+    Limit(
+        "experts spread over parts of replicas (--expert-model-parallel-size times "
+        "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor "
+        "is a multiple of them)",
+        "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
+        "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
+        **_both(
+            _if_experts(
+                lambda args: (
+                    expert_ranks(args) % dense_ranks(args) != 0
+                    and dense_ranks(args) % expert_ranks(args) != 0
+                )
+            )
+        ),
+    ),
+    Limit(
+        "experts spread over replicas that exchange by gathering "
+        "(--moe-token-dispatcher-type allgather)",
+        "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
+        lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+    ),
+    Limit(
+        "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
+        "leave it out, or give an --expert-model-parallel-size that divides "
+        "--tensor-model-parallel-size times --context-parallel-size",
+        lambda args: lockstep_width(args) > 1 and given("use_tp_pp_dp_mapping")(args),
+    ),
+    Limit(
+        "experts over tensor-parallel ranks that all hold the same rows",
+        "give --sequence-parallel, as Megatron asks in training",
+        **_both(
+            _if_experts(
+                lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+            )
+        ),
+    ),
+    Limit(
+        "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
+        "default the tensor ranks)",
+        "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
+        **_both(
+            _if_experts(
+                lambda args: (
+                    getattr(args, "add_bias_linear", False) and args.expert_tensor_parallel_size > 1
+                )
+            )
+        ),
+    ),
+    Limit(
+        "balancing that depends on what is computed together (--moe-router-load-balancing-type "
+        "global_aux_loss, quantile_balancing)",
+        "give aux_loss, seq_aux_loss or sinkhorn, which are per document here, or none and "
+        "--moe-router-enable-expert-bias",
+        **_both(_if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT)),
+    ),
+    Limit(
+        "experts of limited capacity (--moe-expert-capacity-factor, "
+        "--moe-pad-expert-input-to-capacity)",
+        "leave them out: which tokens are dropped would depend on the plan; "
+        "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
+        **_both(
+            _if_experts(
+                lambda args: (
+                    (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
+                    or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
+                    or given("moe_expert_rank_capacity_factor")(args)
+                )
+            )
+        ),
+    ),
+    Limit(
+        "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
+        "--moe-router-force-biased)",
+        "leave it out: a recomputed layer would choose other experts",
+        **_both(
+            given(
+                "moe_input_jitter_eps",
+                "moe_router_force_load_balancing",
+                "moe_router_force_biased",
+            )
+        ),
+    ),
+    Limit(
+        "routing replay (--moe-enable-routing-replay)",
+        "leave it out: it replays first in, first out, and slices run backward in reverse",
+        **_both(given("moe_enable_routing_replay")),
+    ),
+    Limit(
+        "other exchanges of tokens (--moe-token-dispatcher-type flex)",
+        "give --moe-token-dispatcher-type alltoall or allgather",
+        **_both(
+            _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
+        ),
+    ),
+    Limit(
+        "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
+        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
+        "leave them out: chunks of other documents keep the device busy",
+        **_both(
+            given(
+                "moe_shared_expert_overlap",
+                "overlap_moe_expert_parallel_comm",
+                "delay_wgrad_compute",
+                "overlap_dispatch_backward_with_experts_wgrad",
+            )
+        ),
+        calls=settings(
+            overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
+            "micro-batches"
+        ),
+    ),
+    Limit(
+        "a stash of experts' activations (moe_paged_stash)",
+        "leave it out",
+        calls=settings(moe_paged_stash="a paged stash of experts' activations"),
+    ),
+    Limit(
+        "a dense model made one of experts at start (--moe-use-upcycling)",
+        "upcycle once without --epp, and load the checkpoint that it saves",
+        given("moe_use_upcycling"),
+    ),
+)
+
+MOE_REPLACED = (
+    ReplacedFlags(
+        "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend "
+        "moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms "
+        "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
+        "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
+        "moe_hybridep_pad_uneven_dispatch_inputs",
+        "tokens go to their experts and back by alltoall, with as many rows from each rank as "
+        "its chunk has",
+        neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
+        same=_exchanges_alike,
+        default_too=True,
+    ),
+)

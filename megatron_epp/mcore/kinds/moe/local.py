@@ -1,0 +1,68 @@
+"""Experts on latents (--moe-latent-size) where Megatron's layers are its local ones: a token's
+hidden state is projected to fewer channels, goes to its experts and back as such, and is projected
+up behind them. Megatron builds the two projections of Transformer Engine's linears alone.
+"""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from torch import Tensor, nn
+
+
+class DuplicatedLinear(nn.Linear):
+    """As Transformer Engine's linear of parallel mode "duplicated": every tensor-parallel rank has
+    all of it, and with sequence parallelism multiplies its own rows, so that gradients are summed
+    over them (core/extensions/transformer_engine.py, TELinear)."""
+
+    def __init__(self, inputs: int, outputs: int, config: Any, init_method: Any):
+        shared = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        super().__init__(inputs, outputs, bias=config.add_bias_linear, **shared)
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()), torch.no_grad():
+                init_method(self.weight)
+        for parameter in self.parameters():
+            parameter.allreduce = True  # type: ignore[attr-defined]
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+class LatentMoELayer(MoELayer):
+    """Built as one without latents, but for its experts, and then with the projections."""
+
+    def __init__(self, config: Any, submodules: MoESubmodules, *args: Any, **others: Any):
+        bare = copy.copy(config)
+        bare.moe_latent_size = None
+        build = submodules.experts
+
+        def experts(count: int, _: Any, **further: Any) -> Any:
+            return build(count, config, **further)
+
+        super().__init__(bare, replace(submodules, experts=experts), *args, **others)
+        for module in self.modules():
+            if getattr(module, "config", None) is bare:
+                module.config = config
+        hidden, latent = config.hidden_size, config.moe_latent_size
+        self.fc1_latent_proj = DuplicatedLinear(hidden, latent, config, config.init_method)
+        self.fc2_latent_proj = DuplicatedLinear(
+            latent, hidden, config, config.output_layer_init_method
+        )
+
+
+def fix_latent_experts(mlp: Any) -> Any:
+    """``mlp``, which builds what stands in a layer's place of an MLP, with such experts where it is
+    Megatron's."""
+    if getattr(mlp, "func", None) is not MoELayer:
+        return mlp
+    return partial(LatentMoELayer, *mlp.args, **mlp.keywords)

@@ -1,0 +1,41 @@
+"""Mixture of experts on chunks (router.py)."""
+
+from typing import Any
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from torch import Tensor
+
+from megatron_epp.mcore.kinds.base import KindModule, LayerPlace
+from megatron_epp.mcore.kinds.local_layers import feed_forward
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
+from megatron_epp.mcore.kinds.moe.limits import has_experts
+from megatron_epp.mcore.kinds.moe.local import fix_latent_experts
+from megatron_epp.mcore.kinds.moe.router import install_in_moe, prepare_log, routing_tensors
+
+
+class MoEModule(KindModule):
+    KIND = MoEKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MoELayer)
+
+    def prepare(self, config: Any) -> None:
+        if has_experts(config):
+            prepare_log(config)
+
+    def install(self, place: LayerPlace) -> None:
+        install_in_moe(place.layer, place.index, place.dropped, place.in_loop)
+
+    def changed(self, model: Any) -> list[Tensor]:
+        return routing_tensors(model)
+
+    def local_layer(self, config: Any) -> Any:
+        experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 1)
+        return ModuleSpec(module=MoETransformerLayer, submodules=feed_forward(config, experts))
+
+    def fix_local(self, layer: Any, config: Any) -> None:
+        if getattr(config, "moe_latent_size", None):
+            layer.mlp = fix_latent_experts(layer.mlp)

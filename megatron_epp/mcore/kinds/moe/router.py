@@ -1,0 +1,323 @@
+"""Megatron's routers in chunks: they choose experts as ever, and leave the rest to the ledger.
+
+Four methods of a router are replaced on the instance, so weights, checkpoints and the choice of
+experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
+
+    apply_z_loss          first, with the logits: every loss, of documents and not of what runs
+                          together (layers/moe/router_stats.py)
+    is_aux_loss_enabled   never again
+    _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
+                          (Megatron's counts padding, and fails where it is given a mask)
+    sinkhorn_load_balancing     balances every document alone (layers/moe/sinkhorn.py)
+
+Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
+In a training loop of others, what is no chunk, as whole micro-batches, has Megatron's own
+(``outside``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.ir import Plan
+from megatron_epp.layers.moe.current_chunk import CurrentChunk, note_in_layer, taken_along
+from megatron_epp.layers.moe.router_stats import Balancing, Pools, RouterStats
+from megatron_epp.layers.moe.sinkhorn import balanced_weights
+from megatron_epp.layers.recompute.outputs import DroppedOutputs
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
+from megatron_epp.mcore.data.chunk_params import state_of
+from megatron_epp.mcore.kinds.moe.activation import wrap_activations
+from megatron_epp.mcore.kinds.moe.biases import fix_expert_biases
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+
+# Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
+AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+LOGGED = (*AUXILIARY.values(), "z_loss")
+
+
+def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
+    """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel; a repeated
+    one is there once for each run."""
+    model = unwrap_model(model)
+    decoder = getattr(model, "decoder", None)
+    for index, layer in enumerate(() if decoder is None else layers_of(model)):
+        if isinstance(experts := getattr(layer, "mlp", None), MoELayer):
+            yield index, experts
+
+
+class ChunkRouter:
+    """Replacements of four methods of ``router``, of layer ``index`` of the stage."""
+
+    def __init__(self, router: Any, index: int, current_chunk: CurrentChunk, outside: bool = False):
+        self.router, self.index, self.current_chunk = router, index, current_chunk
+        self._first = False  # whether this run of the chunk counts: set by ``losses``
+        self.outside = outside  # whether what is no chunk is Megatron's own
+        self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
+        plain = router.is_aux_loss_enabled
+        router.is_aux_loss_enabled = lambda: self._is_outside and plain()
+        self._count, router._apply_expert_bias = router._apply_expert_bias, self.count
+        self._sinkhorn = router.sinkhorn_load_balancing
+        router.sinkhorn_load_balancing = self.sinkhorn
+
+    @property
+    def _is_outside(self) -> bool:
+        return self.outside and self.current_chunk.state is None
+
+    def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """In place of ``apply_z_loss(logits [t, E])``."""
+        if self._is_outside:
+            return self._z_loss(logits_tE, **_if_given(padding_mask))
+        assert padding_mask is None, "the router stats know padding"
+        router_stats, state = self._router_stats()
+        if router_stats is None:
+            return logits_tE
+        layer = state.layer(self.index)
+        self._first = router_stats.first_time(layer, state.chunk)
+        logits_tE = router_stats.restrained(logits_tE, layer, state, self._first)
+        share = share_of_run(self.router)
+        return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, share)
+
+    def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
+        """In place of ``_apply_expert_bias(routing_map [t, E])``."""
+        router = self.router
+        if self._is_outside:
+            self._count(routing_map_tE, **_if_given(padding_mask))
+            return
+        router_stats, state = self._router_stats()
+        if router_stats is None or not router.enable_expert_bias or not self._first:
+            return
+        valid_t = router_stats.valid(state, routing_map_tE.device)
+        router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
+
+    def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of ``sinkhorn_load_balancing(logits [t, E])``: scores of the chosen experts,
+        [t, E], and which they are. In evaluation Megatron's own chooses for each token alone."""
+        router_stats, state = self._router_stats()
+        if router_stats is None:
+            return self._sinkhorn(logits_tE)
+        with torch.no_grad():
+            weights_tE = balanced_weights(logits_tE, state, router_stats.balancing)
+            chosen_tK = weights_tE.topk(self.router.topk, dim=1).indices
+        chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter(1, chosen_tK, True)
+        if self.router.topk == 1:
+            scores_tE = torch.sigmoid(logits_tE)
+        else:
+            scores_tE = torch.softmax(logits_tE, dim=-1, dtype=torch.float32).type_as(logits_tE)
+        return scores_tE * chosen_tE, chosen_tE
+
+    def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
+        router = self.router
+        return compute_routing_scores_for_aux_loss(
+            logits_tE, router.topk, router.score_function, fused=router.config.moe_router_fusion
+        )
+
+    def _router_stats(self) -> tuple[RouterStats | None, Any]:
+        state = self.current_chunk.state
+        if state is None or not state.training:
+            return None, state
+        return state.router_stats, state
+
+
+def _if_given(padding_mask: Tensor | None) -> dict[str, Tensor]:
+    """As a keyword, which Megatron before 0.19 does not know."""
+    return {} if padding_mask is None else {"padding_mask": padding_mask}
+
+
+def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: bool = False) -> None:
+    """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops;
+    ``in_loop``: what is no chunk is Megatron's own.
+
+    What a recomputed norm gives goes to the shared experts first, then to the router, then to the
+    projection to latents.
+    """
+    experts, current_chunk = layer.mlp, CurrentChunk()
+    wrap_norm(layer.pre_mlp_layernorm, dropped)
+    if experts.shared_experts is not None:
+        wrap_consumer(experts.shared_experts, dropped, last=False)
+    latents = getattr(experts, "fc1_latent_proj", None)
+    wrap_consumer(experts.router, dropped, last=latents is None)
+    if latents is not None:
+        wrap_consumer(latents, dropped)
+    fix_expert_biases(experts)
+    wrap_activations(experts, dropped)
+    ChunkRouter(experts.router, index, current_chunk, in_loop)
+    layer.forward = note_in_layer(layer.forward, current_chunk, state_of)
+    with taken_along(experts, current_chunk):
+        wrap_mlp(experts, dropped)
+
+
+# ------------------------------------------------------------------ an iteration
+
+
+def router_stats_for(
+    model: Any,
+    plan: Plan,
+    scale: Callable[[torch.device], Tensor | float],
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> RouterStats | None:
+    """An iteration's statistics of this rank's stage, for ``plan``; None where no router asks:
+    without experts, and in loops of others, whose routers are Megatron's own. ``micro_batches``:
+    lengths of the documents of each of a loop's (None: every document is balanced alone)."""
+    model = unwrap_model(model)
+    routers = [layer.router for _, layer in moe_layers(model)]
+    if not any("apply_z_loss" in vars(router) for router in routers):
+        return None
+    for router in routers:
+        _count_in_full(router)
+    layers, device = len(layers_of(model)), routers[0].weight.device
+    rules = balancing_of(model.config)
+    pools = None if micro_batches is None else pools_of(micro_batches, model.config, rules)
+    return RouterStats(rules, plan.documents, layers, scale(device), pools)
+
+
+def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
+    """Pools that experts are balanced over in slices of micro-batches, with documents of
+    ``lengths``: those of whole ones, padding left out.
+
+    aux_loss       all tokens of a micro-batch
+    seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
+    """
+    alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
+    of: list[int] = []
+    shares: list[float] = []
+    token_shares: list[float] = []
+    for number, of_batch in enumerate(lengths):
+        tokens, count = sum(of_batch), len(of_batch)
+        # Megatron divides losses of micro-batches by their number, and by all that reduce them.
+        scale, each = 1.0, 1.0
+        if not config.calculate_per_token_loss:
+            scale = config.context_parallel_size / len(lengths)
+            each = scale / tokens
+        if alone:
+            of += range(len(shares), len(shares) + count)
+            weight = (
+                count / tokens if config.calculate_per_token_loss else scale * count / tokens**2
+            )
+            shares += [length * weight for length in of_batch]
+            token_shares += [each] * count
+        else:
+            of += [number] * count
+            shares.append(each)
+            token_shares.append(each)
+    return Pools(of, shares, token_shares)
+
+
+def _count_in_full(router: Any) -> None:
+    """Counts of tokens went to bf16 with the model: from 257 on a chunk of one token would add
+    nothing, and what is counted depend on how documents are cut."""
+    counts = router.local_tokens_per_expert
+    if counts is not None and counts.dtype != torch.float32:
+        counts.data = counts.data.float()
+
+
+def balancing_of(config: Any) -> Balancing:
+    """How Megatron's ``config`` keeps experts balanced, on this rank."""
+    kinds = config.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = config.moe_aux_loss_coeff
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients] * len(kinds)
+    auxiliary = tuple(
+        (AUXILIARY[kind], coefficient)
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+        if kind in AUXILIARY and coefficient
+    )
+    # Rows are spread over context-parallel ranks, and with sequence parallelism each part over the
+    # tensor-parallel ranks (mcore/data/row_share.py).
+    splits = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    place = mpu.get_context_parallel_rank() * splits
+    place += mpu.get_tensor_model_parallel_rank() if splits > 1 else 0
+    group = mpu.get_tensor_and_context_parallel_group()
+    return Balancing(
+        experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        auxiliary=auxiliary,
+        z_coefficient=config.moe_z_loss_coeff or 0.0,
+        place=place,
+        places=config.context_parallel_size * splits,
+        splits=splits,
+        group=group if group.size() > 1 else None,
+    )
+
+
+def report(router_stats: RouterStats, model: Any) -> None:
+    """Add the iteration's losses to those that Megatron logs."""
+    tracker, config = _tracker(), unwrap_model(model).config
+    replicas = mpu.get_data_parallel_world_size()
+    for name, losses_L in router_stats.losses().items():
+        values = _entry(tracker, name, config).values
+        for index, layer in moe_layers(model):
+            # Of a depth of several layers Megatron's number may be one behind the last.
+            place = min(logged_number(layer), len(values)) - 1
+            values[place] += losses_L[index] * share_of_run(layer.router) / replicas
+
+
+def logged_number(layer: MoELayer) -> int:
+    """Number by which Megatron logs an MoE layer: those of depths, whose own begin at 1 again, are
+    behind the decoder's."""
+    behind = getattr(layer.router, "is_mtp_layer", False)
+    return int(layer.layer_number + (layer.router.config.num_layers if behind else 0))
+
+
+def share_of_run(router: Any) -> float:
+    """Share of one run in a router's auxiliary losses, and in its logged z-loss: the runs of
+    a repeated layer count once together."""
+    config = router.config
+    if getattr(router, "is_mtp_layer", False) and config.mtp_use_repeated_layer:
+        return 1.0 / config.mtp_num_layers
+    return 1.0
+
+
+def prepare_log(config: Any) -> None:
+    """Have every stage log what any stage logs, the same way: summed over the ranks that share
+    documents and over replicas, of which each has added its part.
+
+    Megatron's own averages, which gloo cannot, and takes every chunk for the same share of the
+    documents.
+    """
+    for name in LOGGED:
+        _entry(_tracker(), name, config)
+
+
+def _tracker() -> Any:
+    # Here, not above: loops of others may have a Megatron before 0.18, which has none.
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return get_moe_metrics_tracker()
+
+
+def _entry(tracker: Any, name: str, config: Any) -> Any:
+    further = getattr(config, "mtp_num_layers", None) or 0
+    tracker.ensure_initialized(name, config.num_layers + further)
+    entry = tracker.metrics[name]
+    entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    entry.avg_group, entry.needs_dp_avg = None, False
+    return entry
+
+
+# ------------------------------------------------------------------ what an attempt leaves
+
+
+def routing_tensors(model: Any) -> list[Tensor]:
+    """Tensors that an iteration changes beside gradients: the biases that choose experts, the
+    tokens counted for them, the losses to be logged."""
+    tensors = [entry.values for entry in _tracker().metrics.values()]
+    for _, layer in moe_layers(model):
+        if layer.router.enable_expert_bias:
+            tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]
+    return tensors
+
+
+def drop_routing(model: Any) -> None:
+    """Free what dispatchers hold of the chunk that came last: Megatron keeps it until the next."""
+    for _, layer in moe_layers(model):
+        dispatcher = layer.token_dispatcher
+        for name in ("probs", "routing_map", "local_probs", "local_map"):
+            if hasattr(dispatcher, name):
+                setattr(dispatcher, name, None)

@@ -1,0 +1,24 @@
+"""Multi-token prediction in certificates."""
+
+from typing import Any
+
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+from megatron_epp.mcore.hybrid.pattern import FURTHER
+from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
+from megatron_epp.mcore.kinds.mtp.kind import MTPKind, mtp_depths
+
+
+class MTPCertificate(LayerCertificate):
+    KIND = MTPKind()
+
+    def read_pattern(self, args: Any, letters: str) -> None:
+        if FURTHER in letters:
+            args.mtp_num_layers = letters.count(FURTHER)
+
+    def small_words(self, args: Any) -> list[str]:
+        repeated = " by one repeated layer" * bool(getattr(args, "mtp_use_repeated_layer", False))
+        return [f"{mtp_depths(args)} further tokens predicted{repeated}"] * bool(mtp_depths(args))
+
+    def weigh_losses(self, scale: Any) -> None:
+        MTPLossAutoScaler.set_loss_scale(scale)

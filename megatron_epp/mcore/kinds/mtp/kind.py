@@ -1,0 +1,79 @@
+"""Multi-token prediction (MTP): layers after the decoder's."""
+
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.mtp import MTPPart
+from megatron_epp.mcore.hybrid.segments import layout_letters
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.limit import Limit, not_computed
+
+_BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
+
+
+def mtp_depths(args: Any) -> int:
+    return getattr(args, "mtp_num_layers", None) or 0
+
+
+def _tied_over_stages(args: Any) -> bool:
+    if not mtp_depths(args) or args.pipeline_model_parallel_size == 1:
+        return False
+    return not args.untie_embeddings_and_output_weights
+
+
+def _elsewhere(args: Any) -> bool:
+    """Whether a layout places depths on another stage than the last, or alone there."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if not mtp_depths(args) or layout is None:
+        return False
+    last = layout_letters(str(layout))[-1]
+    return last.count("m") != mtp_depths(args) or "t" not in last
+
+
+class MTPKind(LayerKind):
+    """--mtp-num-layers, / in --hybrid-layer-pattern: of no layer of the decoder."""
+
+    PRICED, NAME = MTPPart, "prediction of further tokens"
+    ABSENT: ClassVar = {"predicts": False}
+    LIMITS: tuple[Limit, ...] = (
+        Limit(
+            "slices in loops of models that predict further tokens (--mtp-num-layers)",
+            "run whole micro-batches (install_schedule)",
+            slices=not_computed(mtp_num_layers="multi-token prediction"),
+        ),
+        Limit(
+            "further tokens predicted with tied embeddings over several stages (--mtp-num-layers)",
+            "give --untie-embeddings-and-output-weights: Megatron's own checkpoints fail with them",
+            _tied_over_stages,
+        ),
+        Limit(
+            "further tokens predicted by experts in fp8 (--mtp-num-layers, --num-experts, "
+            "--fp8-format): Megatron moves the mask of padding with the tokens, so its routers "
+            "count other rows there",
+            "train in bf16",
+            lambda args: all(getattr(args, name, None) for name in _BY_EXPERTS_IN_FP8),
+        ),
+        Limit(
+            "layers that predict further tokens on another stage than the last, or alone there "
+            "(m in --pipeline-model-parallel-layout)",
+            "place all m in front of the L, behind a t",
+            _elsewhere,
+        ),
+        Limit(
+            "further tokens whose losses leave the output layer alone, with its words over the "
+            "stages (--mtp-detach-heads, --epp-vocab-parallel on)",
+            "leave one of the two out",
+            lambda args: (
+                bool(getattr(args, "mtp_detach_heads", False))
+                and getattr(args, "epp_vocab_parallel", None) == "on"
+            ),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        return (False,) * args.num_layers
+
+    def unshared(self, holder: Any) -> str:
+        return "further tokens, predicted behind whole documents" if mtp_depths(holder) else ""
+
+    def words(self, args: Any) -> list[str]:
+        return [f"{mtp_depths(args)} further tokens predicted"] * bool(mtp_depths(args))

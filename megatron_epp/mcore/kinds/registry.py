@@ -1,0 +1,160 @@
+"""Registry of the layer kinds: nothing else of mcore knows which there are.
+
+A new kind of layer is a class here beside one of :mod:`megatron_epp.cost.kinds.layer`; whatever of
+Megatron's layers no class holds is refused.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_epp.mcore.flags.replaced import ReplacedFlags
+from megatron_epp.mcore.hybrid.pattern import (
+    BORDER,
+    FLAG,
+    FURTHER,
+    depth_letters,
+    layers_of_stages,
+    letters_of_layers,
+    pattern_of,
+    placed_by_time,
+)
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.base import LayerKind
+from megatron_epp.mcore.kinds.dsa.kind import DSAKind
+from megatron_epp.mcore.kinds.limit import Limit
+from megatron_epp.mcore.kinds.mla.kind import MLAKind
+from megatron_epp.mcore.kinds.mlp.kind import MLPKind
+from megatron_epp.mcore.kinds.moe.kind import MoEKind
+from megatron_epp.mcore.kinds.mtp.kind import MTPKind
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, KDAKind, MambaKind
+from megatron_epp.mcore.kinds.window.kind import WindowKind
+
+if TYPE_CHECKING:
+    from megatron_epp.layers.attention.layer_attention import Heads
+
+LAYER_KINDS: tuple[LayerKind, ...] = (
+    AttentionKind(),
+    MLAKind(),
+    DSAKind(),
+    MambaKind(),
+    GatedDeltaNetKind(),
+    KDAKind(),
+    MLPKind(),
+    MoEKind(),
+    WindowKind(),
+    MTPKind(),
+)
+# Flags of what attends otherwise than attention over heads, with what they are without it.
+MIXER_FLAGS = {
+    name: plain
+    for part in LAYER_KINDS
+    if part.PRICED is None or part.PRICED.MIXER
+    for name, plain in part.FLAGS.items()
+}
+# Letters of a HybridModel's layers that --epp runs.
+LETTERS = {part.LETTER: part.NAME for part in LAYER_KINDS if part.LETTER}
+
+
+# ------------------------------------------------------------------ flags
+
+
+def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
+    """Fields of LayerShape of a layer that has the parts ``there``."""
+    found: dict[str, Any] = {}
+    for part in LAYER_KINDS:
+        found |= part.sizes(args) if part in there else part.ABSENT
+    return found
+
+
+def model_sizes(args: Any) -> dict[str, Any]:
+    """Fields of the cost model's Model that the parts know of."""
+    return {name: size for part in LAYER_KINDS for name, size in part.model_sizes(args).items()}
+
+
+def expert_ranks_of(args: Any) -> int:
+    """Return the ranks that hold a layer's experts; 1: there are none, or one rank has them all."""
+    return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
+
+
+def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
+    """Megatron's flags whose job the parts do otherwise with --epp."""
+    return tuple(row for part in LAYER_KINDS for row in part.REPLACED)
+
+
+def kind_defaults(wanted: Any) -> dict[str, Any]:
+    """Megatron's flags that the parts imply with --epp."""
+    return {name: value for part in LAYER_KINDS for name, value in part.defaults(wanted).items()}
+
+
+def lockstep_of(args: Any) -> int:
+    """Return the replicas whose ranks hold one layer together, neighbours that run in lockstep, as
+    Megatron spreads experts over the ranks of a stage in order; 1: each replica has all of it."""
+    if (ranks := expert_ranks_of(args)) == 1:
+        return 1
+    return max(1, ranks // (args.tensor_model_parallel_size * args.context_parallel_size))
+
+
+def letters_of_kinds(args: Any) -> str:
+    """Recompute letters of the model that only layers with some part have."""
+    there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
+    return "".join(priced.LETTERS for priced in there if priced is not None)
+
+
+def whole_documents(args: Any) -> bool:
+    """Whether the model trains on whole documents only."""
+    return any(part.wants_whole(args) for part in LAYER_KINDS)
+
+
+def require_shared(holder: Any, what: str) -> None:
+    """ValueError: a part of a layer needs every document whole, so that ``what`` cannot be."""
+    found = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
+    if found:
+        raise ValueError(f"{what}: not with {found}; expected a model without")
+
+
+def limits_of_kinds() -> tuple[Limit, ...]:
+    """Everything that layers do not run."""
+    return tuple(limit for part in LAYER_KINDS for limit in part.LIMITS)
+
+
+def require_pattern(args: Namespace) -> None:
+    """Raise a ValueError unless the pattern of ``args``, flags as they are given, is one of
+    Megatron's, with segments that its pipeline's stages can share."""
+    pattern = pattern_of(args)
+    if pattern is None:
+        return
+    whole = f"{FLAG} {pattern}"
+    said = [f"{letter} ({name})" for letter, name in LETTERS.items()]
+    expected = f"expected a letter for each layer, {', '.join(said[:-1])} or {said[-1]}, and "
+    expected += f"{BORDER} between stages"
+    for letter in pattern.replace(BORDER, "").replace(FURTHER, ""):
+        if letter not in LETTERS:
+            raise ValueError(f"{whole}: {letter!r} stands for no layer; {expected}")
+    letters = letters_of_layers(pattern)
+    if not letters:
+        raise ValueError(f"{whole}: no layer; {expected}")
+    for part in LAYER_KINDS:
+        if (reason := part.unfit_pattern(args, letters + depth_letters(pattern))) is not None:
+            raise ValueError(f"{whole}: {reason}")
+    if not placed_by_time(args):
+        layers_of_stages(args)
+
+
+# ------------------------------------------------------------------ Megatron's modules
+
+
+def heads_of(config: Any, context: int | None = None) -> Heads:
+    """Heads of a rank, sharded over tensor- and context-parallel ranks; ``context``: these, if
+    other than the configuration's."""
+    ranks = config.context_parallel_size if context is None else context
+    known = (part.heads(config, ranks) for part in reversed(LAYER_KINDS))
+    return next(heads for heads in known if heads is not None)
+
+
+def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
+    """Views of queries in the layers of a model of ``config``, of each kind one: so many inputs in
+    front of each (None: all), and whether sinks."""
+    return next(filter(None, (part.layers_see(config) for part in LAYER_KINDS)))

@@ -1,0 +1,70 @@
+"""SSM and linear-attention layers in certificates."""
+
+from typing import Any
+
+from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
+from megatron_epp.mcore.kinds.ssm.gated_delta_net import make_rule_double
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, MambaKind, SSMKind
+
+# Of small models: neither alike nor powers of two, so that nothing fits by accident.
+SMALL_KEYS, SMALL_VALUES = 6, 4
+STATE_GROUPS = 2
+MOST_STATE_HEADS = 4
+
+
+class SSMCertificate(LayerCertificate):
+    """Scaled down are heads, groups and sizes of states. Kept: heads of a group, up to 4."""
+
+    KIND: SSMKind
+
+    def small_words(self, args: Any) -> list[str]:
+        return self.KIND.words(args)
+
+    def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
+        """(heads, groups) of a small model: few of both, in the same ratio up to 4."""
+        self.KIND.require(args, tp)
+        heads, groups = self.KIND.counts(args)
+        cp = args.context_parallel_size
+        counts = range(min(STATE_GROUPS, groups // tp), groups // tp + 1)
+        few = next((count for count in counts if self.KIND.shares(count, cp)), groups // tp)
+        ratios = range(min(heads // groups, MOST_STATE_HEADS), heads // groups + 1)
+        ratio = next((ratio for ratio in ratios if not few * ratio % cp), heads // groups)
+        return few * ratio * tp, few * tp
+
+
+class MambaCertificate(SSMCertificate):
+    KIND = MambaKind()
+
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
+        if not self.KIND.asked(args):
+            return {}
+        heads, groups = self.small_heads(args, tp)
+        return {
+            "mamba_num_heads": heads,
+            "mamba_num_groups": groups,
+            "mamba_state_dim": SMALL_KEYS,
+            "mamba_head_dim": SMALL_VALUES,
+        }
+
+
+class GatedDeltaNetCertificate(SSMCertificate):
+    KIND = GatedDeltaNetKind()
+
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
+        if not self.KIND.asked(args):
+            return {}
+        heads, groups = self.small_heads(args, tp)
+        return {
+            "linear_num_value_heads": heads,
+            "linear_num_key_heads": groups,
+            "linear_key_head_dim": SMALL_KEYS,
+            "linear_value_head_dim": SMALL_VALUES,
+        }
+
+    def make_double(self, args: Any) -> None:
+        if self.KIND.asked(args):
+            make_rule_double()

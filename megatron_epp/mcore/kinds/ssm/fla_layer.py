@@ -1,0 +1,109 @@
+"""Layers that frameworks build of flash-linear-attention's modules, on chunks.
+
+Their forward stays as it is. While a chunk passes, its convolutions and its rule are those of the
+chunk, so an adapter says where a kind of them has both.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from megatron_epp.layers.ssm.carried import CarriedStates
+from megatron_epp.layers.ssm.fla_calls import apply_rule, convolve_calls
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+
+
+@dataclass(frozen=True, slots=True)
+class FlaLayer:
+    """Names of what a kind of layer calls.
+
+    convolutions   attributes with its ShortConvolutions, in the order of its calls
+    package, rule  where its rule is looked up when it runs
+    """
+
+    convolutions: tuple[str, ...]
+    package: str
+    rule: str
+
+
+# Kimi's delta attention (arXiv 2510.26692): a decay for each channel of a key.
+KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
+
+
+def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
+    """Make ``module``, of layer ``index`` of the stage, compute chunks: it takes hidden states, and
+    Megatron's parameters of packed sequences by name."""
+    plain: Callable[..., Any] = module.forward
+    convolutions = [getattr(module, name) for name in kind.convolutions]
+    channels = [len(convolution.weight) for convolution in convolutions]
+    taps = convolutions[0].weight.shape[-1]
+
+    @wraps(plain)
+    def forward(*inputs: Any, packed_seq_params: Any = None, **others: Any) -> Any:
+        others["packed_seq_params"] = packed_seq_params
+        if not isinstance(packed_seq_params, ChunkParams):
+            return plain(*inputs, **others)
+        state = packed_seq_params.state
+        states = CarriedStates(state, state.layer(index), taps, sum(channels))
+        package, first = import_module(kind.package), 0
+        with ExitStack() as during:
+            for convolution, count in zip(convolutions, channels, strict=True):
+                made = _convolution(convolution.forward, states, first)
+                during.enter_context(_replaced(convolution, "forward", made))
+                first += count
+            rule = _rule(getattr(package, kind.rule), states)
+            during.enter_context(_replaced(package, kind.rule, rule))
+            return plain(*inputs, **others)
+
+    module.forward = forward
+
+
+def _convolution(plain: Callable[..., Any], states: CarriedStates, first: int) -> Callable:
+    """ShortConvolution's forward, of all channels from ``first`` on."""
+
+    def forward(x: Tensor, *, cu_seqlens: Any = None, **options: Any) -> tuple[Tensor, None]:
+        def of_call(rows_1LC: Tensor, borders: Tensor) -> Tensor:
+            return plain(x=rows_1LC, cu_seqlens=borders, **options)[0]
+
+        return convolve_calls(x[0], states, of_call, first)[None], None
+
+    return forward
+
+
+def _rule(plain: Callable[..., Any], states: CarriedStates) -> Callable[..., Any]:
+    """A rule that gives no final state."""
+
+    def rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        assert initial_state is None and not output_final_state, "the store has the states"
+        return apply_rule(plain, (q, k, v, g, beta), states, **options), None
+
+    return rule
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    """``holder`` with another attribute ``name``; its own may be of its class."""
+    own = vars(holder).get(name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, own)

@@ -1,0 +1,169 @@
+"""Megatron's gated delta net on chunks: in the place of what it does between its projections.
+
+Its convolution and its rule are flash-linear-attention's (layers/ssm/fla_calls.py), or, with
+--deterministic-mode, torch's, as Megatron has them: these know one sequence a call.
+
+T rows of a chunk, C channels of Q, K, V, gate, beta and alpha one behind the other, H heads of V of
+P channels.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import gdn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_epp.layers.attention.ulysses import Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable_all
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.layers.ssm.by_heads import Section, scan_by_heads
+from megatron_epp.layers.ssm.carried import CarriedStates
+from megatron_epp.layers.ssm.fla_calls import apply_rule, convolve_calls
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.attention.module import SingleRank
+from megatron_epp.mcore.kinds.base import LayerPlace
+
+
+def install_gated_delta_net(place: LayerPlace) -> None:
+    """Make the gated delta net of a layer of the stage scan chunks."""
+    net, dropped = place.layer.self_attention, place.dropped
+    net.forward = GatedDeltaNetScan(net, place.index, dropped)
+    wrap_norm(place.layer.input_layernorm, dropped)
+    for reader in (net.in_proj, net.out_proj):
+        wrap_consumer(reader, dropped)
+
+
+class GatedDeltaNetScan:
+    """Stands in the place of the forward of ``net``."""
+
+    def __init__(self, net: Any, layer: int, dropped: DroppedOutputs):
+        self.net, self.layer, self.dropped = net, layer, dropped
+        self.plain: Callable[..., Any] = net.forward
+        group = net.pg_collection.cp
+        self.ulysses = Ulysses(group) if group.size() > 1 else None
+        self.whole = _of_one_rank(net)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *others: Any,
+        packed_seq_params: Any = None,
+        **named: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(packed_seq_params, ChunkParams):
+            named["packed_seq_params"] = packed_seq_params
+            return self.plain(hidden_states, attention_mask, *others, **named)
+        net = self.net
+        rows_t1C, _ = net.in_proj(hidden_states)
+        keys, values = net.num_k_heads_local_tp, net.num_v_heads_local_tp
+        sections = (
+            Section(keys, net.key_head_dim),  # Q
+            Section(keys, net.key_head_dim),  # K
+            Section(values, net.value_head_dim),  # V
+            Section(values, net.value_head_dim),  # gate
+            Section(values, 1),  # beta
+            Section(values, 1),  # alpha
+        )
+        state = packed_seq_params.state
+        y_tHP = scan_by_heads(rows_t1C[:, 0], sections, state, self.ulysses, self.scan)
+        return net.out_proj(y_tHP.flatten(1)[:, None])
+
+    def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
+        net = self.net if of_my_heads else self.whole
+        group = net.pg_collection.cp
+        qkv_1TC, gate, beta, alpha = rows_TC[None].split(net.feat_dim_split, -1)
+        weight = gdn.get_parameter_local_cp(net.conv1d.weight, 0, group, _convolved(net))
+        taps, channels, alone = weight.shape[-1], rows_TC.shape[1], net.config.deterministic_mode
+        states = CarriedStates(state, state.layer(self.layer), taps, channels, alone)
+        qkv_1TC = self._convolve(qkv_1TC[0], states, weight.squeeze(1), group)[None]
+        gate = gate.reshape(1, len(rows_TC), -1, net.value_head_dim)
+        q, k, v, gate, beta, alpha = net._prepare_input_for_gated_delta_rule(
+            qkv_1TC, gate, 1, len(rows_TC), beta, alpha
+        )
+        A_log, dt_bias = (gdn.get_parameter_local_cp(x, 0, group) for x in (net.A_log, net.dt_bias))
+        g, beta = net._compute_g_and_beta(A_log, dt_bias, alpha, beta)
+        rule, inputs = net.gated_delta_rule, (q, k, v, g, beta)
+        y_1THP = apply_rule(rule, inputs, states, use_qk_l2norm_in_kernel=False)
+        return self._normed(net, y_1THP, gate)[0]
+
+    def _convolve(
+        self, rows_TC: Tensor, states: CarriedStates, weight_CW: Tensor, group: Any
+    ) -> Tensor:
+        net, bias = self.net, self.net.conv1d.bias
+        if bias is not None:
+            bias = gdn.get_parameter_local_cp(bias, 0, group, _convolved(net))
+
+        def of_one(rows_1LC: Tensor, borders: None) -> Tensor:
+            rows = len(rows_1LC[0])
+            rows_1CL, taps = rows_1LC.transpose(1, 2), weight_CW[:, None]
+            made = F.conv1d(rows_1CL, taps, bias, padding=taps.shape[-1] - 1, groups=len(taps))
+            return net.act_fn(made[..., :rows]).transpose(1, 2)
+
+        def convolution(rows_1LC: Tensor, borders: Tensor) -> Tensor:
+            return gdn.causal_conv1d(
+                x=rows_1LC,
+                weight=weight_CW,
+                bias=bias,
+                activation=net.activation,
+                initial_state=None,
+                output_final_state=False,
+                cu_seqlens=borders,
+            )[0]
+
+        return convolve_calls(rows_TC, states, of_one if states.alone else convolution)
+
+    def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
+        """The rule's outputs normed and gated; dropped where norms are, and not exchanged yet."""
+
+        def norm(y: Tensor, gate: Tensor) -> tuple[Tensor]:
+            return (net._apply_gated_norm(y, gate).reshape(y.shape),)
+
+        if "layernorm" not in self.dropped.modules or self.ulysses is not None:
+            return norm(y_1THP, gate_1THP)[0]
+        (made,), (handle,) = recomputable_all(norm, (y_1THP, gate_1THP))
+        self.dropped.add(made, handle)
+        return made
+
+
+class _KeepsDouble(TorchFunctionMode):
+    """Within it, float64 that is to become float32 stays what it is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is Tensor.to and args[1:] == (torch.float32,):
+            args = (args[0], torch.promote_types(args[0].dtype, torch.float32))
+        return func(*args, **(kwargs or {}))
+
+
+def make_rule_double() -> None:
+    """Have Megatron's rule of --deterministic-mode, which casts, compute in float64."""
+    plain = gdn.torch_chunk_gated_delta_rule
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @wraps(plain)
+    def rule(*args: Any, **named: Any) -> Any:
+        with _KeepsDouble():
+            return plain(*args, **named)
+
+    gdn.torch_chunk_gated_delta_rule = rule
+
+
+def _convolved(net: Any) -> list[int]:
+    """Channels of Q, K and V, which the convolution sees, of a tensor-parallel rank."""
+    return [net.qk_dim_local_tp, net.qk_dim_local_tp, net.v_dim_local_tp]
+
+
+def _of_one_rank(net: Any) -> Any:
+    """``net``, with the same parameters, where one context-parallel rank has all heads."""
+    whole = copy.copy(net)
+    whole.cp_size, whole.pg_collection = 1, copy.copy(net.pg_collection)
+    whole.pg_collection.cp = SingleRank()
+    whole._setup_variant_attrs()
+    return whole

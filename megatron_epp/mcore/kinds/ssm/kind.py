@@ -1,0 +1,176 @@
+"""SSM and linear-attention layers: Mamba-2, the gated delta net, Kimi delta attention."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart
+from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
+from megatron_epp.mcore.kinds.limit import Limit
+from megatron_epp.mcore.patching import cpu_host
+
+
+class SSMKind(LayerKind):
+    """An SSM or linear-attention layer.
+
+    PACKAGES   that its kernels come from
+    """
+
+    PACKAGES: ClassVar[dict[str, str]] = {}
+
+    def asked(self, args: Any) -> bool:
+        """Whether flags, however few of them there are, ask for such layers."""
+        return self.LETTER in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+    def counts(self, args: Any) -> tuple[int, int]:
+        """(heads, groups of them that share keys)."""
+        raise NotImplementedError
+
+    def state_sizes(self, args: Any) -> tuple[int, int]:
+        """Channels of a key and of a value of a head."""
+        raise NotImplementedError
+
+    def words(self, args: Any) -> list[str]:
+        if not self.asked(args):
+            return []
+        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
+        return [f"{self.NAME} of {heads} heads in {groups} groups, states of {keys} by {values}"]
+
+    def require(self, args: Any, tp: int) -> None:
+        """Raise a ValueError unless heads and groups divide over ``tp`` ranks and, in each, over
+        the context-parallel ones."""
+        if not self.asked(args):
+            return
+        heads, groups = self.counts(args)
+        if heads < 1 or groups < 1 or heads % groups:
+            raise ValueError(f"{self.NAME}: {heads} heads do not divide into {groups} groups")
+        cp = args.context_parallel_size
+        if groups % tp or heads % (tp * cp) or not self.shares(groups // tp, cp):
+            raise ValueError(
+                f"{self.NAME}: {heads} heads in {groups} groups do not divide over "
+                f"--tensor-model-parallel-size {tp} and --context-parallel-size {cp}; expected "
+                "multiples"
+            )
+
+    def shares(self, groups: int, cp: int) -> bool:
+        """Whether a tensor-parallel rank's ``groups`` divide over ``cp`` ranks."""
+        return not groups % cp
+
+    def refuse(self, args: Any) -> None:
+        self.require(args, args.tensor_model_parallel_size)
+        lacking = [name for name in self.PACKAGES if find_spec(name) is None]
+        if lacking and self.asked(args) and not cpu_host.is_cpu_host():
+            wheels = " ".join(self.PACKAGES[name] for name in lacking)
+            raise ValueError(f"{self.NAME} layers: {wheels} is missing; pip install {wheels}")
+
+
+class MambaKind(SSMKind):
+    """Mamba-2, of a HybridModel alone."""
+
+    PRICED, NAME, LETTER, SLOT = MambaPart, "Mamba", "M", "mixer"
+    TIMED: ClassVar = {"layernorm": "norm"}
+    STACK = "mamba_layer"
+    PACKAGES: ClassVar = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
+    LIMITS = (
+        Limit(
+            "Mamba's scan without its fused kernel (--disable-mamba-mem-eff-path)",
+            "leave it out: Megatron does not train packed documents without it either",
+            lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        if not getattr(args, "hybrid_layer_pattern", None):
+            return (False,) * args.num_layers
+        return super().layers(args)
+
+    def counts(self, args: Any) -> tuple[int, int]:
+        heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+        return heads, args.mamba_num_groups
+
+    def state_sizes(self, args: Any) -> tuple[int, int]:
+        return args.mamba_state_dim, args.mamba_head_dim
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
+        return {
+            "mamba_heads": heads,
+            "state_groups": groups,
+            "state_keys": keys,
+            "state_values": values,
+        }
+
+    def shares(self, groups: int, cp: int) -> bool:
+        return not (groups % cp and cp % groups)
+
+
+class GatedDeltaNetKind(SSMKind):
+    """The gated delta net: of a HybridModel, or in the place of attention in some layers
+    (--experimental-attention-variant gated_delta_net, --linear-attention-freq)."""
+
+    PRICED, NAME, LETTER, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
+    VARIANT = "gated_delta_net"
+    TIMED: ClassVar = {"layernorm": "input_layernorm"}
+    STACK = "gdn_layer"
+    PACKAGES: ClassVar = {"fla": "flash-linear-attention"}
+    LIMITS = (
+        Limit(
+            "gated delta nets over tensor-parallel ranks that all hold the same rows",
+            "give --sequence-parallel: Megatron adds up their norm's gradients with it alone",
+            lambda args: (
+                GatedDeltaNetKind().asked(args)
+                and args.tensor_model_parallel_size > 1
+                and not args.sequence_parallel
+            ),
+        ),
+    )
+
+    def asked(self, args: Any) -> bool:
+        variant = getattr(args, "experimental_attention_variant", None)
+        return variant == self.VARIANT or super().asked(args)
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        if getattr(args, "hybrid_layer_pattern", None):
+            return super().layers(args)
+        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
+            return (False,) * args.num_layers
+        every = args.linear_attention_freq
+        if every is None:
+            raise ValueError(
+                f"--experimental-attention-variant {self.VARIANT}: --linear-attention-freq is "
+                "missing; expected N, so that each N-th layer has attention, or 1 or 0 for each "
+                "layer"
+            )
+        if isinstance(every, int):
+            return tuple(number % every != 0 for number in range(1, args.num_layers + 1))
+        return mask_of_layers("--linear-attention-freq", every, args.num_layers)
+
+    def counts(self, args: Any) -> tuple[int, int]:
+        return args.linear_num_value_heads, args.linear_num_key_heads
+
+    def state_sizes(self, args: Any) -> tuple[int, int]:
+        return args.linear_key_head_dim, args.linear_value_head_dim
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
+        return {
+            "attention": False,
+            "delta_heads": heads,
+            "state_groups": groups,
+            "state_keys": keys,
+            "state_values": values,
+        }
+
+    def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
+        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
+            return {}
+        return {"linear_attention_freq": [int(there) for there in mask]}
+
+
+class KDAKind(LayerKind):
+    """Kimi's delta attention, of frameworks' specifications: no flag of Megatron's asks for it."""
+
+    NAME, SLOT = "Kimi's delta attention", "self_attention"
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        return (False,) * args.num_layers

@@ -1,0 +1,75 @@
+"""Layers with a state, of Megatron's local modules: it has them of Transformer Engine's alone.
+
+Checkpoints have the keys that Transformer Engine's layers give them.
+"""
+
+from typing import Any
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_linear_attention_pattern,
+)
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_epp.mcore.kinds.local_layers import block_with, local_submodules
+
+_NORM_OF_DELTA = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+
+
+def local_mamba(config: Any) -> ModuleSpec:
+    """Description of a Mamba layer."""
+    whole = local_submodules(config)
+    submodules = MambaLayerSubmodules(
+        norm=whole.input_layernorm,
+        mixer=ModuleSpec(
+            module=MambaMixer,
+            submodules=MambaMixerSubmodules(
+                in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
+            ),
+        ),
+        mamba_bda=whole.self_attn_bda,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    return ModuleSpec(module=MambaLayer, submodules=submodules)
+
+
+def local_gated_delta_net(config: Any) -> ModuleSpec:
+    """Description of a layer of a gated delta net."""
+    whole = local_submodules(config)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm,
+        self_attention=_delta(whole.input_layernorm),
+        self_attn_bda=whole.self_attn_bda,
+        sharded_state_dict_keys_map={**_NORM_OF_DELTA},
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+
+
+def _delta(norm: Any) -> ModuleSpec:
+    """A gated delta net with such a ``norm`` behind its rule."""
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=norm, out_proj=RowParallelLinear
+        ),
+    )
+
+
+def local_gated_delta_net_block(config: Any, vp_stage: int | None) -> Any:
+    """Description of a stage's layers of a GPTModel, with gated delta nets in the place of
+    attention where --linear-attention-freq has them."""
+    linear = get_linear_attention_pattern(config)
+
+    def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:
+        if not linear[number]:
+            return {}
+        return {
+            "self_attention": _delta(submodules.input_layernorm),
+            "sharded_state_dict_keys_map": submodules.sharded_state_dict_keys_map | _NORM_OF_DELTA,
+        }
+
+    return block_with(config, vp_stage, changed)

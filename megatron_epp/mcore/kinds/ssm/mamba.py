@@ -1,0 +1,137 @@
+"""Megatron's Mamba-2 mixer on chunks: in the place of its scan.
+
+The convolution is inside of the kernel, which takes a state to begin with, but no rows in front. So
+the rows in front of a border go into the call as rows of their own, with a time step of zero: they
+move no state, and their outputs are dropped.
+
+T rows of a call, C channels of z, x, B, C and dt one behind the other, H heads of P channels.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.ssm import mamba_mixer
+from torch import Tensor
+
+from megatron_epp.layers.attention.ulysses import Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.concatenated import concatenated
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
+from megatron_epp.layers.ssm.by_heads import Section, scan_by_heads
+from megatron_epp.layers.ssm.carried import CarriedStates, most_rows
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.base import LayerPlace
+
+# Added to a head's bias it is far below what softplus makes a time step of, in any dtype.
+NO_TIME = -1e4
+
+
+def install_mamba(place: LayerPlace) -> None:
+    """Make the Mamba mixer of a layer of the stage scan chunks."""
+    layer, dropped = place.layer, place.dropped
+    mixer = layer.mixer
+    MambaScan(mixer, place.index)
+    for norm in (layer.norm, *([mixer.norm] if mixer.rmsnorm else [])):
+        wrap_norm(norm, dropped)
+    for reader in (mixer.in_proj, mixer.out_proj):
+        wrap_consumer(reader, dropped)
+
+
+class MambaScan:
+    """Stands in the place of what ``mixer`` does between its two projections, but for its norm."""
+
+    def __init__(self, mixer: Any, layer: int):
+        self.mixer, self.layer = mixer, layer
+        self.plain, self.exchange = mixer._ssm_training, mixer.cp.pre_conv_ssm
+        self.mine, self.whole = mixer.cp, _of_one_rank(mixer.cp)
+        group = mixer.pg_collection.cp
+        self.ulysses = Ulysses(group) if group.size() > 1 else None
+        mixer.cp.pre_conv_ssm = self._before
+        mixer._ssm_training = self._train
+
+    def _before(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """Megatron's exchange undoes an order of rows that chunks do not have."""
+        if isinstance(packed_seq_params, ChunkParams):
+            return rows_t1C
+        return self.exchange(rows_t1C, packed_seq_params)
+
+    def _train(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
+        if not isinstance(packed_seq_params, ChunkParams):
+            return self.plain(rows_t1C, packed_seq_params)
+        mixer, cp = self.mixer, self.whole
+        sections = (
+            Section(cp.nheads_local_tp, mixer.headdim),  # z
+            Section(cp.nheads_local_tp, mixer.headdim),  # x
+            Section(cp.ngroups_local_tp, mixer.d_state),  # B
+            Section(cp.ngroups_local_tp, mixer.d_state),  # C
+            Section(cp.nheads_local_tp, 1),  # dt
+        )
+        state = packed_seq_params.state
+        y_tHP = scan_by_heads(rows_t1C[:, 0], sections, state, self.ulysses, self.scan)
+        y_t1I = y_tHP.flatten(1)[:, None]
+        if not mixer.rmsnorm:
+            return y_t1I
+        # mamba_ssm's, too, counts elements in 32 bits.
+        return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
+
+    def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
+        mixer, cp = self.mixer, self.mine if of_my_heads else self.whole
+        weight_CW = cp.get_conv1d_weight().squeeze(1)
+        convolved, taps = weight_CW.shape
+        inner = cp.d_inner_local_tpcp
+        states = CarriedStates(state, state.layer(self.layer), taps, rows_TC.shape[1])
+        D = cp.get_D().float()
+        parameters = {
+            "conv1d_weight": weight_CW,
+            "conv1d_bias": cp.get_conv1d_bias(),
+            "dt_bias": cp.get_dt_bias().float(),
+            "A": -torch.exp(cp.get_A_log().float()),
+            "D": D.unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else D,
+            "chunk_size": mixer.chunk_size,
+            "activation": mixer.activation,
+            "headdim": None if mixer.D_has_hdim else mixer.headdim,
+            "ngroups": cp.ngroups_local_tpcp,
+            "norm_before_gate": mixer.norm_before_gate,
+        }
+        outputs = []
+        for number, rows in enumerate(states.of_calls(rows_TC)):
+            front = states.front(number, rows)
+            count = 0 if front is None else len(front)
+            if front is not None:
+                rows = torch.cat((_standing(front, rows, inner), rows))
+            seen = rows[:, inner : inner + convolved]
+            states.behind(number, seen)
+            initial, wants = states.initial(number), states.wants_final(number)
+            dtype = mixer.mamba_training_ssm_states_dtype
+            if initial is not None or wants:
+                dtype = torch.promote_types(dtype, torch.float32)  # gradients of many slices
+            made = mamba_mixer.mamba_split_conv1d_scan_combined(
+                rows[None],
+                **parameters,
+                initial_states=None if initial is None else initial[None],
+                seq_idx=states.sequences(number, count, rows.device),
+                return_final_states=wants,
+                **({"state_dtype": dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+            )
+            y_1LI, final = made if wants else (made, None)
+            y = y_1LI[0, count:].unflatten(1, (-1, mixer.headdim))
+            outputs.append(states.leave(number, y, None if final is None else final[0]))
+        return concatenated(outputs)
+
+
+def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:
+    """Rows [W-1, C] of which the convolution sees ``front``, and for which no time passes."""
+    gate = front.new_zeros(len(front), inner)
+    heads = rows_TC.shape[1] - inner - front.shape[1]
+    return torch.cat((gate, front, front.new_full((len(front), heads), NO_TIME)), 1)
+
+
+def _of_one_rank(cp: Any) -> Any:
+    """Megatron's ``cp``, which cuts parameters for context-parallel ranks, for one that has all
+    heads."""
+    whole = copy.copy(cp)
+    whole.cp_size = 1
+    for name in ("d_inner_local", "nheads_local", "ngroups_local"):
+        setattr(whole, f"{name}_tpcp", getattr(cp, f"{name}_tp"))
+    return whole

@@ -1,0 +1,77 @@
+"""SSM and linear-attention layers on chunks."""
+
+from typing import Any
+
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
+
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
+from megatron_epp.mcore.kinds.ssm.fla_layer import KDA, install_fla_layer
+from megatron_epp.mcore.kinds.ssm.gated_delta_net import install_gated_delta_net
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, KDAKind, MambaKind
+from megatron_epp.mcore.kinds.ssm.local import (
+    local_gated_delta_net,
+    local_gated_delta_net_block,
+    local_mamba,
+)
+from megatron_epp.mcore.kinds.ssm.mamba import install_mamba
+
+
+class MambaModule(KindModule):
+    KIND = MambaKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, MambaMixer)
+
+    def install(self, place: LayerPlace) -> None:
+        install_mamba(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        mixer, cp = layer.mixer, layer.mixer.cp
+        state = (1, cp.nheads_local_tpcp, mixer.headdim, mixer.d_state)
+        return KeptShapes((state, (1, mixer.d_conv - 1, cp.conv1d_channels())))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_mamba(config)
+
+
+class GatedDeltaNetModule(KindModule):
+    KIND = GatedDeltaNetKind()
+
+    def holds(self, module: Any) -> bool:
+        return isinstance(module, GatedDeltaNet)
+
+    def install(self, place: LayerPlace) -> None:
+        install_gated_delta_net(place)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        net = layer.self_attention
+        heads = net.num_v_heads_local_tp // net.cp_size
+        convolved = net.conv_dim_local_tp // net.cp_size
+        state = (1, heads, net.key_head_dim, net.value_head_dim)
+        return KeptShapes((state, (1, net.conv_kernel_dim - 1, convolved)))
+
+    def local_layer(self, config: Any) -> Any:
+        return local_gated_delta_net(config)
+
+    def local_block(self, config: Any, vp_stage: int | None) -> Any:
+        if config.experimental_attention_variant != self.KIND.VARIANT:
+            return None
+        return local_gated_delta_net_block(config, vp_stage)
+
+
+class KDAModule(KindModule):
+    KIND = KDAKind()
+
+    def holds(self, module: Any) -> bool:
+        return all(hasattr(module, name) for name in KDA.convolutions)
+
+    def install(self, place: LayerPlace) -> None:
+        install_fla_layer(place.layer.self_attention, place.index, KDA)
+
+    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
+        net = layer.self_attention
+        q, k, v = (convolution.weight for convolution in (net.q_conv1d, net.k_conv1d, net.v_conv1d))
+        heads, channels = net.A_log.numel(), len(q) + len(k) + len(v)
+        state = (1, heads, net.dt_bias.numel() // heads, len(v) // heads)
+        return KeptShapes((state, (1, q.shape[-1] - 1, channels)))

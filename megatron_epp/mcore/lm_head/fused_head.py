@@ -1,0 +1,130 @@
+"""Fused LM head and loss: the backward of both runs in the forward (layers.lm_head.fused_loss)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, head_block_tokens
+from megatron_epp.layers.concatenated import concatenated
+from megatron_epp.layers.lm_head.fused_loss import Losses, fused_backward
+from megatron_epp.mcore.patching import cpu_host
+
+# Rows whose logits live at once without a GPU, where no launch has to pay for itself.
+CPU_BLOCK_TOKENS = 1024
+
+
+def early_head(args: Any) -> bool:
+    """Whether the last stage's head may run its backward early.
+
+    Where hooks start the overlapped reduction during the stage's last backward, the output layer's
+    gradient must come there, with the others.
+    """
+    hooks_reduce = args.pipeline_model_parallel_size == 1 or not args.align_grad_reduce
+    return not (args.overlap_grad_reduce and hooks_reduce)
+
+
+def block_tokens(args: Any) -> int:
+    """Rows that the head takes at a time."""
+    words = args.padded_vocab_size // args.tensor_model_parallel_size
+    return rows_at_once(words, cpu_host.has_gpu())
+
+
+def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
+    """Rows whose logits are held at once. ``words``: vocabulary rows of this rank, 1/stages of
+    those of its tensor-parallel rank with vocabulary parallelism."""
+    if on_gpu:
+        return head_block_tokens(words)
+    return min(CPU_BLOCK_TOKENS * stages, HEAD_BLOCK_TOKENS[0])
+
+
+class FusedHead:
+    """An ``output_processor`` of GPTModel.forward: token losses [1, T], backward already run;
+    [1 + D, T] where hidden states of D depths come with the decoder's.
+
+    ``weights_1T``: the gradient of every token's loss. With sequence parallelism the rank's rows
+    are gathered with the others' once, so that a block of them is one of the labels, and their
+    gradients summed and scattered once.
+    """
+
+    def __init__(self, weights_1T: Tensor):
+        self.weights_1T = weights_1T
+
+    def __call__(self, **given: Any) -> Tensor:
+        layer = given["output_layer"]
+        made = [
+            self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
+            for depth, (hidden_t1H, losses) in enumerate(_predictions(**given))
+        ]
+        return concatenated(made)
+
+    def _early(
+        self, hidden_t1H: Tensor, weights_1T: Tensor, losses: Losses, output_layer: Any
+    ) -> Tensor:
+        block = rows_at_once(output_layer.output_size_per_partition, hidden_t1H.is_cuda)
+        if not output_layer.sequence_parallel:
+            return fused_backward(hidden_t1H, weights_1T, losses, block)
+        group = output_layer.tp_group
+        with _on_gathered_rows(output_layer):
+            return fused_backward(
+                hidden_t1H,
+                weights_1T,
+                losses,
+                block,
+                gather=partial(gather_from_sequence_parallel_region, group=group),
+                scatter=partial(reduce_scatter_to_sequence_parallel_region, group=group),
+            )
+
+
+def losses_of_each(**given: Any) -> Tensor:
+    """An ``output_processor``: losses [1 + D, T] of all tokens that are predicted of a row, with
+    their backward where autograd has it."""
+    made = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**given)]
+    return concatenated(made)
+
+
+def _predictions(
+    *,
+    hidden_states: Tensor | tuple[Tensor, ...],
+    output_layer: Any,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    runtime_gather_output: bool | None,
+    compute_language_model_loss: Any,
+    scale_logits: Any,
+    config: Any,
+    **others: Any,
+) -> Iterator[tuple[Tensor, Losses]]:
+    """(hidden states, losses of some of their rows) of each token that is predicted: the next, then
+    those of depths, which do not train the output layer with --mtp-detach-heads."""
+
+    def losses(depth: int, weight: Tensor | None, hidden_t1H: Tensor, rows: slice) -> Tensor:
+        logits, _ = output_layer(
+            hidden_t1H, weight=weight, runtime_gather_output=runtime_gather_output
+        )
+        return compute_language_model_loss(labels[depth : depth + 1, rows], scale_logits(logits))
+
+    every = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+    for depth, hidden_t1H in enumerate(every):
+        weight = output_weight
+        if depth and config.mtp_detach_heads:
+            weight = (output_layer.weight if weight is None else weight).detach()
+        yield hidden_t1H, partial(losses, depth, weight)
+
+
+@contextmanager
+def _on_gathered_rows(output_layer: ColumnParallelLinear) -> Iterator[None]:
+    """The output layer neither gathers its rows nor adds up their gradients over the ranks."""
+    before = output_layer.sequence_parallel, output_layer.disable_grad_reduce
+    output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True
+    try:
+        yield
+    finally:
+        output_layer.sequence_parallel, output_layer.disable_grad_reduce = before

@@ -1,0 +1,261 @@
+"""Megatron's output layer with its words over the stages.
+
+Shard i * P + s of the words lies on stage s of P, tensor-parallel rank i: together the stages hold
+of rank i what Megatron's last stage holds. A checkpoint knows them under the same key, cut finer,
+so it loads and saves whatever the stages and ranks.
+
+Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, which is its
+shard, too, and those of the other stages are copies of its words (tied.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_epp.layers.lm_head.vocabulary import (
+    OutputWeightShard,
+    Statistics,
+    statistics,
+    weight_gradients,
+)
+from megatron_epp.mcore.lm_head.fused_head import rows_at_once
+
+
+class VocabularyShard(nn.Module):
+    """Some words of the output layer, in its place on every stage: ``output_layer``.
+
+    Its forward is H's arithmetic, so that whoever waits for a module's weights waits for these.
+    ``weight``: a parameter of its own, or the first words of one, ``of``, that is another module's.
+    ``place``: the pipeline rank of every stage.
+    """
+
+    def __init__(
+        self,
+        weight_VH: Parameter | None,
+        index: int,
+        shards: int,
+        tp: Any,
+        scattered: bool,
+        of: Parameter | None = None,
+        place: tuple[int, ...] = (),
+    ):
+        super().__init__()
+        assert (weight_VH is None) == (of is not None)
+        self.weight = weight_VH
+        self._of: tuple[Parameter, ...] = () if of is None else (of,)  # no parameter of this module
+        self.index, self.shards, self.place = index, shards, place
+        self.tp_group, self.scattered = tp, scattered
+        self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
+        self._register_load_state_dict_pre_hook(
+            lambda state, prefix, *others: state.setdefault(f"{prefix}_extra_state")
+        )
+
+    @property
+    def words(self) -> OutputWeightShard:
+        # Looked up whenever it is used: DDP gives parameters other storage.
+        ranks = self.tp_group.size()
+        weight_VH = self.weight.detach() if self.weight is not None else self._mine(*self._of)
+        stages = self.shards // ranks
+        return OutputWeightShard(
+            weight_VH,
+            self.index * len(weight_VH),
+            rows_at_once(len(weight_VH), weight_VH.is_cuda, stages),
+            self.tp_group if ranks > 1 else None,
+            self.scattered,
+            self.hold,
+        )
+
+    def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
+        return statistics(hidden_tH, labels_T, self.words, gradient)
+
+    def add_gradient(
+        self, hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor
+    ) -> None:
+        """G: what a chunk adds to the weight's gradient; hooks on it fire once."""
+        before: Tensor | None = None
+        parts = weight_gradients(hidden_tH, labels_T, weights_T, lse_t, self.words)
+        for part_VH in parts:
+            if before is not None:
+                self._add(before)
+            before = part_VH
+        assert before is not None, "a chunk has rows"
+        if self.weight is None:  # reported by whose it is: its last B, or the stage's last op
+            self._add(before)
+            return
+        with torch.enable_grad():
+            root = _BroughtGradient.apply(self.weight, before)
+        torch.autograd.backward(root, root.detach())
+
+    def _add(self, part_VH: Tensor) -> None:
+        weight = self._of[0] if self.weight is None else self.weight
+        total = getattr(weight, "main_grad", None)
+        if total is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            total = weight.grad
+        total[: len(part_VH)] += part_VH
+
+    def _mine(self, weight: Parameter) -> Tensor:
+        """The first words of ``weight``, which has those of all stages."""
+        return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor | ShardedObject]:
+        """With the empty state that Megatron's output layer has beside its weight: a GPTModel
+        leaves it out of checkpoints, a HybridModel asks for it."""
+        assert not sharded_offsets, "an output layer is one of its kind"
+        key, beside = f"{prefix}weight", f"{prefix}_extra_state"
+        rank, stage = divmod(self.index, self.shards // self.tp_group.size())
+        replica = (stage, rank, _data_rank(metadata))
+        found: dict[str, ShardedTensor | ShardedObject]
+        found = {beside: make_sharded_object_for_checkpoint(None, beside, replica_id=replica)}
+        if self.weight is not None:
+            found[key] = sharded_words(key, self.weight, self.index, self.shards, metadata)
+        return found
+
+    def get_extra_state(self) -> None:
+        """None, as Megatron's output layer has."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to take."""
+
+
+def sharded_words(
+    key: str,
+    weight_VH: Tensor,
+    index: int,
+    shards: int,
+    metadata: dict | None = None,
+    replica: tuple[int, ...] | None = None,
+) -> ShardedTensor:
+    """Shard ``index`` of a table of words, as checkpoints know it. ``replica``: which copy it is;
+    None: the first of this replica of the model."""
+    if replica is None:
+        replica = (0, 0, _data_rank(metadata))
+    return ShardedTensor.from_rank_offsets(
+        key,
+        weight_VH,
+        (0, index, shards),
+        replica_id=replica,
+        allow_shape_mismatch=True,  # words are padded to a multiple of the ranks
+    )
+
+
+def _data_rank(metadata: dict | None) -> int:
+    group = (metadata or {}).get("dp_cp_group")
+    if group is None:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+    return group.rank()
+
+
+class _BroughtGradient(torch.autograd.Function):
+    """A root that leads to a weight and brings it a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Parameter, gradient_VH: Tensor) -> Tensor:
+        ctx.gradient = gradient_VH
+        return weight_VH.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+# As Megatron's linears and its output layer have it (tensor_parallel/layers.py).
+_OF_OUTPUT_WEIGHTS = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "allreduce": True,
+    "is_embedding_or_output_parameter": True,
+}
+
+
+def spread_output_layer(
+    models: Mapping[int, Any], place: Sequence[int], device: torch.device
+) -> None:
+    """Give this rank's stages their words in the place of the last stage's whole output layer,
+    which is where their weights come from; of the first stage's embedding, where the two are tied.
+    Collective over the pipeline.
+
+    models   of this rank's stages        place   the rank of every stage; none: stage i on rank i
+    device   where it speaks
+    """
+    group, tp = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
+    place = tuple(place) or tuple(range(group.size()))
+    stages, one = len(place), next(iter(models.values()))
+    config, tied = one.config, one.share_embeddings_and_output_weights
+    if stages - 1 in models:
+        assert type(models[stages - 1].output_layer) is ColumnParallelLinear, "another output layer"
+    source, whole_VH = 0 if tied else stages - 1, None
+    if source in models:
+        whole_VH = models[source].shared_embedding_or_output_weight().data
+    words = one.vocab_size // (tp.size() * stages)
+    where, dtype = next(one.parameters()).device, config.params_dtype
+    for target in range(stages):
+        part = torch.empty(words, config.hidden_size, dtype=dtype, device=device)
+        if whole_VH is not None:
+            part.copy_(whole_VH[target * words : (target + 1) * words])
+        dist.broadcast(part, dist.get_process_group_ranks(group)[place[source]], group=group)
+        if target not in models:
+            continue
+        weight = Parameter(torch.empty(part.shape, dtype=dtype, device=where))
+        weight.data.copy_(part)
+        shared = tied and target == 0  # with the embedding: it has no copy
+        for name, value in _OF_OUTPUT_WEIGHTS.items():
+            setattr(weight, name, value)
+        model = models[target]
+        model.output_layer = VocabularyShard(
+            None if shared else weight,
+            tp.rank() * stages + target,
+            tp.size() * stages,
+            tp,
+            scattered=bool(config.sequence_parallel),
+            of=model.shared_embedding_or_output_weight() if shared else None,
+            place=place,
+        )
+
+
+def shard_of(model: Any) -> VocabularyShard | None:
+    """This stage's words, where the output layer is spread over the stages."""
+    found = getattr(unwrap_model(model), "output_layer", None)
+    return found if isinstance(found, VocabularyShard) else None
+
+
+@contextmanager
+def whole_output_layer(model: Any) -> Iterator[None]:
+    """The last stage has an output layer of all words, though not the trained one, for a while:
+    what one takes tells what its parts will. ``model`` is not wrapped."""
+    own = model.output_layer if model.post_process else None
+    if not isinstance(own, VocabularyShard):
+        yield
+        return
+    config = model.config
+    made = ColumnParallelLinear(
+        config.hidden_size,
+        model.vocab_size,
+        config=config,
+        init_method=config.init_method,
+        bias=False,
+        gather_output=not model.parallel_output,
+        tp_group=own.tp_group,
+    )
+    if config.gradient_accumulation_fusion:
+        made.weight.main_grad = torch.zeros_like(made.weight, dtype=torch.float32)
+    weight_VH = own.words.weight_VH
+    model.output_layer = made.to(weight_VH.device, weight_VH.dtype)
+    try:
+        yield
+    finally:
+        model.output_layer = own

@@ -1,0 +1,149 @@
+"""An embedding that is tied to an output layer whose words lie over the stages.
+
+Stage 0 has the embedding as Megatron gives it, which is its shard of the output layer, too; each
+other stage has a copy of the words of its shard. Once per iteration both copies of a word get the
+sum of their gradients, so that they step alike, as Megatron's two copies on the first and the last
+stage do. The gradient norm counts the embedding only, and a checkpoint has it only: in as many
+parts as there are shards, since all copies of a tensor must be cut alike.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_words
+
+
+def tie(models: Sequence[Any], device: torch.device) -> None:
+    """``models``, this rank's stages, not wrapped yet, have shards that are copies of the
+    embedding's words, if the two are tied. Collective over the pipeline. ValueError: somebody else
+    exchanges their gradients."""
+    if not models[0].share_embeddings_and_output_weights:
+        return
+    # Only the ranks of such a group know of it; all refuse alike.
+    own = mpu.get_embedding_group(check_initialized=False)
+    exchanged = torch.tensor(own is not None and own.size() > 1, device=device).int()
+    dist.all_reduce(exchanged, group=mpu.get_pipeline_model_parallel_group())
+    if exchanged.item():
+        raise ValueError(
+            "--epp-vocab-parallel on: embeddings are tied, and Megatron would exchange their "
+            "gradients between the first and the last stage; give pretrain() "
+            "get_embedding_ranks=megatron_epp.mcore.job.megatron_gpt.embedding_ranks, or leave the "
+            "flag out"
+        )
+    for model in models:
+        weight = model.output_layer.weight
+        model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
+        if weight is None:
+            continue
+        weight.shared = True  # the norm counts the embedding
+        # In a bucket of its own under the distributed optimizer, as the embedding is.
+        weight.shared_embedding = True
+
+
+def _tie_state_dict(
+    model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
+) -> None:
+    """Replaces LanguageModule's, for every stage."""
+    shard: VocabularyShard = model.output_layer
+    group = metadata.get("dp_cp_group")
+    if group is None:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+    if not model.pre_process:
+        assert shard.weight is not None, "the first stage's alone lies in the embedding"
+        state[output_key] = sharded_words(
+            embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
+        )
+        return
+    count = len(shard.place)
+
+    def build(key: str, weight: Tensor, replica: Any, flattened: slice | None) -> list:
+        assert flattened is None, "optimizer states of a part of a tensor"
+        return [
+            sharded_words(key, part, shard.index + stage, shard.shards, replica=replica)
+            for stage, part in enumerate(weight.chunk(count))
+        ]
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            return torch.cat(parts)
+
+    state[embedding_key] = ShardedTensorFactory(
+        embedding_key,
+        model.embedding.word_embeddings.weight,
+        build,
+        merge,
+        (0, 0, group.rank()),
+    )
+
+
+def add_up_tied_gradients(models: Sequence[Any]) -> None:
+    """Give both copies of every word the sum of their gradients. Collective over the pipeline,
+    once per iteration, when those over the replicas are done. ``models``, of this rank's stages,
+    are wrapped by DDP."""
+    shard = shard_of(models[0])
+    if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:
+        return
+    group, place = mpu.get_pipeline_model_parallel_group(), shard.place
+    own: list[Tensor] = []  # of this rank's stages
+    total: Tensor | None = None
+    for model in models:
+        weight = shard_of(model).weight  # type: ignore[union-attr]
+        if weight is not None:
+            own.append(_whole_gradient(model, weight))
+            continue
+        total = _whole_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
+        # Of stage 0 itself, which has added up its own.
+        own.append(torch.empty_like(total.chunk(len(place))[0]))
+    rounds = max(place.count(rank) for rank in range(group.size()))
+    own += [torch.empty_like(own[0])] * (rounds - len(own))  # where others have more stages
+    for number, mine in enumerate(own):
+        if total is None:
+            dist.gather(mine, group=group, group_dst=place[0])
+            continue
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.gather(mine, parts, group=group, group_dst=place[0])
+        for stage, rows in _words_of(total, place, number).items():
+            if stage > 0:
+                rows += parts[place[stage]]
+    for number, mine in enumerate(own):
+        if total is None:
+            dist.scatter(mine, group=group, group_src=place[0])
+            continue
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        for stage, rows in _words_of(total, place, number).items():
+            parts[place[stage]] = rows.contiguous()
+        dist.scatter(mine, parts, group=group, group_src=place[0])
+
+
+def _words_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
+    """By stage, its rows of the embedding's ``total``: of each rank's stage ``number``."""
+    parts, seen, found = total.chunk(len(place)), [0] * (1 + max(place)), {}
+    for stage, rank in enumerate(place):
+        if seen[rank] == number:
+            found[stage] = parts[stage]
+        seen[rank] += 1
+    return found
+
+
+def _whole_gradient(model: Any, weight: Parameter) -> Tensor:
+    """``weight.main_grad``, on every replica all of it: the distributed optimizer's reduction
+    leaves each a part. Collective over the replicas."""
+    if model.ddp_config.use_distributed_optimizer:
+        buckets = model.param_to_bucket_group[weight]
+        replicas = buckets.intra_distributed_optimizer_instance_group
+        for bucket in buckets.buckets:
+            if weight in bucket.params and replicas.size() > 1:
+                mine = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=replicas)
+    total = getattr(weight, "main_grad", None)
+    assert total is not None, "DDP gives every weight its gradient"
+    return total

@@ -1,0 +1,98 @@
+"""Megatron's HybridModel where its modules are torch's, and with the hooks that its GPTModel has.
+
+Megatron builds HybridModel of Transformer Engine's modules alone. On hosts without a GPU the same
+layers are built of its local ones; checkpoints have the keys that Transformer Engine's give them.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.hybrid.pattern import depth_letters, letters_of_layers
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
+from megatron_epp.mcore.lm_head.fused_head import losses_of_each
+
+
+class LocalHybridStack(HybridStack):
+    """With torch's norm behind its layers: Megatron's has Transformer Engine's written in."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: HybridStackSubmodules,
+        *,
+        post_process: bool = True,
+        post_layer_norm: bool = True,
+        **others: Any,
+    ):
+        super().__init__(
+            config, submodules, post_process=post_process, post_layer_norm=False, **others
+        )
+        self.post_layer_norm = post_layer_norm
+        if post_process and post_layer_norm:
+            self.final_norm = WrappedTorchNorm(
+                config, config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+
+def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
+    """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
+    ``config``: its TransformerConfig."""
+    letters, layers = letters_of_layers(pattern) + depth_letters(pattern), {}
+    for kind in KIND_MODULES:
+        if kind.KIND.STACK and kind.KIND.LETTER in letters:
+            layers[kind.KIND.STACK] = made = kind.local_layer(config)
+            kind.fix_local(made.submodules, config)
+    # The layers of a depth follow from the pattern.
+    depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
+    block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+    layers["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
+    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))
+
+
+def take_output_processor(model: HybridModel | GPTModel) -> None:
+    """Give ``model`` the argument ``output_processor`` of GPTModel's forward: what makes its output
+    of hidden states, in the place of the output layer and the loss. Where it predicts further
+    tokens, a GPTModel has reckoned their losses before its own looks at anything."""
+    plain: Callable[..., Tensor] = model.forward
+
+    @wraps(plain)
+    def forward(*inputs: Any, output_processor: Any = None, **others: Any) -> Tensor:
+        chunk = isinstance(others.get("packed_seq_params"), ChunkParams)
+        if output_processor is None and chunk and model.config.mtp_num_layers:
+            output_processor = losses_of_each
+        if output_processor is None or not model.post_process:
+            return plain(*inputs, **others)
+        model.post_process = False  # the decoder, which has the last norm, keeps its own
+        try:
+            hidden = plain(*inputs, **others)
+        finally:
+            model.post_process = True
+        shares = model.share_embeddings_and_output_weights
+        return output_processor(
+            hidden_states=hidden,
+            output_layer=model.output_layer,
+            output_weight=model.shared_embedding_or_output_weight() if shares else None,
+            labels=others.get("labels"),
+            loss_mask=others.get("loss_mask"),
+            runtime_gather_output=others.get("runtime_gather_output"),
+            compute_language_model_loss=model.compute_language_model_loss,
+            scale_logits=model._scale_logits,
+            config=model.config,
+        )
+
+    model.forward = forward

@@ -1,1 +1,0 @@
-"""Pipeline planners to compare with: packing, seq1f1b, chunkflow."""

@@ -1,0 +1,34 @@
+"""Methods without a pipeline that ``compare`` shows beside the planners: an optional plug-in.
+
+They lie in ``scripts/bench`` of a checkout; an installed wheel does without.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import COMPARISON_METHODS
+from megatron_epp.planner.result import PlannerResult
+
+Method = Callable[[Sequence[int], Cost, Options], PlannerResult]
+_FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+_PACKAGE = "device_groups"
+ABSENT = (
+    f"{' and '.join(COMPARISON_METHODS)} are absent: these comparison methods are part of a "
+    "checkout, not of the installed package."
+)
+
+
+@functools.cache
+def comparison_methods() -> Mapping[str, Method]:
+    """Return the methods of the checkout that this package runs from; none of a wheel."""
+    if not (_FOLDER / _PACKAGE / "__init__.py").is_file():
+        return {}
+    if str(_FOLDER) not in sys.path:
+        sys.path.append(str(_FOLDER))
+    methods: Mapping[str, Method] = import_module(_PACKAGE).METHODS
+    return methods

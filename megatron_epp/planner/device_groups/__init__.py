@@ -1,1 +1,0 @@
-"""Methods without a pipeline, simulated: flexsp, megatron-hybrid-cp."""

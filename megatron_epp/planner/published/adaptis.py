@@ -1,0 +1,19 @@
+"""The schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
+
+Whole documents packed to the context, backwards split or whole, the best of a few warm-ups. Its
+placement and its partition are those of the job.
+"""
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.policies import warm_up_policies
+from megatron_epp.planner.published.packing import packed
+from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
+
+
+def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return the best of its schedules."""
+    chunking, note = packed(batch, cost, options)
+    policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (True, False)))
+    return uniform_draft(batch, chunking, policies, cost, options, note)

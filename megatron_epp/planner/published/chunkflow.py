@@ -1,0 +1,60 @@
+"""ChunkFlow: chunks of one size, and of a cut document only the last K chunks' activations kept.
+
+The other chunks of the document run forward again before their backward: recompute of all their
+layers, here with every layer's input kept. Size and K come from a small grid, as its authors
+search one, here by simulation and batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL
+from megatron_epp.planner.chunks.block import folded
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import Counts, loads_of, rates_of
+from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.recompute.uniform import (
+    ScoredDraft,
+    best_schedule,
+    better,
+    one_f_one_b,
+    scored_draft,
+)
+
+KEPT = (1, 2, 4, 8, 16)  # K
+
+
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """The fastest of a grid of chunk sizes and K; None if surely not under ``below``
+    seconds."""
+    context = max(options.context, int(batch.lengths[0]))
+    best: ScoredDraft | None = None
+    for size in sizes(context, options.multiple):
+        rates = rates_of(cost)
+        chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        bound = ordered_bound_seconds(chunking, loads, cost)
+        law = shrinking_window(chunking.sizes, cost.layout.stages)
+        policies = one_f_one_b(law, chunking.sizes, cost)
+        most = int(chunking.sizes.max())
+        for kept in sorted({min(kept, most) for kept in KEPT}):
+            if not better(best, bound, below):
+                break
+            counts = discarded(cost, chunking, kept)
+            schedule, how = best_schedule(chunking, loads, counts, policies, cost)
+            played = scored_draft(chunking, counts, schedule, cost, f"size {size}, K {kept}", how)
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best
+
+
+def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
+    """Every layer of all but the last ``kept`` chunks of each group."""
+    early = chunking.last_of_group - np.arange(chunking.count) >= kept
+    grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
+    return cost.layout.kinds.first(FULL, grid)

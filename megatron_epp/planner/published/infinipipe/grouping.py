@@ -1,0 +1,127 @@
+"""Documents that share a 1F1B pipeline: InfiniPipe's dynamic program over recompute programs.
+
+Source: InfiniPipe eqs 12 to 20. A pipeline's window follows its longest document (eq. 7), so
+documents of like split counts belong together; but every pipeline pays its own warm-up, delta.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, Kind
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.order.problem import Counts
+from megatron_epp.planner.order.warmup import pipelines
+from megatron_epp.planner.published.infinipipe.memory import paper_freed, paper_moves
+from megatron_epp.planner.recompute import ilp
+from megatron_epp.planner.recompute.ilp import Solver
+
+
+class RecomputeIlps:
+    """The recompute programs of one chunking, by the paper's ledger.
+
+    headroom_bytes   per stage next to residents
+    recompute    adaptive; none: no layer may be recomputed; full: every layer is
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        chunking: Chunking,
+        loads: Loads,
+        cost: Cost,
+        headroom_bytes: np.ndarray,
+        recompute: str = "adaptive",
+    ):
+        self.solver, self.chunking, self.cost = solver, chunking, cost
+        self.headroom_bytes = headroom_bytes
+        self.recompute = recompute
+        self.moves = paper_moves(cost, loads)
+        self.freed = paper_freed(cost, loads)
+        forward = float(cost.seconds.of(Kind.FORWARD, loads).sum())
+        self.layer_seconds = forward / sum(cost.layout.layers) / loads.chunks  # F_hat, eq. 17
+
+    def layers(
+        self, first: int, stop: int, headroom_bytes: np.ndarray, *, integer: bool
+    ) -> np.ndarray | None:
+        """C of eqs 18 to 20 for the pipeline of groups first to stop; None where none fits."""
+        chunking, cost = self.chunking, self.cost
+        begin, end = chunking.starts[first], chunking.starts[stop]
+        sizes = chunking.sizes[first:stop]
+        slots = int(end - begin) + cost.layout.stages - 1
+        most = np.full(slots, 0 if self.recompute == "none" else min(cost.layout.layers))
+        found = ilp.solve_order(
+            self.solver,
+            pipelines(sizes, [], cost.layout.stages),
+            chunking.backward[begin:end] - begin,
+            np.ascontiguousarray(self.moves[..., begin:end]),
+            np.ascontiguousarray(self.freed[None, :, begin:end]),
+            headroom_bytes,
+            most,
+            integer=integer,
+        )
+        if found is None:
+            return None
+        return most if self.recompute == "full" else found[0]
+
+    def seconds(self, first: int, stop: int) -> float:
+        """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""
+        layers = self.layers(first, stop, self.headroom_bytes, integer=False)
+        return np.inf if layers is None else self.layer_seconds * float(layers.sum())
+
+    def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
+        """The recompute choices of pipelines that begin at groups ``cuts``, as integers; None
+        where ``headroom_bytes`` are too few."""
+        chunking, stages = self.chunking, self.cost.layout.stages
+        grid = np.zeros((stages, chunking.count))
+        for first, stop in itertools.pairwise((0, *cuts, chunking.groups)):
+            layers = self.layers(first, stop, headroom_bytes, integer=True)
+            if layers is None:
+                return None
+            begin, end = chunking.starts[first], chunking.starts[stop]
+            backward = chunking.backward[begin:end] - begin
+            grid[:, begin:end] = ilp.broadcast_diagonals(layers, backward, stages)
+        return self.cost.layout.kinds.first(FULL, grid)
+
+
+def group(
+    ilps: RecomputeIlps, delta: float, below: float = np.inf
+) -> tuple[tuple[int, ...], float] | None:
+    """Eq. 14: the group numbers at which another pipeline begins, and the seconds of all deltas
+    and recompute. None where no grouping fits, or none takes less than ``below``.
+
+    Groups stand in falling order of their split counts, so a pipeline is a run of them, and only
+    places where the count falls need be tried.
+    """
+    sizes = ilps.chunking.sizes
+    borders = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    last = len(borders) - 1
+    whole = ilps.seconds(0, len(sizes))
+    if whole <= delta:
+        return (), delta + whole  # two pipelines cost two deltas at least
+    least = [0.0] + [np.inf] * last
+    came = [0] * (last + 1)
+    for stop in range(1, last + 1):
+        # A longer run needs no less recompute, so the first that cannot win ends the row.
+        for first in range(stop - 1, -1, -1):
+            if least[first] + delta >= min(least[stop], below):
+                continue
+            if stop - first == last:
+                taken = whole
+            else:
+                taken = ilps.seconds(borders[first], borders[stop])
+            if delta + taken >= min(least[stop], below):
+                break
+            if least[first] + delta + taken < least[stop]:
+                least[stop], came[stop] = least[first] + delta + taken, first
+    if least[-1] == np.inf:
+        return None
+    cuts, at = [], last
+    while at:
+        at = came[at]
+        if at:
+            cuts.append(borders[at])
+    return tuple(reversed(cuts)), least[-1]

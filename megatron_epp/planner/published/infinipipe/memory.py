@@ -1,0 +1,96 @@
+"""Memory of a chunk as InfiniPipe's eqs 5 to 10 charge it.
+
+Every chunk carries its own K/V gradients from its forward on if it is a split or hybrid chunk, for
+all its tokens. The ledger of the simulator is exact instead: see ir.rules and cost.Cost.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.profile import LayerCoefficients
+from megatron_epp.ir import FULL, KEEP
+from megatron_epp.planner.order.compiled import B, F, I, W
+from megatron_epp.planner.order.problem import ScheduleProblem
+
+
+def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
+    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. By kind, F and B."""
+    profile = cost.layout.profile
+    tokens = loads.tokens / cost.layout.shards
+    held = cost.layout.over_stages([_held(cost, each, loads) for each in cost.layout.coefficients])
+    held[0] += profile.first_bytes.per_token * tokens
+    held[-1] += profile.last_bytes.per_token * tokens
+    moves = np.zeros((2, 2, cost.layout.stages, loads.chunks))
+    moves[0, 0] = moves[1, 1] = held
+    return moves
+
+
+def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
+    """[stages, chunks]: F[k], bytes that one checkpointed layer frees; K and V of a split chunk
+    stay, since later slices attend to them (eq. 9)."""
+    rows = [_freed(cost, each, loads) for each in cost.layout.coefficients]
+    if len(rows) == 1:
+        return np.tile(rows[0], (cost.layout.stages, 1))
+    # The paper's layers are all alike: of a stage with several kinds, its average layer.
+    return cost.layout.over_stages(rows) / np.maximum(np.array(cost.layout.layers), 1)[:, None]
+
+
+def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
+    """[chunks]: one layer's activations, and K and V of a split chunk."""
+    tokens = loads.tokens / cost.layout.shards
+    carries = loads.document >= 0  # 1 - I_k as the prose has it
+    kept = of.saved_bytes[KEEP].per_token
+    if of.border_bytes:  # a state, whatever the tokens
+        return kept * tokens + (loads.later >= 0) * of.border_bytes / cost.memory.kv_shards(of)
+    if of.window or of.kv_replicated:
+        return kept * tokens + carries * _kept_kv(cost, of, loads)
+    return (kept + carries * of.kv_bytes_per_token) * tokens
+
+
+def _kept_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
+    """[chunks]: of all tokens, or as many as a window reaches back."""
+    tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
+    return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
+
+
+def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
+    """[chunks]: by one layer that is checkpointed."""
+    # K and V of a split chunk stay; but a window's tail is a copy, and latents are not what was
+    # saved.
+    carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
+    per_token = (
+        of.saved_bytes[KEEP].per_token
+        - of.saved_bytes[FULL].per_token
+        - carries * of.kv_bytes_per_token
+    )
+    return np.maximum(per_token, 0.0) * loads.tokens / cost.layout.shards
+
+
+def papers_ledger(
+    work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
+) -> ScheduleProblem:
+    """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
+
+    counts   layers recomputed; selective ones free what their saved bytes say
+    """
+    whole = paper_moves(cost, loads)
+    for (kind, letter), grid in counts.items():
+        if letter == FULL:
+            freed = _freed(cost, cost.layout.coefficients[kind], loads)
+        else:
+            freed = cost.memory.saved_bytes((kind, KEEP), loads) - cost.memory.saved_bytes(
+                (kind, letter), loads
+            )
+        whole[0, 0] -= grid * freed
+        whole[1, 1] -= grid * freed
+    moved = work.ops.moved_bytes.copy()  # the paper knows no H and G: theirs are exact
+    moved[W] = 0.0
+    moved[F], moved[B], moved[I] = whole[0], whole[1], whole[1]
+    held = cost.memory.weight_input_bytes(loads)
+    moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays
+    moved[W, 1] = moved[B, 1] - moved[I, 1]
+    return dataclasses.replace(work, ops=work.ops._replace(moved_bytes=moved))

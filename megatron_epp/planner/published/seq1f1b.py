@@ -1,0 +1,39 @@
+"""Seq1F1B as InfiniPipe's paper defines its baseline: fixed-size chunks, static recompute.
+
+The original cuts every sequence into the same number of slices, which does not suit lengths that
+vary; the baseline splits and packs to a fixed size instead. Which size is best is found by
+simulation, batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.block import folded
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import loads_of, rates_of
+from megatron_epp.planner.order.warmup import constant
+from megatron_epp.planner.recompute.uniform import ScoredDraft, better, one_f_one_b, uniform_draft
+
+
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """The fastest of several chunk sizes, each with the fewest recomputed layers that fit.
+
+    None if surely not under ``below`` seconds.
+    """
+    context = max(options.context, int(batch.lengths[0]))
+    best: ScoredDraft | None = None
+    for size in sizes(context, options.multiple):
+        rates = rates_of(cost)
+        chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        if better(best, ordered_bound_seconds(chunking, loads, cost), below):
+            law = constant(chunking.sizes, cost.layout.stages)
+            policies = one_f_one_b(law, chunking.sizes, cost)
+            played = uniform_draft(batch, chunking, policies, cost, options, f"size {size}")
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best

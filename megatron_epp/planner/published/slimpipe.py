@@ -1,0 +1,38 @@
+"""SlimPipe (`slimpipe`, arXiv 2504.14519) without its exchange of contexts.
+
+Slices of one size, a multiple of the ranks for a document as long as the context; backwards whole;
+activations offloaded where memory is tight and the lever `offload` is on.
+"""
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.planner.chunks.block import folded
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.policies import warm_up_policies
+from megatron_epp.planner.order.problem import rates_of
+from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
+
+RANK_SLICES = (1, 2, 4)  # times the ranks
+MOST_SLICES = 2048
+
+
+def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return the fastest of a few numbers of slices."""
+    context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
+    offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
+    drafts: list[ScoredDraft] = []
+    for times in RANK_SLICES:
+        each = -(-context // (times * cost.layout.placement.ranks))
+        size = -(-each // options.multiple) * options.multiple
+        slices = fixed_chunks(batch.lengths, size, rates)
+        if drafts and slices.count > MOST_SLICES:
+            break
+        chunking = folded(slices, options.lockstep, rates)
+        policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (False,)))
+        letters = (OFFLOAD, FULL) if offloads else (FULL,)
+        drafts.append(
+            uniform_draft(batch, chunking, policies, cost, options, f"slices of {size}", letters)
+        )
+    return min(drafts, key=lambda each: each.rank)

@@ -1,0 +1,23 @@
+"""Methods without a pipeline, which no training runs: `flexsp` and `megatron-hybrid-cp`.
+
+An optional plug-in of ``megatron-epp compare``, which finds it in a checkout.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner import PLANNERS, Options, PlannerResult
+
+from . import flexsp, hybrid_cp
+from .costs import PlannedGroups
+
+METHODS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {
+    "flexsp": flexsp.plan,
+    "megatron-hybrid-cp": hybrid_cp.plan,
+}
+
+
+def planned(name: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannerResult:
+    """Plan by the planner or by the method of that name."""
+    plan = METHODS[name] if name in METHODS else PLANNERS[name]
+    return plan(lengths, cost, options)

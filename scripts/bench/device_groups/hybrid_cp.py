@@ -1,0 +1,119 @@
+"""Megatron-LM's hybrid (dynamic) context parallelism: every document its own CP degree.
+
+A document's degree is the power of two that brings its tokens per device under a limit; its work
+is its length squared over the degree. Micro-batches are filled longest first: a document opens a
+group of its degree while devices are left, later ones join the group of their degree with the
+least work, and a micro-batch ends when its groups are even or full; groups left small are widened
+onto idle devices. No pipeline. Source: the description in Megatron-LM's scheduler of its rules.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import PlanError
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+
+from .costs import GroupCosts, MicroBatch, PlannedGroups, group_costs, planned_groups
+
+GROUP_SLACK = 0.10  # more work than the micro-batch's largest, that a group takes documents up to
+EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most this share
+# The most tokens of a document on a device, as shares of what a device can hold: the first that
+# Megatron's flag would be set to, and finer ones, of which the best is taken.
+LIMIT_SHARES = (1.0, 0.5, 0.25)
+
+
+def plan(
+    lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
+) -> PlannedGroups:
+    """The best of a few limits of tokens per device, with just enough static recompute."""
+    batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
+    layers = sum(cost.layout.layers)
+    results = []
+    for recompute in range(0, layers + 1, max(1, layers // 3)):
+        costs = group_costs(cost, recompute, gather_factor)
+        per_device = float(costs.most_tokens[-1]) / costs.devices
+        for share in LIMIT_SHARES:
+            if batch.lengths[0] > per_device * share * costs.devices:
+                continue
+            batches = _fill(batch.lengths, costs, per_device * share)
+            note = f"at most {per_device * share:.0f} tokens of a document per device"
+            note += f", recompute {recompute} of {layers} layers" if recompute else ""
+            results.append(
+                planned_groups(
+                    "megatron-hybrid-cp",
+                    batches,
+                    batch.lengths,
+                    batch.names,
+                    costs,
+                    cost,
+                    note,
+                )
+            )
+    if results:
+        return min(results, key=lambda found: found.seconds)
+    raise PlanError(
+        f"a document of {int(batch.lengths[0])} tokens does not fit all "
+        f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed"
+    )
+
+
+def degree_number(length: int, limit: float, costs: GroupCosts) -> int:
+    """The smallest power of two of devices that bring ``length`` under ``limit`` each."""
+    return min(len(costs.degrees) - 1, max(0, int(np.ceil(np.log2(length / limit)))))
+
+
+def _fill(lengths: np.ndarray, costs: GroupCosts, limit: float) -> list[MicroBatch]:
+    waiting = [
+        (degree_number(int(length), limit, costs), document)
+        for document, length in enumerate(lengths)
+    ]
+    batches: list[MicroBatch] = []
+    while waiting:
+        groups: list[list[int]] = []
+        which: list[int] = []
+        work: list[float] = []
+        tokens: list[float] = []
+        left = costs.devices
+        later = []
+        for number, (degree, document) in enumerate(waiting):
+            if left == 0 and max(work) - min(work) <= EVEN * max(work):
+                later.extend(waiting[number:])
+                break
+            length = float(lengths[document])
+            adds = length * length / float(costs.degrees[degree])
+            if costs.degrees[degree] <= left:
+                groups.append([document])
+                which.append(degree)
+                work.append(adds)
+                tokens.append(length)
+                left -= int(costs.degrees[degree])
+                continue
+            bound = (1 + GROUP_SLACK) * max(work)
+            able = [
+                group
+                for group in range(len(groups))
+                if which[group] == degree
+                and work[group] + adds <= bound
+                and tokens[group] + length <= costs.most_tokens[degree]
+            ]
+            if not able:
+                later.append((degree, document))
+                continue
+            group = min(able, key=lambda group: work[group])
+            groups[group].append(document)
+            work[group] += adds
+            tokens[group] += length
+        # Idle devices double the groups with the most work, where they can be had.
+        while left:
+            able = [g for g in range(len(groups)) if costs.degrees[which[g]] <= left]
+            if not able:
+                break
+            group = max(able, key=lambda group: work[group] / costs.degrees[which[group]])
+            left -= int(costs.degrees[which[group]])
+            which[group] += 1
+        batches.append((np.array(which), [np.array(held) for held in groups]))
+        waiting = later
+    return batches

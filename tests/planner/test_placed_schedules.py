@@ -1,0 +1,134 @@
+"""Schedules of ranks with several stages: their laws, and the rule table's."""
+
+import numpy as np
+import pytest
+
+from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
+from megatron_epp.planner.order.policies import warm_up_policy
+from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.replay import replayed
+from megatron_epp.sim.engine import OpArrays, Orders, run
+from megatron_epp.sim.rule_arrays import needs_for
+
+
+def work(stages: int, chunks: int, forward: float = 1.0, held: float = 1.0) -> OpArrays:
+    """Of equal ops: F 1, B 2, I 1, W 1; a chunk holds ``held`` from F to B or W."""
+    seconds = np.ones((4, stages, chunks)) * np.array([forward, 2, 1, 1])[:, None, None]
+    moved = np.zeros((4, 2, stages, chunks))
+    moved[0, 0] = held  # F makes it
+    moved[1, 1] = held  # B frees it
+    moved[3, 1] = held  # or W
+    nothing = np.full(chunks, -1)
+    links = np.zeros((2, max(1, stages - 1), chunks))
+    return OpArrays(seconds, links, 0.0, moved, np.zeros(stages), nothing)
+
+
+def placement(name: str, ranks: int) -> tuple[int, ...]:
+    once = tuple(range(ranks))
+    return {"one": once, "interleaved": once + once, "wave": once + once[::-1]}[name]
+
+
+def play(
+    ranks: int, chunks: int, name: str, room: float = np.inf, **how
+) -> tuple[Schedule, OpArrays]:
+    place = placement(name, ranks)
+    order = np.arange(chunks)
+    warm = np.arange(ranks, 0, -1) * (len(place) // ranks) + (ranks if len(place) > ranks else 0)
+    made = work(len(place), chunks)
+    settings = {"split": False, "deep": True, "strict": False} | how
+    problem = ScheduleProblem(made, order, order, np.full(ranks, room), place)
+    return list_schedule(problem, warm_up_policy(place, chunks, warm, **settings)), made
+
+
+def busy(found: Schedule) -> np.ndarray:
+    return (found.stop - found.start).sum(axis=1)
+
+
+def test_one_stage_a_device_is_1f1b() -> None:
+    found, _ = play(4, 12, "one", strict=True)
+    assert found.seconds == 12 * 3 + 3 * 3  # m (F + B) + (p - 1)(F + B)
+    assert found.peak_bytes.tolist() == [4, 3, 2, 1]
+
+
+def test_interleaving_shrinks_the_bubble_and_splitting_more() -> None:
+    plain, _ = play(4, 12, "one")
+    # Half a stage each: ops of the same length, twice as many.
+    twice, _ = play(4, 12, "interleaved")
+    assert plain.seconds == 36 + 9 and twice.seconds / 72 < 0.95 * plain.seconds / 36
+    split, _ = play(4, 12, "one", split=True)
+    assert split.seconds < plain.seconds
+
+
+@pytest.mark.parametrize("name", ["one", "interleaved", "wave"])
+@pytest.mark.parametrize("split", [False, True])
+def test_every_op_runs_once_and_nothing_is_left(name: str, split: bool) -> None:
+    found, made = play(3, 7, name, split=split)
+    kinds = (0, 2, 3) if split else (0, 1)
+    total = sum(made.seconds[kind].sum(axis=1) for kind in kinds)
+    assert busy(found) == pytest.approx(np.bincount(placement(name, 3), weights=total))
+    assert found.seconds >= busy(found).max()
+
+
+# The rank of every stage: all on one, a stage alone beside them, a V, interleaved, three on one.
+PLACES = ((0, 0, 0), (1, 0, 1, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (2, 0, 0, 1, 0), (1, 0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_scheduler_needs_what_the_rule_table_needs(place, cut: bool, seed: int) -> None:
+    """Its orders, played by the rules, take what it says, to the last bit: ops, messages, bytes."""
+    problem = random_problem(place, cut, seed)
+    ranks, count = max(place) + 1, problem.chunks
+    warm = np.random.default_rng(seed).integers(1, 2 * count, ranks)
+    for split in (False, True):
+        for deep in (False, True):
+            policy = warm_up_policy(place, count, warm, split=split, deep=deep, strict=False)
+            found = list_schedule(problem, policy)
+            sizes = np.bincount(place) * ((3 if split else 2) + 2 * cut) * count
+            ran = np.arange(found.kinds.shape[1]) < sizes[:, None]
+            stages = found.stages if found.stages.size else np.argsort(place)[:, None] + 0 * ran
+            orders = Orders(
+                found.kinds[ran],
+                found.chunks[ran].astype(np.int64),
+                stages[ran].astype(np.int64),
+                np.concatenate(([0], np.cumsum(sizes))),
+                np.array(place),
+            )
+            simulated = run(orders, problem.ops, needs_for(cut))
+            assert found.seconds == simulated.seconds < np.inf
+            assert (found.start[ran] == simulated.start).all()
+            assert (found.stop[ran] == simulated.stop).all()
+            assert found.peak_bytes == pytest.approx(simulated.peak, rel=1e-12)
+            again = replayed(problem, found)
+            assert again.seconds == found.seconds
+            assert (again.start[ran] == found.start[ran]).all()
+            assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-12)
+
+
+def random_problem(place, cut: bool, seed: int) -> ScheduleProblem:
+    """Two cut documents of three slices and three whole ones; everything else is random."""
+    random = np.random.default_rng(seed)
+    stages, group = len(place), np.array([0, 0, 0, 1, 1, 1, 2, 3, 4])
+    number, kinds = np.arange(9), 6 if cut else 4
+    earlier = np.where(np.append(False, group[1:] == group[:-1]), number - 1, -1)
+    moved = random.uniform(0.0, 1.0, (kinds, 2, stages, 9))
+    moved[1, 1], moved[2, 1] = moved[0, 0] + moved[1, 0], moved[0, 0] + moved[2, 0]
+    links = random.uniform(0.0, 0.5, (3 if cut else 2, stages if cut else stages - 1, 9))
+    ops = OpArrays(
+        random.uniform(0.1, 2.0, (kinds, stages, 9)), links, 0.1, moved, np.zeros(stages),
+        earlier,
+    )  # fmt: skip
+    last = np.array([np.flatnonzero(group == one).max() for one in group])
+    backward = np.concatenate([np.flatnonzero(group == one)[::-1] for one in range(5)])
+    room = random.uniform(3.0, 12.0, max(place) + 1)
+    return ScheduleProblem(ops, backward, last, room, place)
+
+
+def test_room_holds_forwards_back_and_what_cannot_be_is_said() -> None:
+    ample, _ = play(4, 12, "one")
+    tight, _ = play(4, 12, "one", room=2)
+    assert tight.over_bytes == 0 and tight.peak_bytes.max() <= 2
+    assert tight.seconds > ample.seconds
+    none, _ = play(4, 12, "one", room=0.5)
+    assert none.over_bytes > 0
