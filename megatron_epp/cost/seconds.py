@@ -129,7 +129,7 @@ class OpSeconds:
             kind: self.layout.over_stages(
                 [np.array([self._exchange(each, kind)]) for each in self.layout.coefficients]
             )[:, 0]
-            for kind in (*OF_LAYERS, *OF_HEAD)
+            for kind in self._computation
         }
 
     # --- recompute, links ------------------------------------------------------------------------

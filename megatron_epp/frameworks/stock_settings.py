@@ -95,7 +95,7 @@ def megatron_flags(job: StockSettings) -> Iterator[str]:
         )
 
 
-def ends_of(layers: Sequence[int], framework: str) -> tuple[int, ...]:
+def first_and_last_layers(layers: Sequence[int], framework: str) -> tuple[int, ...]:
     """Return the layers of the first and last stage, none where all are even.
 
     ValueError: others differ.

@@ -2,7 +2,12 @@
 
 from collections.abc import Iterator
 
-from megatron_epp.frameworks.stock_settings import StockSettings, degrees, ends_of, recompute
+from megatron_epp.frameworks.stock_settings import (
+    StockSettings,
+    degrees,
+    first_and_last_layers,
+    recompute,
+)
 
 _ACTOR = "actor_rollout_ref.actor."
 
@@ -14,7 +19,7 @@ def verl_settings(job: StockSettings) -> Iterator[str]:
     config = f"{_ACTOR}megatron.override_transformer_config."
     for name, value in recompute(job.recomputed):
         yield f"{config}{name}={value}"
-    ends = ends_of(job.layers, "verl")
+    ends = first_and_last_layers(job.layers, "verl")
     for name, count in zip(("first", "last"), ends, strict=False):
         yield f"+{config}num_layers_in_{name}_pipeline_stage={count}"
     yield f"{_ACTOR}use_dynamic_bsz=True"

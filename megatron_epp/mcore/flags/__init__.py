@@ -1,1 +1,1 @@
-"""What the ``--epp`` flags mean, and which of Megatron's flags a plan replaces."""
+"""Meaning of the ``--epp`` flags, and which of Megatron's flags a plan replaces."""

@@ -1,4 +1,4 @@
-"""What a job of ``--epp`` is made of, and the hooks that replace parts of it."""
+"""Context of a job with ``--epp``, and hooks that replace parts of the trainer."""
 
 import math
 from collections.abc import Callable, Sequence
