@@ -20,8 +20,8 @@ from megatron_epp.show.svg import to_svg
 
 FILE = Path(__file__).with_name("architecture.svg")
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_epp"
-WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, LEGEND = 1240.0, 128.0, 280.0, 88.0, 40.0
-COLUMNS = {"thinking": (0.0, 620.0), "both": (620.0, 930.0), "doing": (930.0, WIDTH)}
+WIDTH, ROW, BOX_WIDTH, BOX_HEIGHT, LEGEND = 1560.0, 128.0, 280.0, 88.0, 40.0
+COLUMNS = {"thinking": (0.0, 620.0), "both": (620.0, 1240.0), "doing": (1240.0, WIDTH)}
 INK, QUIET, LINE = "#1f2937", "#4b5563", "#9ca3af"
 # What a package may import of the world outside: the most of these that it imports. Left to right.
 COLOURS = {

@@ -1,4 +1,4 @@
-"""Import paths of before: ``megatron_epp.integrations.NAME`` is ``frameworks.NAME.shapes``."""
+"""Earlier import paths: ``megatron_epp.integrations.NAME`` is ``frameworks.NAME.shapes``."""
 
 import sys
 from importlib import import_module

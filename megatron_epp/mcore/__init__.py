@@ -1,1 +1,1 @@
-"""Where Megatron is taken hold of: flags, data, forward step, schedule, seams, and the CPU host."""
+"""Everything that imports Megatron: flags, data, layer kinds, schedule, patches, CPU-only host."""
