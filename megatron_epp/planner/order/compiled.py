@@ -17,8 +17,14 @@ ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together
 # LLVM inlines these functions. They allocate nothing, so that numba need not count references to
-# the arrays in their arguments, which would take as long as all else that they do.
-UNCOUNTED: dict[str, Any] = {"cache": True, "_nrt": False}
+# the arrays in their arguments, which would take as long as all else that they do; and nobody calls
+# them from Python.
+UNCOUNTED: dict[str, Any] = {
+    "cache": True,
+    "_nrt": False,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
 INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 
@@ -94,6 +100,7 @@ class Problem(NamedTuple):
 
     budget[r]    bytes of a rank
     rank_of[s]   int64: the rank of a stage
+    by_rank      the stages, sorted by rank
     """
 
     seconds: np.ndarray
@@ -104,6 +111,7 @@ class Problem(NamedTuple):
     last_of_group: np.ndarray
     budget: np.ndarray
     rank_of: np.ndarray
+    by_rank: np.ndarray
 
 
 class PolicyArrays(NamedTuple):
@@ -154,7 +162,6 @@ class State(NamedTuple):
     """The ranks and stages while a schedule is made, and the messages between them.
 
     ranks, stages              RANK, STAGE of each
-    by_rank                    the stages, sorted by rank
     wake[r]                    seconds at which a rank looks for its next op
     arrival[input, s, c]       seconds at which an input of an op is there: ACTIVATION, GRADIENT,
                                HEAD, and FORWARD_DONE of the stage's own F
@@ -163,7 +170,6 @@ class State(NamedTuple):
 
     ranks: np.ndarray
     stages: np.ndarray
-    by_rank: np.ndarray
     wake: np.ndarray
     arrival: np.ndarray
     link_free: np.ndarray
@@ -190,10 +196,9 @@ class Candidates(NamedTuple):
 @njit(cache=True)
 def _initial(problem, limits):
     """Return the state before the first op."""
-    moves, rank_of = problem.moves, problem.rank_of
+    moves, rank_of, by_rank = problem.moves, problem.rank_of, problem.by_rank
     count, ranks = moves.shape[3], np.zeros(len(problem.budget), dtype=RANK)
     stages = np.zeros(len(rank_of), dtype=STAGE)
-    by_rank = np.argsort(rank_of, kind="mergesort")
     rise = _rise(moves, limits.split, limits.head)
     for j in range(len(stages)):
         s = by_rank[j]
@@ -211,7 +216,7 @@ def _initial(problem, limits):
     if not limits.head:
         arrival[GRADIENT, len(stages) - 1, :] = 0.0
     wake, link_free = np.zeros(len(ranks)), np.zeros((len(ranks), len(ranks)))
-    return State(ranks, stages, by_rank, wake, arrival, link_free)
+    return State(ranks, stages, wake, arrival, link_free)
 
 
 @njit(**UNCOUNTED)
@@ -247,7 +252,7 @@ def _candidates(problem, limits, state, r, now):
     memory_blocks, b_lacks_memory, next_input = False, False, np.inf
     if limits.head:
         for j in range(rank.first_stage, rank.end_stage):
-            s = state.by_rank[j]
+            s = problem.by_rank[j]
             h = state.stages[s].heads
             if h < count:
                 if arrival[HEAD, s, h] <= now:
@@ -255,7 +260,7 @@ def _candidates(problem, limits, state, r, now):
                 next_input = min(next_input, arrival[HEAD, s, h])
     b_done = min(rank.backwards, counted - 1)
     for j in range(rank.first_stage, rank.end_stage):
-        s = state.by_rank[j]
+        s = problem.by_rank[j]
         stage = state.stages[s]
         f, b = stage.forwards, stage.backwards
         if f < count and rank.forwards < limits.most[r, b_done]:
@@ -328,7 +333,7 @@ def _choice(can, problem, limits, state, r, now):
     return -1, -1
 
 
-@njit(cache=True)
+@njit(**UNCOUNTED)
 def _forced_forward(state, rank_of, deep):
     """Return the first stage whose next F has its input, or -1.
 
@@ -419,7 +424,11 @@ def schedule_with(problem, limits):
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake, stages = state.ranks, state.wake, len(rank_of)
-    shape = len(ranks), ranks.all_ops.max()
+    left, width = 0, 0
+    for r in range(len(ranks)):
+        left += ranks[r].all_ops
+        width = max(width, ranks[r].all_ops)
+    shape = len(ranks), width
     kinds = np.full(shape, -1, dtype=np.int8)  # of no kind after a rank's last op
     chunks = np.zeros(shape, dtype=np.int32)
     on_stage = np.zeros((shape[0], 0 if shape[0] == stages else shape[1]), dtype=np.int32)
@@ -428,7 +437,6 @@ def schedule_with(problem, limits):
     blocks = (len(ranks) + BLOCK - 1) // BLOCK
     firsts = np.arange(blocks) * BLOCK
     stale = np.zeros(blocks, dtype=np.bool_)
-    left, seconds = ranks.all_ops.sum(), np.inf
     while left > 0:
         r = _first_to_wake(wake, firsts, stale)
         now = wake[r]
@@ -454,9 +462,11 @@ def schedule_with(problem, limits):
             on_stage[r, i] = s
         left -= 1
         stale[_send(kind, s, c, done, problem, limits, state) // BLOCK] = True
-    if left == 0:
-        seconds = ranks.free_at.max()
-    return seconds, ranks.peak.copy(), kinds, chunks, on_stage, start, stop
+    seconds, peaks = (np.inf if left > 0 else 0.0), np.zeros(len(ranks))
+    for r in range(len(ranks)):
+        peaks[r] = ranks[r].peak
+        seconds = max(seconds, ranks[r].free_at)
+    return seconds, peaks, kinds, chunks, on_stage, start, stop
 
 
 @njit(cache=True)

@@ -77,6 +77,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     if work.vocabulary_parallel and not policy.split:
         held_seconds = HELD_HEADS * float(work.ops.seconds[G].mean())
         patience = HEAD_PATIENCE
+    rank_of = np.array(work.place or range(work.stages), np.int64)
     problem = Problem(
         work.ops.seconds,
         work.ops.link_seconds,
@@ -85,7 +86,8 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         work.backward_order,
         work.last_of_group,
         np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
-        np.array(work.place or range(work.stages), np.int64),
+        rank_of,
+        np.argsort(rank_of, kind="stable"),
     )
     limits = PolicyArrays(
         policy.least,
