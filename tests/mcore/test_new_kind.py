@@ -26,7 +26,13 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.kinds.attention.module import AttentionModule  # noqa: E402
 from megatron_epp.mcore.kinds.modules import KIND_MODULES  # noqa: E402
 from scripts.kind_files import put_back, take_out  # noqa: E402
-from tests.cost.test_new_layer_kind import MODELS, SHAPES, DecayedSum, SumSizes  # noqa: E402
+from tests.cost.test_new_layer_kind import (  # noqa: E402
+    MODELS,
+    SHAPES,
+    Blocks,
+    DecayedSum,
+    SumSizes,
+)
 from tests.forks import run_with_torch  # noqa: E402
 from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
 from tests.mcore.models import V3  # noqa: E402
@@ -35,8 +41,12 @@ CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
+import numpy as np
+from megatron_epp.cost.columns import Column
+from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes, Work
 HEADS, TAPS = 2, 3
+{inspect.getsource(Blocks)}
+BLOCKS = Blocks(256)
 @dataclass(frozen=True)
 {inspect.getsource(SumSizes).removeprefix("@dataclass(frozen=True)")}
 {inspect.getsource(DecayedSum)}
@@ -331,10 +341,12 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 v3 = MODELS["deepseek-v3"]
 figures = profile(v3, DEVICES["cpu"])
-cost = Cost(figures, even_layers(61, 2), (1e15,) * 2, layer_kinds=v3.layer_kinds)
+layout = StageLayout(figures, even_layers(61, 2), layer_kinds=v3.layer_kinds)
+cost = Cost(layout, (1e15,) * 2)
 assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
 
 from megatron_epp.certify.degrees import Degrees
