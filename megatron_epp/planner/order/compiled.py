@@ -156,6 +156,8 @@ STAGE = np.dtype(
         ("head_weights", np.int64),
     ]
 )
+# Attributes also where nothing is compiled (NUMBA_DISABLE_JIT).
+RANK, STAGE = (np.dtype((np.record, fields)) for fields in (RANK, STAGE))
 
 
 class State(NamedTuple):
