@@ -30,12 +30,10 @@ class PlansOf:
         from megatron_epp.planner.options import TRAINING_LEVERS
 
         profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).layout.profile
-        cost = Cost(
-            StageLayout(
-                profile, self.layers, vocabulary_parallel=self.vocabulary_parallel, place=self.place
-            ),
-            (STAGE_BYTES,) * len(self.layers),
+        layout = StageLayout(
+            profile, self.layers, vocabulary_parallel=self.vocabulary_parallel, place=self.place
         )
+        cost = Cost(layout, (STAGE_BYTES,) * layout.placement.ranks)
         levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
         options = Options(CONTEXT, levers, whole=self.whole)
         return planner_of(self.planner, self.whole)(lengths, cost, options).plan
