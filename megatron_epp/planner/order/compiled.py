@@ -101,6 +101,7 @@ class Problem(NamedTuple):
     budget[r]    bytes of a rank
     rank_of[s]   int64: the rank of a stage
     by_rank      the stages, sorted by rank
+    placed       whether stages need not lie on the ranks of their numbers
     """
 
     seconds: np.ndarray
@@ -112,6 +113,7 @@ class Problem(NamedTuple):
     budget: np.ndarray
     rank_of: np.ndarray
     by_rank: np.ndarray
+    placed: bool
 
 
 class PolicyArrays(NamedTuple):
@@ -425,7 +427,7 @@ def schedule_with(problem, limits):
     Seconds are infinite where no rank can go on.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
-    ranks, wake, stages = state.ranks, state.wake, len(rank_of)
+    ranks, wake = state.ranks, state.wake
     left, width = 0, 0
     for r in range(len(ranks)):
         left += ranks[r].all_ops
@@ -433,7 +435,7 @@ def schedule_with(problem, limits):
     shape = len(ranks), width
     kinds = np.full(shape, -1, dtype=np.int8)  # of no kind after a rank's last op
     chunks = np.zeros(shape, dtype=np.int32)
-    on_stage = np.zeros((shape[0], 0 if shape[0] == stages else shape[1]), dtype=np.int32)
+    on_stage = np.zeros((shape[0], shape[1] if problem.placed else 0), dtype=np.int32)
     start, stop = np.zeros(shape), np.zeros(shape)
     # The first rank to wake of every block, and the blocks that must be looked through again.
     blocks = (len(ranks) + BLOCK - 1) // BLOCK
@@ -460,7 +462,7 @@ def schedule_with(problem, limits):
         i = ranks[r].ops
         c, done = _run(kind, s, problem, limits, state, now)
         kinds[r, i], chunks[r, i], start[r, i], stop[r, i] = kind, c, now, done
-        if on_stage.shape[1]:
+        if problem.placed:
             on_stage[r, i] = s
         left -= 1
         stale[_send(kind, s, c, done, problem, limits, state) // BLOCK] = True

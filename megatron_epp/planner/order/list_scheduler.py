@@ -88,6 +88,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         np.full(len(work.headroom_bytes), np.inf) if fixed else work.headroom_bytes,
         rank_of,
         np.argsort(rank_of, kind="stable"),
+        bool(work.place),
     )
     limits = PolicyArrays(
         policy.least,
