@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import analytic
+from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.ir import Plan
 from megatron_epp.layers import mla
 from megatron_epp.layers.attention.cpu import PartsAttention
@@ -160,7 +160,7 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_planners_know_the_block() -> None:
-    assert analytic.CONTEXT_BLOCK == mla.BLOCK
+    assert CONTEXT_BLOCK == mla.BLOCK
 
 
 def test_a_job_keeps_keys_and_values_unless_it_is_told() -> None:

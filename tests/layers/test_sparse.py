@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.cost import analytic
+from megatron_epp.cost.kinds.dsa import CHOICE_BLOCK
 from megatron_epp.ir import Plan
 from megatron_epp.layers import dsa
 from megatron_epp.layers.chunk_state import ChunkState
@@ -113,4 +113,4 @@ def test_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_planners_know_the_block() -> None:
-    assert analytic.CHOICE_BLOCK == dsa.AT_ONCE
+    assert CHOICE_BLOCK == dsa.AT_ONCE
