@@ -67,7 +67,7 @@ try() {
 }
 
 golden=tests/planner/test_golden.py
-all="tests/ir/test_text.py tests/sim/test_play.py tests/corpus tests/planner/test_virtual.py $golden"
+all="tests/ir/test_text.py tests/sim/test_play.py tests/corpus tests/planner/test_placed_schedules.py $golden"
 names=(oldest numpy-1.26) failed=()
 # shellcheck disable=SC2086  # a line is a package
 try oldest "$python" "$all" $lowest >"$folder/oldest.log" 2>&1 &

@@ -4,8 +4,8 @@ Checker, random plans, simulator and pictures read this table, and lowering make
 need that another stage meets; the executor runs what lowering made, so no need is derived again
 there. The planner's loops (planner/order/compiled) know the needs, for speed: their plans are
 checked and simulated by the table before they leave, and tests hold the clocks equal
-(tests/planner/test_virtual.py, test_judges.py). ``c`` is the op's chunk, ``s`` its stage. A
-document cut into slices ties the chunks of its slices together, and so does a document that
+(tests/planner/test_placed_schedules.py, test_judges.py). ``c`` is the op's chunk, ``s`` its stage.
+A document cut into slices ties the chunks of its slices together, and so does a document that
 continues another: ``earlier`` is the chunk with the slice before, ``later`` are those with a slice
 after: one, or, where documents branch, several.
 

@@ -2,7 +2,7 @@
 priced, fitted, planned for and named.
 
 What carries such a state at run time is the store that keeps K and V, in
-tests/layers/test_carried_states.py: as many rows as there are borders, and as many of gradients.
+tests/layers/test_states.py: as many rows as there are borders, and as many of gradients.
 """
 
 import dataclasses
