@@ -22,7 +22,8 @@ def is_wanted() -> bool:
 
 def is_started() -> bool:
     """Return whether this process uses the reference."""
-    return _START in sys.modules
+    start = sys.modules.get(_START)
+    return start is not None and start.is_installed()
 
 
 def start_reference() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from megatron_epp.te_reference import flash
 from megatron_epp.te_reference.device import DEVICES, CompiledKernel, ReportedDevice
-from megatron_epp.te_reference.module import NAME, reference
+from megatron_epp.te_reference.module import NAME, KernelReference, reference
 
 PACKAGE = "transformer_engine"
 # Where scripts/setup_env.sh lays Transformer Engine's Python: beside the packages, as one without
@@ -22,6 +22,11 @@ FOLDER = Path(sys.prefix) / "te_on_cpu"
 # Its Python without its libraries; requirements-te.txt has the same pins.
 REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
 _WIDE = torch.float64
+
+
+def is_installed() -> bool:
+    """Return whether Transformer Engine's Python meets the reference in this process."""
+    return isinstance(sys.modules.get(NAME), KernelReference)
 
 
 def install_reference(device: str = "h100") -> None:
