@@ -389,13 +389,16 @@ def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
     """The fields of ``of`` as version 4 has them: of the columns, keys that queries choose and
     context have fields of their own, the others ``column_seconds``, which is left out where empty.
     """
-    fields = (field.name for field in dataclasses.fields(of))
-    value = {name: json_value(getattr(of, name)) for name in fields if name != "column_seconds"}
     columns = dict(of.column_seconds)
     chosen = next((each for each in columns if isinstance(each, WindowPairs)), WindowPairs())
-    value["chosen"] = chosen.size
-    value["chosen_seconds"] = json_value(columns.pop(chosen, {}))
-    value["context_seconds"] = json_value(columns.pop(CONTEXT, {}))
+    value: dict[str, Any] = {}
+    for field in dataclasses.fields(of):
+        if field.name != "column_seconds":
+            value[field.name] = json_value(getattr(of, field.name))
+        if field.name == "window":  # where version 4 has them
+            value["chosen"] = chosen.size
+            value["chosen_seconds"] = json_value(columns.pop(chosen, {}))
+            value["context_seconds"] = json_value(columns.pop(CONTEXT, {}))
     return {**value, "column_seconds": json_value(columns)} if columns else value
 
 
