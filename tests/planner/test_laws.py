@@ -147,7 +147,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
-    kinds = merge_iw(schedule.kinds, schedule.chunks, work)
+    kinds = merge_iw(schedule, work)
     apart, merged = (
         emit_block("test", batch, draft, cost, Options()).planned[0]
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
@@ -161,7 +161,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
         )
     dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
     work = problem_of(dearer, chunking, loads_of(chunking, batch.lengths), {})
-    assert (merge_iw(schedule.kinds, schedule.chunks, work) == schedule.kinds).all()
+    assert (merge_iw(schedule, work) == schedule.kinds).all()
 
 
 @given(LENGTHS, machines(), st.floats(1, 60), st.sampled_from((1, 16, 64)))
