@@ -23,7 +23,7 @@ def is_wanted() -> bool:
 def is_started() -> bool:
     """Return whether this process uses the reference."""
     start = sys.modules.get(_START)
-    return start is not None and start.is_installed()
+    return start is not None and start.is_reference_installed()
 
 
 def start_reference() -> None:

@@ -24,7 +24,7 @@ REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
 _WIDE = torch.float64
 
 
-def is_installed() -> bool:
+def is_reference_installed() -> bool:
     """Return whether Transformer Engine's Python meets the reference in this process."""
     return isinstance(sys.modules.get(NAME), KernelReference)
 
