@@ -30,7 +30,7 @@ from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import NoMeter
 from megatron_epp.runtime.program_runner import ProgramRunner
-from megatron_epp.show.table import plain
+from megatron_epp.show.table import text_table
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import timeline_of
 from megatron_epp.sim.play import play
@@ -191,7 +191,9 @@ def report(plan: Plan, by_rank: list, expected: int) -> None:
     print(text_gantt(timeline_of(play(plan, unit_table(plan)), "the plan", unit="units"), 100))
     found = [(stage, *row) for stage, rows in enumerate(by_rank) for row in rows]
     table = [[str(s), name, f"{most:.6g}", f"{error:.1e}"] for s, name, most, error in found]
-    print(plain(["stage", "gradient of", "largest, plain model", "difference / largest"], table))
+    print(
+        text_table(["stage", "gradient of", "largest, plain model", "difference / largest"], table)
+    )
     worst = max(error for *_, error in found)
     equal = worst <= TOLERANCE and len(found) == expected
     verdict = "equal" if equal else "NOT equal"

@@ -25,7 +25,7 @@ from quickstart_curve import draw_curves
 from megatron_epp.ir import COMPUTE, Step, Timed, parse_records
 from megatron_epp.show.png import to_png
 from megatron_epp.show.svg import to_svg
-from megatron_epp.show.table import plain
+from megatron_epp.show.table import text_table
 
 ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([0-9.]+).*?"
@@ -252,7 +252,7 @@ def report(folder: Path, budget: str) -> None:
     rows.append(packed.row(1.0, "1.00"))
     beside = statistics.median(ours_short.rates) / statistics.median(theirs.rates)
     rows += [ours_short.row(beside, "-"), theirs.row(1.0, "-")]
-    print(plain(headers, rows))
+    print(text_table(headers, rows))
     print(_DIFFERENCES)
     print(f"\nran on: {host()}; two processes of one thread, gloo, float32; no GPU was used\n")
     for run in (same, less):

@@ -32,12 +32,12 @@ def install(
     length, ``original_seq_lens`` (the length of every item, known ahead), and items that are
     mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
     """
-    from megatron_epp.mcore.patching import seams
+    from megatron_epp.mcore.patching import patch_points
     from megatron_epp.mcore.trainer import setup
     from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
-    seams.install(seams.ALWAYS_SEAMS)
-    seams.install(seams.EPP_SEAMS)
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
+    patch_points.install(patch_points.EPP_PATCH_POINTS)
     return setup.setup(args, model_config, TrainerHooks(items=items))
 
 
@@ -201,7 +201,7 @@ def attach(
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import installed
 
-    made = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
+    attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
     if installed() is None:
         install_schedule()
-    return made
+    return attached

@@ -56,7 +56,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class JoinedWords(argparse.Action):
+class JoinedArguments(argparse.Action):
     """Action of a flag whose value may be several words, as ``--placement interleaved 2``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:

@@ -65,7 +65,7 @@ V_SHAPE = _FOUR_STAGES.format(
     "rank 1: F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1",
 )
 
-LETTERS = "kfcmnabo"
+MODES = "kfcmnabo"
 
 
 def random_place(stages: int, random: Random, fewest: int = 1) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def plans(
         layers,
         random,
         split_backward=share,
-        letters=LETTERS,
+        modes=MODES,
         vocabulary_parallel=vocabulary_parallel,
         place=random_place(len(layers), random) if shares_ranks else (),
         prefixes=arbitrary_prefixes(lengths, random) if trees else (),

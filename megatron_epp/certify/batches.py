@@ -26,7 +26,7 @@ class Frame:
     """Model and job that every batch is drawn for.
 
     layers           of each stage
-    letters          the recompute choices to draw from
+    modes          the recompute choices to draw from
     splits           whether the executor runs I and W in place of B
     lockstep         replicas of a block, which share the experts of a layer
     vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
@@ -42,7 +42,7 @@ class Frame:
     vocabulary: int
     layers: tuple[int, ...]
     replicas: int
-    letters: str
+    modes: str
     splits: bool
     lockstep: int = 1
     vocabulary_parallel: bool = False
@@ -64,7 +64,7 @@ class Frame:
         return StepCoverage.of(drawn)
 
 
-def letters_drawn(executable: str) -> str:
+def modes_drawn(executable: str) -> str:
     """Every choice that runs, and as many again that keep all: a third of the layers, so that kept
     and recomputed ones stand side by side.
     """
@@ -110,17 +110,17 @@ class RandomBatch:
     def untargeted(self) -> "UntargetedCounts":
         """Parts of the step without any target token; their gradients must be zero."""
         slices = chunks = replicas = 0
-        for plan, deal in zip(self.step.plans, self.step.deals, strict=True):
+        for plan, assignment in zip(self.step.plans, self.step.assignments, strict=True):
             has_target = [
-                [self.loss_masks[deal[span.document]][span.start : span.stop].any()
+                [self.loss_masks[assignment[span.document]][span.start : span.stop].any()
                  for span in chunk.spans]
                 for chunk in plan.chunks
             ]  # fmt: skip
             cut = slices_of(plan).document
             slices += sum(
-                not found
+                not is_targeted
                 for chunk, document, every in zip(plan.chunks, cut, has_target, strict=True)
-                for span, found in zip(chunk.spans, every, strict=True)
+                for span, is_targeted in zip(chunk.spans, every, strict=True)
                 if span.document == document
             )
             chunks += sum(bool(every) and not any(every) for every in has_target)
@@ -149,74 +149,74 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
     # None, some or all backwards are split.
-    share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
-    deals = _deals(len(lengths), frame.replicas, random)
-    plans = _plans(lengths, deals, frame, random, share, frame.is_alone(number))
+    fraction = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
+    assignments = _assignments(len(lengths), frame.replicas, random)
+    plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
     local = frame.ranks > 1 and not frame.whole
     if local and number % 3:  # of every third batch all documents are spread
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
-    step = Step(deals, plans, frame.lockstep)
+    step = Step(assignments, plans, frame.lockstep)
     masks = _loss_masks(number, generator, step)
     if frame.trees and number % 2:
         # What several documents continue counts once for each of them, as their own loss would.
-        for plan, deal in zip(step.plans, deals, strict=True):
+        for plan, assignment in zip(step.plans, assignments, strict=True):
             for prefix in plan.prefixes:
                 if prefix is not None:
-                    masks[deal[prefix.document]][: prefix.stop] *= 2
+                    masks[assignment[prefix.document]][: prefix.stop] *= 2
     return RandomBatch(
         tokens,
         masks,
         step,
-        Step(deals, tuple(map(forwards_of, plans)), frame.lockstep),
+        Step(assignments, tuple(map(forwards_of, plans)), frame.lockstep),
     )
 
 
 def _plans(
     lengths: Sequence[int],
-    deals: Sequence[Sequence[int]],
+    assignments: Sequence[Sequence[int]],
     frame: Frame,
     random: Random,
-    share: float,
+    fraction: float,
     alone: bool,
 ) -> tuple[Plan, ...]:
-    """Plans of every replica; those in lockstep have one skeleton. ``share``: of backwards
+    """Plans of every replica; those in lockstep have one skeleton. ``fraction``: of backwards
     split. ``alone``: whether every document is a chunk."""
-    dealt = [[lengths[document] for document in deal] for deal in deals]
+    assigned = [[lengths[document] for document in assignment] for assignment in assignments]
     if frame.plans is not None:
-        made = enumerate(map(frame.plans, dealt))
-        return tuple(replace(plan, replica=at, replicas=frame.replicas) for at, plan in made)
+        plans = enumerate(map(frame.plans, assigned))
+        return tuple(replace(plan, replica=at, replicas=frame.replicas) for at, plan in plans)
     if frame.lockstep == 1:
         return tuple(
             arbitrary_plan(
                 each,
                 frame.layers,
                 random,
-                split_backward=share,
-                letters=frame.letters,
+                split_backward=fraction,
+                modes=frame.modes,
                 replica=replica,
                 replicas=frame.replicas,
                 vocabulary_parallel=frame.vocabulary_parallel,
                 place=frame.place,
-                whole=frame.whole,
+                never_cut=frame.whole,
                 alone=alone,
                 prefixes=arbitrary_prefixes(each, random, CONTEXT - 1) if frame.trees else (),
             )
-            for replica, each in enumerate(dealt)
+            for replica, each in enumerate(assigned)
         )
     return tuple(
         plan
         for first in range(0, frame.replicas, frame.lockstep)
         for plan in arbitrary_block(
-            dealt[first : first + frame.lockstep],
+            assigned[first : first + frame.lockstep],
             frame.layers,
             random,
-            split_backward=share,
-            letters=frame.letters,
+            split_backward=fraction,
+            modes=frame.modes,
             first=first,
             replicas=frame.replicas,
             place=frame.place,
-            whole=frame.whole,
+            never_cut=frame.whole,
         )
     )
 
@@ -224,9 +224,9 @@ def _plans(
 def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
     """Prefixes of every document of the batch: (document, inputs) in order."""
     return {
-        document: [(deal[span.document], span.stop) for span in plan.prefix_of(number)]
-        for plan, deal in zip(step.plans, step.deals, strict=True)
-        for number, document in enumerate(deal)
+        document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
+        for plan, assignment in zip(step.plans, step.assignments, strict=True)
+        for number, document in enumerate(assignment)
     }
 
 
@@ -246,25 +246,25 @@ def _loss_masks(
     if kind == 2:
         for mask in holes:
             # Borders of the turns; every second one, beginning with the first, is not learnt.
-            borders = numpy.flatnonzero(generator.random(len(mask)) < 1 / TURN)
-            asked = numpy.searchsorted(borders, numpy.arange(len(mask)), side="right") % 2 == 0
+            boundaries = numpy.flatnonzero(generator.random(len(mask)) < 1 / TURN)
+            asked = numpy.searchsorted(boundaries, numpy.arange(len(mask)), side="right") % 2 == 0
             mask[asked] = 0
         holes[0][-1] = 1
         return holes
-    for plan, deal in zip(step.plans, step.deals, strict=True):
-        blank = [chunk for chunk in plan.chunks if not _first_input(chunk, deal)]
-        if 0 in deal:
+    for plan, assignment in zip(step.plans, step.assignments, strict=True):
+        blank = [chunk for chunk in plan.chunks if not _first_input(chunk, assignment)]
+        if 0 in assignment:
             blank = blank and [blank[generator.integers(len(blank))]]
         # Else the whole replica: the one label that there must be is another's.
         chosen = [span for chunk in blank for span in chunk.spans]
         for span in chosen:
-            holes[deal[span.document]][span.start : span.stop] = 0
+            holes[assignment[span.document]][span.start : span.stop] = 0
     return holes
 
 
-def _first_input(chunk: Chunk, deal: tuple[int, ...]) -> bool:
+def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
     """Whether it holds the first input of the batch's document 0."""
-    return any(deal[span.document] == 0 and span.start == 0 for span in chunk.spans)
+    return any(assignment[span.document] == 0 and span.start == 0 for span in chunk.spans)
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
@@ -287,13 +287,13 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
             return [random.randint(20, LONGEST) for _ in range(count)]
 
 
-def _deals(documents: int, replicas: int, random: Random) -> tuple[tuple[int, ...], ...]:
+def _assignments(documents: int, replicas: int, random: Random) -> tuple[tuple[int, ...], ...]:
     """Every document to a random replica, at least one to each."""
     order = random.sample(range(documents), documents)
-    deals = [[document] for document in order[:replicas]]
+    assignments = [[document] for document in order[:replicas]]
     for document in order[replicas:]:
-        random.choice(deals).append(document)
-    return tuple(map(tuple, deals))
+        random.choice(assignments).append(document)
+    return tuple(map(tuple, assignments))
 
 
 def forwards_of(plan: Plan) -> Plan:
@@ -346,7 +346,7 @@ class StepCoverage:
     def of(cls, drawn: RandomBatch) -> "StepCoverage":
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
-        letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
+        modes = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
         orders = [order for plan in step.plans for order in plan.orders]
         return cls(
             documents=len(step.lengths),
@@ -355,10 +355,10 @@ class StepCoverage:
             packed=kinds.count("packed"),
             split=kinds.count("split"),
             hybrid=kinds.count("hybrid"),
-            recomputed=sum(letter not in (KEEP, OFFLOAD) for letter in letters),
-            selective=sum(letter in SELECTIVE for letter in letters),
-            offloaded=letters.count(OFFLOAD),
-            layers=len(letters),
+            recomputed=sum(mode not in (KEEP, OFFLOAD) for mode in modes),
+            selective=sum(mode in SELECTIVE for mode in modes),
+            offloaded=modes.count(OFFLOAD),
+            layers=len(modes),
             halved=sum(op.kind is Kind.WEIGHT for order in orders for op in order),
             window=max(
                 _most_between(ran, lambda stage, chunk: 1)
@@ -367,7 +367,7 @@ class StepCoverage:
             ),
             empty=kinds.count("empty"),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
-            mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
+            mixed=sum(c.has_local and c.sharded_tokens > 0 for p in step.plans for c in p.chunks),
             branches=sum(p is not None for plan in step.plans for p in plan.prefixes),
             beside=sum(map(_beside, step.plans)),
             untargeted=drawn.untargeted,

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.certify.protocol import PLAIN, Backend, InputRefusal, RequestFailure, Role
+from megatron_epp.certify.protocol import REFERENCE, Backend, InputRefusal, RequestFailure, Role
 
 
 def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
@@ -40,7 +40,7 @@ def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
                     server = backend.make_server(role, until_the_end)
                 answer = getattr(server, method)(*arguments)
             except Exception as error:
-                reads_input = role.rank == PLAIN or server is None
+                reads_input = role.rank == REFERENCE or server is None
                 if reads_input and backend.is_refusal(error):
                     answer = InputRefusal(str(error))
                 else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from megatron_epp.certify.compare import WorstGradient, worst_gradient
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import (
-    PLAIN,
+    REFERENCE,
     Backend,
     BatchSource,
     Coverage,
@@ -74,12 +74,12 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
     """0: certified; 1: not. ValueError: input that cannot be used."""
     trial = read(arguments)
     try:
-        judged = certify(backend, trial, lambda line: print(line, flush=True))
+        checked = certify(backend, trial, lambda line: print(line, flush=True))
     except ChildLost as error:
         print(f"not certified: {error}")
         return 1
-    print(verdict(judged))
-    return 0 if all(batch.passed for batch in judged) else 1
+    print(verdict(checked))
+    return 0 if all(batch.passed for batch in checked) else 1
 
 
 def certify(
@@ -90,42 +90,42 @@ def certify(
 
     ValueError: flags that cannot be used. ChildLost: a process that died or stayed silent.
     """
-    judged: list[BatchVerdict] = []
+    checked: list[BatchVerdict] = []
     with ExitStack() as until_the_end:
         folder = until_the_end.enter_context(scratch_folder("certify"))
-        if said := backend.choose_engine(trial):
-            show(said)
-        roles = [Role(one, folder, trial) for one in (PLAIN, *range(trial.degrees.ranks))]
+        if notice := backend.choose_engine(trial):
+            show(notice)
+        roles = [Role(one, folder, trial) for one in (REFERENCE, *range(trial.degrees.ranks))]
         children = until_the_end.enter_context(Children(roles, backend))
         for turn in range(min(trial.turns, trial.batches)):
             prepared = _prepare(children, turn, trial)
             show(f"{trial.title}: {prepared.description}")
             for number in range(turn, trial.batches, trial.turns):
-                judged.append(_batch(children, number, prepared.frame, trial))
-                if len(judged) == 1:
-                    show(header(judged[0]))
-                show(row(judged[-1]))
-                if judged[-1].problems and trial.degrees.ranks > 1:
-                    return judged
-    return judged
+                checked.append(_batch(children, number, prepared.frame, trial))
+                if len(checked) == 1:
+                    show(header(checked[0]))
+                show(row(checked[-1]))
+                if checked[-1].problems and trial.degrees.ranks > 1:
+                    return checked
+    return checked
 
 
 def _prepare(children: Children, turn: int, trial: Trial) -> ModelSetup:
-    (prepared,) = _required(children.ask([PLAIN], "prepare", turn))
+    (prepared,) = _required(children.ask([REFERENCE], "prepare", turn))
     _required(children.ask(range(trial.degrees.ranks), "prepare", prepared))
     return prepared
 
 
 def _required[T](answers: Mapping[int, T | InputRefusal | RequestFailure]) -> list[T]:
     """ValueError: a process refused the input. ChildLost: it failed."""
-    made: list[T] = []
+    results: list[T] = []
     for answer in answers.values():
         if isinstance(answer, InputRefusal):
             raise ValueError(answer.reason)
         if isinstance(answer, RequestFailure):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
-        made.append(answer)
-    return made
+        results.append(answer)
+    return results
 
 
 def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) -> BatchVerdict:
@@ -135,7 +135,7 @@ def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) ->
     failures = [answer.reason for answer in answers.values() if isinstance(answer, RequestFailure)]
     if failures:
         return BatchVerdict(number, frame.coverage(drawn, ()), problems=tuple(failures))
-    reference, computed = answers.pop(PLAIN), list(answers.values())
+    reference, computed = answers.pop(REFERENCE), list(answers.values())
     exact, quantised = reference.own is None, None
     worst = _worst(reference, computed, lambda key: key not in reference.quantised)
     if reference.quantised:
@@ -181,56 +181,56 @@ def _line(cells: Mapping[str, object], parameter: str) -> str:
     return f"{'  '.join(padded)}  {parameter}".rstrip()
 
 
-def _cells(judged: BatchVerdict) -> dict[str, object]:
+def _cells(checked: BatchVerdict) -> dict[str, object]:
     return {
-        "batch": judged.number,
-        **judged.coverage.cells,
-        "messages": judged.messages,
-        judged.coverage.ERROR: _told(judged, judged.loss_error),
-        "gradient": _told(judged, judged.gradient_error),
-    } | ({} if judged.quantised_error is None else {"in fp8": f"{judged.quantised_error:.1e}"})
+        "batch": checked.number,
+        **checked.coverage.cells,
+        "messages": checked.messages,
+        checked.coverage.ERROR: _report_text(checked, checked.loss_error),
+        "gradient": _report_text(checked, checked.gradient_error),
+    } | ({} if checked.quantised_error is None else {"in fp8": f"{checked.quantised_error:.1e}"})
 
 
-def _told(judged: BatchVerdict, error: float) -> str:
-    return f"{error:.1e}" if judged.bound == BOUND else f"{error:.2f}"
+def _report_text(checked: BatchVerdict, error: float) -> str:
+    return f"{error:.1e}" if checked.bound == BOUND else f"{error:.2f}"
 
 
-def row(judged: BatchVerdict) -> str:
+def row(checked: BatchVerdict) -> str:
     """One line of the table; a batch that failed says why."""
-    why = judged.problems + judged.routing
-    return "\n        ".join([_line(_cells(judged), judged.parameter), *why])
+    why = checked.problems + checked.routing
+    return "\n        ".join([_line(_cells(checked), checked.parameter), *why])
 
 
-def header(judged: BatchVerdict) -> str:
+def header(checked: BatchVerdict) -> str:
     """Names of the columns of such batches."""
-    names = _cells(judged)
+    names = _cells(checked)
     return _line(dict(zip(names, names, strict=True)), "worst parameter")
 
 
-def _worst_of(judged: Sequence[BatchVerdict], bound: float) -> str:
+def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
     """The worst error of batches with that bound."""
-    batches = [batch for batch in judged if batch.bound == bound]
+    batches = [batch for batch in checked if batch.bound == bound]
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in batches)
     of = "" if bound == BOUND else " of the plain model's own"
-    return f"{_told(batches[0], worst)}{of} (bound {bound:g})"
+    return f"{_report_text(batches[0], worst)}{of} (bound {bound:g})"
 
 
-def verdict(judged: Sequence[BatchVerdict]) -> str:
+def verdict(checked: Sequence[BatchVerdict]) -> str:
     """The last lines: what was run, and whether it is certified."""
-    every = [batch.coverage for batch in judged]
-    failed = [str(batch.number) for batch in judged if not batch.passed]
-    bounds = sorted({batch.bound for batch in judged}, reverse=True)
-    told = ", of documents alone ".join(_worst_of(judged, bound) for bound in bounds)
-    rounded = [one.quantised_error for one in judged if one.quantised_error is not None]
+    every = [batch.coverage for batch in checked]
+    failed = [str(batch.number) for batch in checked if not batch.passed]
+    bounds = sorted({batch.bound for batch in checked}, reverse=True)
+    worst_error = ", of documents alone ".join(_worst_of(checked, bound) for bound in bounds)
+    rounded = [one.quantised_error for one in checked if one.quantised_error is not None]
     besides = (
         f"; of weights in fp8 {max(rounded):.1e} (bound {QUANTISED_BOUND:.1e})" if rounded else ""
     )
     conclusion = (
-        f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
-        f"{' '.join(failed)}; worst error {told}{besides}"
+        f"not certified: {len(failed)} of {len(checked)} batches differ from the plain model: "
+        f"{' '.join(failed)}; worst error {worst_error}{besides}"
         if failed
-        else f"certified: {len(judged)} batches, worst error {told}{besides}; {every[0].HELD}"
+        else f"certified: {len(checked)} batches, worst error {worst_error}{besides}; {every[0].HELD}"
     )
-    counts = sorted(sum((batch.collectives for batch in judged), Counter()).items())
+    counts = sorted(sum((batch.collectives for batch in checked), Counter()).items())
     issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"
     return "\n".join([*every[0].summary(every), issued, conclusion])

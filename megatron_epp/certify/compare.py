@@ -39,7 +39,7 @@ class Shard:
         return self.key.replace("layers.", f"layers.{'.'.join(map(str, self.layer))}.", 1)
 
 
-def whole(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
+def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
     """The whole tensors that ``shards`` make up; every element is there, or it is our own bug."""
     tensors: dict[str, numpy.ndarray] = {}
     for shard in shards:
@@ -83,8 +83,8 @@ def worst_gradient(
         error = error_of(part)
         if not error < worst.error:  # nor where it is no number
             worst = WorstGradient(error if numpy.isfinite(error) else numpy.inf, part.name)
-    for key, found in seen.items():
-        if not found.all():
+    for key, compared in seen.items():
+        if not compared.all():
             return WorstGradient(numpy.inf, f"{key} (computed by no rank)")
     return worst
 
@@ -134,10 +134,12 @@ def _in_own_errors(
     def error_of(part: Shard) -> float:
         expected = reference[part.key][part.where]
         difference = float(numpy.linalg.norm(part.values - expected))
-        whole, mine = errors[part.key], errors[part.key][part.where]
-        share = (mine.size / whole.size) ** 0.5 * float(numpy.linalg.norm(whole))
-        theirs = max(float(numpy.linalg.norm(mine)), share)
-        unit = max(theirs, float(usual * numpy.linalg.norm(expected)))
+        parameter_error, part_error = errors[part.key], errors[part.key][part.where]
+        proportional = (part_error.size / parameter_error.size) ** 0.5 * float(
+            numpy.linalg.norm(parameter_error)
+        )
+        reference_unit = max(float(numpy.linalg.norm(part_error)), proportional)
+        unit = max(reference_unit, float(usual * numpy.linalg.norm(expected)))
         if not difference:
             return 0.0
         return difference / unit if unit else numpy.inf

@@ -17,5 +17,5 @@ class Degrees:
         return self.pp * self.tp * self.cp * self.dp
 
     def __str__(self) -> str:
-        spread = f", CP {self.cp}" if self.cp > 1 else ""
-        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{spread}"
+        context_parallel = f", CP {self.cp}" if self.cp > 1 else ""
+        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{context_parallel}"

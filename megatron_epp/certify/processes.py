@@ -34,13 +34,13 @@ class Children:
         device = "cuda" if any(role.on_gpu for role in self.roles.values()) else "cpu"
         context = start_context(self.backend.preloaded, device)
         for rank, role in self.roles.items():
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=answer_requests, args=(theirs, role, self.backend), daemon=True
+                target=answer_requests, args=(child_end, role, self.backend), daemon=True
             )
             process.start()
-            theirs.close()
-            self._pipes[rank], self._processes[rank] = ours, process
+            child_end.close()
+            self._pipes[rank], self._processes[rank] = parent_end, process
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
@@ -71,7 +71,7 @@ class Children:
                     return answers
                 silent = ", ".join(self.roles[rank].name for rank in waiting)
                 first = f"{silent}: no answer to {method!r} in {self.patience_seconds:.0f} s"
-                raise ChildLost("\n".join([first, *self._last_words(waiting)]))
+                raise ChildLost("\n".join([first, *self._last_output(waiting)]))
             for rank in waiting:
                 if self._pipes[rank] in ready:
                     answers[rank] = self._receive(rank)
@@ -79,7 +79,7 @@ class Children:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
-    def _last_words(self, ranks: Iterable[int]) -> list[str]:
+    def _last_output(self, ranks: Iterable[int]) -> list[str]:
         """Return the last lines of terminated ranks: their op (mcore/trainer/sigterm.py)."""
         for rank in ranks:
             self._processes[rank].terminate()

@@ -15,7 +15,7 @@ import numpy
 from megatron_epp.certify.compare import Shard
 from megatron_epp.certify.trial import Trial
 
-PLAIN = -1  # the rank of the process with the plain model
+REFERENCE = -1  # the rank of the process with the plain model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Role:
     @property
     def on_gpu(self) -> bool:
         """Whether this process computes on a GPU: the plain model never does."""
-        return self.trial.device == "cuda" and self.rank != PLAIN
+        return self.trial.device == "cuda" and self.rank != REFERENCE
 
     @property
     def patience(self) -> timedelta:
@@ -47,7 +47,7 @@ class Role:
 
     @property
     def name(self) -> str:
-        return "the plain model" if self.rank == PLAIN else f"rank {self.rank}"
+        return "the plain model" if self.rank == REFERENCE else f"rank {self.rank}"
 
     @property
     def log(self) -> Path:

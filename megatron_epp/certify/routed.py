@@ -28,27 +28,29 @@ def differences(
     """
     counts = _sums(part.counts for part in parts)
     losses = _sums(part.losses for part in parts)
-    found = []
+    messages = []
     for layer in sorted(counts.keys() | reference.counts.keys()):
-        ours, theirs = counts.get(layer), reference.counts.get(layer)
-        if ours is None or theirs is None:
-            found.append(f"layer {layer}: experts counted {'twice' if theirs is None else 'never'}")
-        elif differing := int((ours != theirs).sum()):
-            found.append(
-                f"layer {layer}: {differing} of {len(theirs)} experts counted other tokens: "
-                f"{ours.sum():g} in all where the plain model has {theirs.sum():g}"
+        actual, expected = counts.get(layer), reference.counts.get(layer)
+        if actual is None or expected is None:
+            messages.append(
+                f"layer {layer}: experts counted {'twice' if expected is None else 'never'}"
+            )
+        elif differing := int((actual != expected).sum()):
+            messages.append(
+                f"layer {layer}: {differing} of {len(expected)} experts counted other tokens: "
+                f"{actual.sum():g} in all where the plain model has {expected.sum():g}"
             )
     for name in sorted(losses.keys() | reference.losses.keys()):
-        theirs = reference.losses.get(name, numpy.zeros(1))
-        ours = losses.get(name, numpy.zeros(1)) * replicas
-        difference = abs(ours - theirs)
-        if not (difference <= bound * abs(theirs).max()).all():
+        expected = reference.losses.get(name, numpy.zeros(1))
+        actual = losses.get(name, numpy.zeros(1)) * replicas
+        difference = abs(actual - expected)
+        if not (difference <= bound * abs(expected).max()).all():
             layer = int(difference.argmax())
-            found.append(
-                f"{name} of layer {layer + 1}: {ours[layer % len(ours)]:.12g} where the plain "
-                f"model has {theirs[layer % len(theirs)]:.12g}"
+            messages.append(
+                f"{name} of layer {layer + 1}: {actual[layer % len(actual)]:.12g} where the plain "
+                f"model has {expected[layer % len(expected)]:.12g}"
             )
-    return found
+    return messages
 
 
 def _sums(parts: Any) -> dict[Any, numpy.ndarray]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
+from megatron_epp.flag_fields import JoinedArguments, add_flags, flag, flag_of
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.placement import read_placement
 
@@ -54,7 +54,7 @@ class DegreeFlags:
         "(default: one)",
         metavar="PLACEMENT",
         nargs="+",
-        action=JoinedWords,
+        action=JoinedArguments,
     )
 
 

@@ -7,7 +7,7 @@ import sys
 from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plans
 from megatron_epp.cli.options import PROGRAM
-from megatron_epp.ir import Plan, PlanError, check, check_skeletons
+from megatron_epp.ir import Plan, PlanError, check, check_op_templates
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
             check(plan)
             if step is not None and plan is plans[-1]:
                 where = ""
-                check_skeletons(step)
+                check_op_templates(step)
         except PlanError as error:
             line, *grid = str(error).split("\n")
             if not grid or arguments.json:

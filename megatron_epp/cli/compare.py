@@ -16,8 +16,8 @@ from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import COMPARED, PLANNERS, Options
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
-from megatron_epp.show.table import plain
-from megatron_epp.show.units import GIB, seconds_text, share_text
+from megatron_epp.show.table import text_table
+from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
 # A gain below this is none: no model of costs is that exact.
 PAYS = 0.01
@@ -37,15 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
-    cost, ours = chosen_costs(arguments, batches, cost, options, chosen_by)
-    costs = {name: ours if name == _OURS else cost for name in names}
+    cost, elastic_cost = chosen_costs(arguments, batches, cost, options, chosen_by)
+    costs = {name: elastic_cost if name == _OURS else cost for name in names}
     cold = _warm_up(costs, first, options, arguments.dp)
-    made: list[Outcome] = []
+    outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
     work = [(number, name) for number in numbers for name in names]
     for number, name in bar(work, len(work), "planning"):
         try:
-            made.append(
+            outcomes.append(
                 outcome(
                     *(number, batches[number], costs[name], options, name, arguments.dp),
                     priced=True,
@@ -53,32 +53,32 @@ def run(arguments: argparse.Namespace) -> int:
             )
         except ValueError as error:
             failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
-    if not made:
+    if not outcomes:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     if arguments.json:
-        print(json.dumps([each.facts() for each in made], indent=1))
+        print(json.dumps([each.facts() for each in outcomes], indent=1))
         for name, why in failed.items():
             print(f"{name}: {why}", file=sys.stderr)
         return 0
-    _say(_best(names, made, len(numbers)))
+    _say(_best(names, outcomes, len(numbers)))
     print()
     _say(f"lengths  {batches}")
     _say(
         f"machine  {cost.layout}, layers {_layers(cost.layout.layers)}{_kinds(cost)}"
-        f"{_of_ours(cost, costs.get(_OURS, cost))}"
+        f"{_of_elastic(cost, costs.get(_OURS, cost))}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")
     print()
-    print(_table(names, made))
+    print(_table(names, outcomes))
     print(_LEGEND)
-    slowest = max(made, key=lambda each: each.plan_seconds)
+    slowest = max(outcomes, key=lambda each: each.plan_seconds)
     print()
     _say(
         f"Longest time to plan: {seconds_text(slowest.plan_seconds)} ({slowest.planner}, batch "
         f"{slowest.batch}); the first start took {seconds_text(cold)} more."
     )
-    for line in (*_verdict(made), *_lockstep_prices(names, made, options.lockstep)):
+    for line in (*_verdict(outcomes), *_lockstep_prices(names, outcomes, options.lockstep)):
         _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
@@ -94,14 +94,14 @@ def _kinds(cost: Cost) -> str:
     return kinds + experts + (", vocabulary over the stages" * cost.layout.vocabulary_parallel)
 
 
-def _of_ours(cost: Cost, ours: Cost) -> str:
+def _of_elastic(cost: Cost, elastic: Cost) -> str:
     """Text on what only epp has."""
     parts = []
-    if ours.layout.layers != cost.layout.layers:
-        parts.append(f"layers {_layers(ours.layout.layers)}")
-    if ours.layout.place != cost.layout.place:
-        parts.append(f"stages on ranks {' '.join(map(str, ours.layout.placement.place))}")
-    if ours.layout.vocabulary_parallel != cost.layout.vocabulary_parallel:
+    if elastic.layout.layers != cost.layout.layers:
+        parts.append(f"layers {_layers(elastic.layout.layers)}")
+    if elastic.layout.place != cost.layout.place:
+        parts.append(f"stages on ranks {' '.join(map(str, elastic.layout.placement.place))}")
+    if elastic.layout.vocabulary_parallel != cost.layout.vocabulary_parallel:
         parts.append("the vocabulary over the stages")
     return f"; epp with {' and '.join(parts)}" if parts else ""
 
@@ -110,20 +110,22 @@ def _say(line: str) -> None:
     print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 9, break_on_hyphens=False))
 
 
-def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
+def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> str:
     """The sentence that matters: which planner, how much faster than those one knows, and whether
     its plans fit."""
-    by_name = {name: {each.batch: each for each in made if each.planner == name} for name in names}
+    by_name = {
+        name: {each.batch: each for each in outcomes if each.planner == name} for name in names
+    }
     fitting = {
-        name: mine
-        for name, mine in by_name.items()
-        if len(mine) == batches and all(each.fits for each in mine.values())
+        name: by_batch
+        for name, by_batch in by_name.items()
+        if len(by_batch) == batches and all(each.fits for each in by_batch.values())
     }
     if not fitting:
         return "Best: none; no planner keeps every batch within the memory budget."
     medians = {
-        name: statistics.median(each.seconds for each in mine.values())
-        for name, mine in fitting.items()
+        name: statistics.median(each.seconds for each in by_batch.values())
+        for name, by_batch in fitting.items()
     }
     best = min(medians, key=medians.__getitem__)
     known = [name for name in (_OURS, *_KNOWN) if name != best and by_name.get(name)]
@@ -135,13 +137,13 @@ def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
         )
         unfit = "" if name in fitting else " (which does not fit)"
         faster.append(f"{ratio:.2f} times as fast as {name}{unfit}")
-    told = f"Best: {best}, {seconds_text(medians[best])} a batch"
+    text = f"Best: {best}, {seconds_text(medians[best])} a batch"
     if faster:
-        told += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
-    told += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
+        text += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
+    text += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
     if best not in PLANNERS:
-        told += f" Training runs pipeline plans, which {best} does not make."
-    return told
+        text += f" Training runs pipeline plans, which {best} does not make."
+    return text
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -185,79 +187,83 @@ fits     batches whose plan stays within the memory budget\
 """
 
 
-def _table(names: Sequence[str], made: Sequence[Outcome]) -> str:
+def _table(names: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     rows = []
-    ours = {each.batch: each.seconds for each in made if each.planner == _OURS}
+    elastic_seconds = {each.batch: each.seconds for each in outcomes if each.planner == _OURS}
     for name in names:
-        mine = [each for each in made if each.planner == name]
-        if not mine:
+        own_outcomes = [each for each in outcomes if each.planner == name]
+        if not own_outcomes:
             continue
-        seconds = [each.seconds for each in mine]
+        seconds = [each.seconds for each in own_outcomes]
         median = statistics.median(seconds)
-        ratios = [each.seconds / ours[each.batch] for each in mine if ours.get(each.batch)]
+        ratios = [
+            each.seconds / elastic_seconds[each.batch]
+            for each in own_outcomes
+            if elastic_seconds.get(each.batch)
+        ]
         rows.append(
             [
                 name,
                 f"{median:.4g}",
                 f"{(max(seconds) - min(seconds)) / median:.0%}" if median else "",
                 f"{statistics.median(ratios):.2f}" if ratios else "",
-                _median_share([each.gap for each in mine]),
-                _median_share([each.slowest.bubble_ratio for each in mine]),
-                _median_share([each.slowest.recompute_ratio for each in mine]),
-                _median_share([each.slowest.comm_ratio for each in mine]),
-                f"{max(max(each.peak_bytes) for each in mine) / GIB:.1f}",
-                f"{statistics.median(each.slowest.chunks for each in mine):g}",
-                f"{statistics.median(each.plan_seconds for each in mine):.2f}",
-                f"{sum(each.fits for each in mine)}/{len(mine)}",
+                _median_fraction([each.gap for each in own_outcomes]),
+                _median_fraction([each.slowest.bubble_ratio for each in own_outcomes]),
+                _median_fraction([each.slowest.recompute_ratio for each in own_outcomes]),
+                _median_fraction([each.slowest.comm_ratio for each in own_outcomes]),
+                f"{max(max(each.peak_bytes) for each in own_outcomes) / GIB:.1f}",
+                f"{statistics.median(each.slowest.chunks for each in own_outcomes):g}",
+                f"{statistics.median(each.plan_seconds for each in own_outcomes):.2f}",
+                f"{sum(each.fits for each in own_outcomes)}/{len(own_outcomes)}",
             ]
         )
-    return plain(_HEADERS, rows)
+    return text_table(_HEADERS, rows)
 
 
-def _median_share(shares: Sequence[float]) -> str:
-    return share_text(max(0.0, statistics.median(shares)))
+def _median_fraction(fractions: Sequence[float]) -> str:
+    return fraction_text(max(0.0, statistics.median(fractions)))
 
 
-def _lockstep_prices(names: Sequence[str], made: Sequence[Outcome], lockstep: int) -> list[str]:
+def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep: int) -> list[str]:
     """Time of every planner in lockstep over that of replicas that run freely."""
-    told = []
+    parts = []
     for name in names:
         prices = [
             each.lockstep_price
-            for each in made
+            for each in outcomes
             if each.planner == name and each.free_seconds is not None
         ]
         if prices:
-            spread = f" ({min(prices):+.1%} to {max(prices):+.1%})" * (len(prices) > 1)
-            told.append(f"{name} {statistics.median(prices):+.1%}{spread}")
-    if not told:
+            price_range = f" ({min(prices):+.1%} to {max(prices):+.1%})" * (len(prices) > 1)
+            parts.append(f"{name} {statistics.median(prices):+.1%}{price_range}")
+    if not parts:
         return []
     return [
         f"In lockstep, blocks of {lockstep} replicas, against replicas that run freely at the same "
-        f"cost of every op (simulated): {', '.join(told)}"
+        f"cost of every op (simulated): {', '.join(parts)}"
     ]
 
 
-def _verdict(made: Sequence[Outcome]) -> list[str]:
+def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
     """On which batches epp pays, and on which it does not."""
     by_batch: dict[int, dict[str, Outcome]] = {}
-    for each in made:
+    for each in outcomes:
         by_batch.setdefault(each.batch, {})[each.planner] = each
     lines = []
     gains = []
     for batch, planners in by_batch.items():
-        ours = planners.get(_OURS)
+        elastic = planners.get(_OURS)
         others = [each for name, each in planners.items() if name != _OURS and each.fits]
-        if ours is None or not others:
+        if elastic is None or not others:
             continue
         best = min(others, key=lambda each: each.seconds)
-        gains.append(best.seconds / ours.seconds)
-        if not ours.fits:
+        gains.append(best.seconds / elastic.seconds)
+        if not elastic.fits:
             lines.append(f"batch {batch}: epp does not fit the budget, {best.planner} does")
-        elif best.seconds < ours.seconds * (1 + PAYS):
+        elif best.seconds < elastic.seconds * (1 + PAYS):
             lines.append(
                 f"batch {batch}: epp does not pay: {best.planner} takes "
-                f"{best.seconds / ours.seconds:.3f} of its time"
+                f"{best.seconds / elastic.seconds:.3f} of its time"
             )
     if not gains:
         return []

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_epp.cli import machine, made_for
+from megatron_epp.cli import machine, recorded_settings
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write_file
 from megatron_epp.cli.options import UsageError
 from megatron_epp.ir import Plan
@@ -22,8 +22,8 @@ Runs = list[Timeline]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, said, block = read_plan(arguments.plan, arguments.replica)
-    taken = made_for.fill_in(arguments, said)
+    plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
+    taken = recorded_settings.fill_in(arguments, settings_text)
     runs = _runs(arguments, plan, block)
     if arguments.output is None:
         for one in runs:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_epp.cli import made_for
+from megatron_epp.cli import recorded_settings
 from megatron_epp.cost.catalogue.bounded_file import read_at_most, read_bounded
 from megatron_epp.ir import (
     Op,
@@ -15,7 +15,7 @@ from megatron_epp.ir import (
     Step,
     Timed,
     check,
-    check_skeletons,
+    check_op_templates,
     parse_records,
 )
 
@@ -81,25 +81,26 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
     block = (plan,) if step is None else step.block(plan.replica)
     try:
         if step is not None:
-            check_skeletons(step)
+            check_op_templates(step)
         for one in block:
             check(one)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
     others = (one for one in block if one is not plan)
-    return plan, made_for.comment_in(text), (plan, *others)
+    return plan, recorded_settings.comment_in(text), (plan, *others)
 
 
 def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
     """Raise a ValueError unless ``records`` are of a whole run of ``plan``, op after op."""
     for stage, planned in enumerate(plan.orders):
-        mine = [r for r in records if r.stage == stage and isinstance(r.op, Op)]
-        ran = [record.op for record in sorted(mine, key=lambda r: (r.start, r.stop))]
+        stage_records = [r for r in records if r.stage == stage and isinstance(r.op, Op)]
+        ran = [record.op for record in sorted(stage_records, key=lambda r: (r.start, r.stop))]
         for number, op in enumerate(planned):
-            found = ran[number] if number < len(ran) else "nothing"
-            if found != op:
+            executed = ran[number] if number < len(ran) else "nothing"
+            if executed != op:
                 raise ValueError(
-                    f"records {path}: stage {stage} ran {found} as op {number + 1}, the plan has "
+                    f"records {path}: stage {stage} ran {executed} as op {number + 1}, the plan "
+                    "has "
                     f"{op} there; expected the records of a run of this plan"
                 )
 

@@ -15,7 +15,7 @@ from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
-from megatron_epp.show.units import seconds_text, share_text
+from megatron_epp.show.units import fraction_text, seconds_text
 
 
 def layout_cost(
@@ -110,7 +110,7 @@ def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -
     flags = layout_flags(found.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
-        f"partition: {' '.join(map(str, found.key))} ({share_text(found.gain)} less time than "
+        f"partition: {' '.join(map(str, found.key))} ({fraction_text(found.gain)} less time than "
         f"{' '.join(map(str, cost.layout.layers))}); {said}",
         file=sys.stderr,
     )
@@ -131,7 +131,7 @@ def choose_layout(
         except ValueError as error:
             tried.append((pp, cp, None, str(error).split("\n")[0]))
             continue
-        if not all(found.fits for found in step.planned):
+        if not all(replica.fits for replica in step.planned):
             tried.append((pp, cp, step.seconds, "does not fit the budget"))
             continue
         tried.append((pp, cp, step.seconds, ""))

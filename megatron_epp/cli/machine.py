@@ -57,9 +57,11 @@ def cost_of(
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero) if arguments.zero else None
-    given = {name: value for name in ASSUMPTIONS if (value := getattr(arguments, name)) is not None}
-    if profile is not None and given:
-        flag = "--" + next(iter(given)).replace("_", "-")
+    assumptions = {
+        name: value for name in ASSUMPTIONS if (value := getattr(arguments, name)) is not None
+    }
+    if profile is not None and assumptions:
+        flag = "--" + next(iter(assumptions)).replace("_", "-")
         raise UsageError(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
     if layers is not None and len(layers) != pp:
         raise UsageError(f"--layers: {len(layers)} numbers for {pp} stages")
@@ -96,7 +98,7 @@ def cost_of(
             profile=profile,
             vocabulary_parallel=cut,
             place=place,
-            **({} if profile is not None else AS_TRAINED | given),
+            **({} if profile is not None else AS_TRAINED | assumptions),
         )
         heads = model(arguments.model).heads
         if heads % (cost.layout.tp * cost.layout.cp):

@@ -32,9 +32,9 @@ def require_known(command: str, words: Sequence[str]) -> None:
             known.update(_FLAG.findall(text))
             known.update("--" + name.replace("_", "-") for name in _FIELD.findall(text))
     for flag in flags:
-        plain = flag.replace("_", "-")
-        denied = {plain.replace(start, "--", 1) for start in ("--no-", "--disable-")}
-        if not {flag, plain, *denied} & known:
+        dashed = flag.replace("_", "-")
+        denied = {dashed.replace(start, "--", 1) for start in ("--no-", "--disable-")}
+        if not {flag, dashed, *denied} & known:
             near = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
             raise UsageError(f"{command}: unknown option {flag!r}, here and in Megatron; {hint}")
@@ -42,9 +42,9 @@ def require_known(command: str, words: Sequence[str]) -> None:
 
 def _roots() -> list[tuple[Path, str]]:
     """Where flags are named: our own commands, and Megatron's trainer and configurations."""
-    found = [(Path(__file__).parents[1] / room, "**/*.py") for room in _OURS]
+    patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _OURS]
     spec = find_spec("megatron")  # of a top-level name: nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():
         root = Path(folder)
-        found += [(root / "training", "**/*.py"), (root / "core", "**/*.py")]
-    return [(root, pattern) for root, pattern in found if root.is_dir()]
+        patterns += [(root / "training", "**/*.py"), (root / "core", "**/*.py")]
+    return [(root, pattern) for root, pattern in patterns if root.is_dir()]

@@ -46,10 +46,10 @@ class Parser(argparse.ArgumentParser):
                 self.error(_unknown(word, known, command))
             if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list
                 self.error(f"argument {word[:-3]}: '--' is no value")
-        found, unknown = self.parse_known_args(args, namespace)
+        arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(_unknown(unknown[0], known, found.command))
-        return found
+            self.error(_unknown(unknown[0], known, arguments.command))
+        return arguments
 
     def flags(self, command: str | None) -> list[Sequence[str]]:
         for action in self._actions:
@@ -102,10 +102,10 @@ def machine_flags(words: Sequence[str]) -> argparse.Namespace:
 
     command = Parser(prog=PROGRAM, add_help=False)
     add_command_flags(command, (PlansMachineFlags, AssumptionFlags))
-    found, unknown = command.parse_known_args(list(words))
+    arguments, unknown = command.parse_known_args(list(words))
     if unknown:
         raise UsageError(f"unknown option {unknown[0]!r}")
-    return found
+    return arguments
 
 
 def _unknown(word: str, known: Sequence[str], command: str | None) -> str:

@@ -51,36 +51,36 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        return all(found.fits for found in self.replicas)
+        return all(replica.fits for replica in self.replicas)
 
     @property
     def peak_bytes(self) -> list[int]:
         """Per stage the highest of all replicas; per device group where there is no pipeline."""
         if self.step is None:
-            return [int(peak) for found in self.replicas for peak in found.peak_bytes]
+            return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [
             int(max(peaks)) for peaks in zip(*(r.peak_bytes for r in self.replicas), strict=True)
         ]
 
     def facts(self) -> dict:
         """The fields that ``compare --json`` promises."""
-        found = self.slowest
+        slowest = self.slowest
         return {
             "batch": self.batch,
             "planner": self.planner,
-            "levers": list(found.levers) if self.planner == "epp" else [],
+            "levers": list(slowest.levers) if self.planner == "epp" else [],
             "seconds": float(self.seconds),
             "lower_bound_seconds": float(self.lower_bound_seconds),
             "gap": float(self.gap),
-            "bubble_ratio": float(found.bubble_ratio),
-            "recompute_ratio": float(found.recompute_ratio),
-            "comm_ratio": float(found.comm_ratio),
+            "bubble_ratio": float(slowest.bubble_ratio),
+            "recompute_ratio": float(slowest.recompute_ratio),
+            "comm_ratio": float(slowest.comm_ratio),
             "peak_bytes": self.peak_bytes,
             "plan_seconds": float(self.plan_seconds),
-            "chunks": int(found.chunks),
-            "pipelines": int(found.pipelines),
+            "chunks": int(slowest.chunks),
+            "pipelines": int(slowest.pipelines),
             "fits": bool(self.fits),
-            "note": found.note,
+            "note": slowest.note,
         }
 
 
@@ -97,11 +97,11 @@ def outcome(
 
     priced   plan replicas in lockstep as free ones, too, for the price of lockstep
     """
-    found: tuple[PlannerResult, ...]
+    results: tuple[PlannerResult, ...]
     free = None
     if planner in PLANNERS:
         planned = plan_step(lengths, cost, options, planner, replicas)
-        found, step, took = planned.planned, planned.step, planned.plan_seconds
+        results, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
             alone = replace(options, lockstep=1)
             others = plan_step(lengths, cost, alone, planner, replicas).planned
@@ -112,12 +112,12 @@ def outcome(
             f"of {', '.join(PLANNERS)}"
         )
     else:
-        deals = balance_replicas(lengths, cost, replicas)
+        assignments = balance_replicas(lengths, cost, replicas)
         method = comparison_methods()[planner]
         began = time.perf_counter()
-        found = tuple(method([lengths[d] for d in held], cost, options) for held in deals)
+        results = tuple(method([lengths[d] for d in held], cost, options) for held in assignments)
         step, took = None, time.perf_counter() - began
-    slowest = max(found, key=lambda each: each.seconds)
+    slowest = max(results, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
     if replicas > 1:
         # Of any dealing: some replica has at least its share of the work, and the longest
@@ -126,9 +126,9 @@ def outcome(
         local = any(chunk.has_local for chunk in chunks)
         every = np.array(sorted(lengths, reverse=True))
         longest = lower_bound_seconds(every[:1], cost, local=local)
-        share = lower_bound_seconds(every, cost, local=local) / replicas
-        bound = min(bound, max(longest, share))
-    return Outcome(batch, planner, slowest, found, bound, took, step, free)
+        per_replica = lower_bound_seconds(every, cost, local=local) / replicas
+        bound = min(bound, max(longest, per_replica))
+    return Outcome(batch, planner, slowest, results, bound, took, step, free)
 
 
 def known_planner(name: str) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import sys
 
-from megatron_epp.cli import made_for
+from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.layout import chosen_costs, layout_cost
@@ -20,8 +20,8 @@ from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK
-from megatron_epp.show.timeline import local_share, offloaded_ratio
-from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
+from megatron_epp.show.timeline import local_fraction, offloaded_ratio
+from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
 
@@ -37,30 +37,30 @@ def run(arguments: argparse.Namespace) -> int:
     _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
-    made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
-    text = _text(made.step)
+    result = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
+    text = _text(result.step)
     if arguments.framework is not None:
-        assert made.step is not None, "packing is a pipeline's"
+        assert result.step is not None, "packing is a pipeline's"
         print(
             "\n".join(
-                settings_of(arguments.framework, _settings(made.step, lengths, cost, options))
+                settings_of(arguments.framework, _settings(result.step, lengths, cost, options))
             )
         )
-        print(_summary(made, batches, lengths, cost), end="", file=sys.stderr)
+        print(_summary(result, batches, lengths, cost), end="", file=sys.stderr)
         return 0
     if arguments.output is not None:
         if text is None:
             raise UsageError(
                 f"-o: planner {planner} makes no pipeline plan, so there is none to write"
             )
-        write_file(arguments.output, made_for.comment(arguments, cost) + text)
+        write_file(arguments.output, recorded_settings.comment(arguments, cost) + text)
     if arguments.json:
-        facts = made.facts()
+        facts = result.facts()
         facts["tokens"] = sum(lengths)
         facts["documents"] = len(lengths)
         facts["read"] = _read(batches.corpus.counts)
-        if made.free_seconds is not None:
-            facts["lockstep"] = {"replicas": options.lockstep, "free_seconds": made.free_seconds}
+        if result.free_seconds is not None:
+            facts["lockstep"] = {"replicas": options.lockstep, "free_seconds": result.free_seconds}
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None and text is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
-    print(_summary(made, batches, lengths, cost), end="", file=report)
+    print(_summary(result, batches, lengths, cost), end="", file=report)
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
@@ -179,52 +179,61 @@ def _text(step: Step | None) -> str | None:
     return str(step.plans[0]) if len(step.plans) == 1 else str(step)
 
 
-def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
-    found = made.slowest
-    peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
+def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
+    replica = result.slowest
+    peaks = " ".join(f"{peak / GIB:.2f}" for peak in result.peak_bytes)
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.device_budget_bytes))
     offloaded, host = 0.0, ""
-    plan = found.plan if isinstance(found, PlannedReplica) else None
+    plan = replica.plan if isinstance(replica, PlannedReplica) else None
     if plan is not None:
         cost = cost.replace(layers=plan.layers)  # moved by the lever uneven
         offloaded = offloaded_ratio(plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
-    local = 0.0 if plan is None else local_share(plan)
+    local = 0.0 if plan is None else local_fraction(plan)
     overlapped = [] if plan is None else _overlapped(plan, cost)
     lines = [
         f"lengths     {batches}",
-        f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
+        f"batch {result.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
         f"machine     {cost.layout}"
         + (f", ep {cost.layout.ep}" if cost.layout.ep > 1 else "")
         + (", vocabulary over the stages" if cost.layout.vocabulary_parallel else ""),
         *([f"layers      {cost.layout.kinds_text}"] if cost.layout.kinds_text else []),
-        f"planner     {made.planner}, planned in {seconds_text(made.plan_seconds)}",
-        *([f"how         {found.note}"] if found.note else []),
-        f"iteration   {seconds_text(made.seconds)}; lower bound "
-        f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
-        f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
-        f"{share_text(found.recompute_ratio)}, communication within ops "
-        f"{share_text(found.comm_ratio)}",
+        f"planner     {result.planner}, planned in {seconds_text(result.plan_seconds)}",
+        *([f"how         {replica.note}"] if replica.note else []),
+        f"iteration   {seconds_text(result.seconds)}; lower bound "
+        f"{seconds_text(result.lower_bound_seconds)}, gap {fraction_text(result.gap)}",
+        f"of the time bubbles {fraction_text(replica.bubble_ratio)}, recompute "
+        f"{fraction_text(replica.recompute_ratio)}, communication within ops "
+        f"{fraction_text(replica.comm_ratio)}",
         *overlapped,
-        *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
-        *([f"local       {share_text(local)} of the tokens, each on one CP rank"] if local else []),
-        f"chunks      {found.chunks}"
-        + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
-        *_lockstep_lines(made),
-        f"peak GiB    {peaks} of {budgets}" + ("" if made.fits else "  OVER THE BUDGET"),
+        *(
+            [f"offloaded   {fraction_text(offloaded)} of what layers save{host}"]
+            if offloaded
+            else []
+        ),
+        *(
+            [f"local       {fraction_text(local)} of the tokens, each on one CP rank"]
+            if local
+            else []
+        ),
+        f"chunks      {replica.chunks}"
+        + (f" in {replica.pipelines} pipelines" if replica.pipelines > 1 else ""),
+        *_lockstep_lines(result),
+        f"peak GiB    {peaks} of {budgets}" + ("" if result.fits else "  OVER THE BUDGET"),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _lockstep_lines(made: Outcome) -> list[str]:
+def _lockstep_lines(result: Outcome) -> list[str]:
     """Lines on what lockstep costs, where there is one."""
-    if made.step is None or made.free_seconds is None:
+    if result.step is None or result.free_seconds is None:
         return []
-    empty = sum(not chunk.spans for plan in made.step.plans for chunk in plan.chunks)
+    empty = sum(not chunk.spans for plan in result.step.plans for chunk in plan.chunks)
     return [
-        f"lockstep    blocks of {made.step.lockstep} replicas, {empty} chunks empty; takes "
-        f"{made.lockstep_price:+.1%} against {seconds_text(made.free_seconds)} of replicas that "
+        f"lockstep    blocks of {result.step.lockstep} replicas, {empty} chunks empty; takes "
+        f"{result.lockstep_price:+.1%} against {seconds_text(result.free_seconds)} of replicas "
+        "that "
         "run freely (simulated)"
     ]
 
@@ -236,10 +245,10 @@ def _overlapped(plan: Plan, cost: Cost) -> list[str]:
     played = play(plan, table)
     lines = []
     if cost.layout.stages > 1 and cost.layout.profile.link_seconds_per_token:
-        told = messages(plan, table, played)
+        traffic = messages(plan, table, played)
         lines.append(
-            f"messages    between stages {seconds_text(told.seconds)} on all links, "
-            f"{seconds_text(told.exposed_seconds)} of the iteration exposed"
+            f"messages    between stages {seconds_text(traffic.seconds)} on all links, "
+            f"{seconds_text(traffic.exposed_seconds)} of the iteration exposed"
         )
     between = exchange(cost, played)
     if between.seconds:
@@ -257,7 +266,7 @@ def _evaluation(
     text = _text(step)
     assert text is not None
     if arguments.output is not None:
-        write_file(arguments.output, made_for.comment(arguments, cost) + text)
+        write_file(arguments.output, recorded_settings.comment(arguments, cost) + text)
         print(f"wrote {arguments.output}")
     else:
         sys.stdout.write(text)

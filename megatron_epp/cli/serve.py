@@ -139,12 +139,12 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
         step = evaluation_step(lengths, cost, options, replicas)
         return {"step": str(step), "predicted": None, "lower_bound_seconds": None}
     planner_of(planner, options.whole)  # refuses what this job's pipelines cannot run
-    made = outcome(0, lengths, cost, options, planner, replicas)
-    facts = made.facts()
+    result = outcome(0, lengths, cost, options, planner, replicas)
+    facts = result.facts()
     return {
-        "step": str(made.step),
+        "step": str(result.step),
         "predicted": {name: facts[name] for name in _PREDICTED},
-        "lower_bound_seconds": made.lower_bound_seconds,
+        "lower_bound_seconds": result.lower_bound_seconds,
     }
 
 

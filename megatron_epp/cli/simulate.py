@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cli import machine, made_for
+from megatron_epp.cli import machine, recorded_settings
 from megatron_epp.cli.files import read_plan, write_file
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, format_records
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.show.table import plain
+from megatron_epp.show.table import text_table
 from megatron_epp.show.timeline import offloaded_ratio
-from megatron_epp.show.units import GIB, seconds_text, share_text
+from megatron_epp.show.units import GIB, fraction_text, seconds_text
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import IdleTail, Simulation, Wait, play
 from megatron_epp.sim.resident import resident_ratios
@@ -24,8 +24,8 @@ _MOST_PARTS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, said, block = read_plan(arguments.plan, arguments.replica)
-    taken = made_for.fill_in(arguments, said)
+    plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
+    taken = recorded_settings.fill_in(arguments, settings_text)
     cost = machine.plan_cost(arguments, plan)
     played = play(
         plan,
@@ -108,22 +108,22 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     unit = "rank" if plan.shares_ranks else "stage"
     lines = [
         f"iteration   {seconds_text(played.seconds)}",
-        f"idle        {share_text(played.bubble_ratio)} of {unit}s x time",
-        f"recompute   {share_text(played.recompute_ratio)}",
-        f"exposed communication  {share_text(played.comm_ratio)}",
+        f"idle        {fraction_text(played.bubble_ratio)} of {unit}s x time",
+        f"recompute   {fraction_text(played.recompute_ratio)}",
+        f"exposed communication  {fraction_text(played.comm_ratio)}",
     ]
-    if any(shares := facts["resident_ratios"]):
-        mean = sum(shares) / len(shares)
+    if any(ratios := facts["resident_ratios"]):
+        mean = sum(ratios) / len(ratios)
         lines.append(
-            f"beside messages  {share_text(mean)} of compute time; at most "
-            f"{share_text(max(shares))} of a {unit}'s"
+            f"beside messages  {fraction_text(mean)} of compute time; at most "
+            f"{fraction_text(max(ratios))} of a {unit}'s"
         )
     if ratio := offloaded_ratio(played.plan):
-        lines.append(f"offloaded   {share_text(ratio)} of what layers save")
+        lines.append(f"offloaded   {fraction_text(ratio)} of what layers save")
     if "gap" in facts:
         lines.append(
             f"lower bound {seconds_text(facts['lower_bound_seconds'])}, "
-            f"gap {share_text(facts['gap'])}"
+            f"gap {fraction_text(facts['gap'])}"
         )
     if "predicted_seconds" in facts:
         lines.append(f"the plan says {seconds_text(facts['predicted_seconds'])}")
@@ -132,7 +132,7 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
             plan.rank_name(rank).split()[1],
             " + ".join(cost.layout.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
             seconds_text(idle),
-            share_text(idle / played.seconds if played.seconds else 0.0),
+            fraction_text(idle / played.seconds if played.seconds else 0.0),
             f"{peak / GIB:.3f}",
             f"{budget / GIB:.3f}",
             f"{states / GIB:.3f}",
@@ -149,7 +149,14 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
         )
     ]
     headers = [unit, "layers", "idle", "idle %", "peak GiB", "budget GiB", "states GiB", ""]
-    lines += ["", plain(headers, rows).rstrip(), "", *_path(played), "", *_longest(played.bubbles)]
+    lines += [
+        "",
+        text_table(headers, rows).rstrip(),
+        "",
+        *_path(played),
+        "",
+        *_longest(played.bubbles),
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.control.step_source import SourcedStep, StepSource
-from megatron_epp.ir import Plan, PlanError, Step, check, check_ranks, check_skeletons
+from megatron_epp.ir import Plan, PlanError, Step, check, check_op_templates, check_ranks
 from megatron_epp.runtime.consensus import agree
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
@@ -30,11 +30,11 @@ class AcceptedSteps:
         layers: tuple[int, ...],
         current_op: CurrentOp,
         cp: int = 1,
-        whole: bool = False,
+        full_documents: bool = False,
         placement: tuple[int, ...] = (),
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
-        self.cp, self.whole, self.placement = cp, whole, placement
+        self.cp, self.whole, self.placement = cp, full_documents, placement
         self.waited_seconds = 0.0
 
     def step(
@@ -49,23 +49,23 @@ class AcceptedSteps:
         self.current_op.enter("the plan that all ranks agree on")
         began = time.perf_counter()
         try:
-            made = self.steps.step(iteration, lengths, forward_only)
-            agree(f"{list(lengths)}\n{made.text}", f"iteration {iteration}", self.groups.control)
+            sourced = self.steps.step(iteration, lengths, forward_only)
+            agree(f"{list(lengths)}\n{sourced.text}", f"iteration {iteration}", self.groups.control)
         except RuntimeError as error:
             logger.error("%s; a rank is lost: %s", self.current_op, str(error).splitlines()[0])
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep
         job = self.layers, *place, self.cp, self.whole, self.placement
-        accept(made, lengths, forward_only, *job)
+        accept(sourced, lengths, forward_only, *job)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
         self.waited_seconds = time.perf_counter() - began
-        return made.step
+        return sourced.step
 
 
 def accept(
-    made: SourcedStep,
+    sourced: SourcedStep,
     lengths: Sequence[int],
     forward_only: bool,
     layers: tuple[int, ...],
@@ -73,18 +73,18 @@ def accept(
     replicas: int,
     lockstep: int = 1,
     cp: int = 1,
-    whole: bool = False,
+    full_documents: bool = False,
     placement: tuple[int, ...] = (),
 ) -> None:
     """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
 
     ``placement``: the pipeline rank of every stage, none where stage i lies on rank i. ``cp``:
-    context-parallel ranks of a stage. ``whole``: whether training takes whole documents only.
-    ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton every
-    rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
-    text, so all refuse it, or none.
+    context-parallel ranks of a stage. ``full_documents``: whether training takes whole documents
+    only. ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton
+    every rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared
+    its text, so all refuse it, or none.
     """
-    step, source = made.step, made.source
+    step, source = sourced.step, sourced.source
     if len(step.plans) != replicas:
         raise PlanError(
             f"{source} is for {len(step.plans)} data-parallel replicas; this job has {replicas}"
@@ -114,17 +114,17 @@ def accept(
         kind = "evaluation" if plan.forward_only else "training"
         raise PlanError(f"{source} is for {kind} only")
     try:
-        check_skeletons(step)
+        check_op_templates(step)
         for one in step.block(replica):  # a block begins together, or not at all
             check(one)
             check_ranks(one, cp)
-            if whole and not forward_only:
-                _require_whole(one)
+            if full_documents and not forward_only:
+                _require_full_documents(one)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
 
 
-def _require_whole(plan: Plan) -> None:
+def _require_full_documents(plan: Plan) -> None:
     """Raise a PlanError where a span is no whole document on all ranks."""
     for number, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
@@ -135,11 +135,16 @@ def _require_whole(plan: Plan) -> None:
                 )
 
 
-def _difference(planned: Sequence[int], given: Sequence[int]) -> str:
-    if len(planned) != len(given):
-        return f"{len(planned)} documents; the batch has {len(given)}"
-    odd = next(d for d, pair in enumerate(zip(planned, given, strict=True)) if pair[0] != pair[1])
-    return f"{planned[odd]} inputs in document {odd}; the batch's document {odd} has {given[odd]}"
+def _difference(planned: Sequence[int], batch_lengths: Sequence[int]) -> str:
+    if len(planned) != len(batch_lengths):
+        return f"{len(planned)} documents; the batch has {len(batch_lengths)}"
+    odd = next(
+        d for d, pair in enumerate(zip(planned, batch_lengths, strict=True)) if pair[0] != pair[1]
+    )
+    return (
+        f"{planned[odd]} inputs in document {odd}; the batch's document {odd} has "
+        f"{batch_lengths[odd]}"
+    )
 
 
 def _place_text(place: Sequence[int]) -> str:

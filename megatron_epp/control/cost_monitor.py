@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_epp.control.drift import Drift
-from megatron_epp.control.files import BestEffort, write_whole
+from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
@@ -56,15 +56,17 @@ class CostMonitor:
             [(one, other) for one in residuals(other, cost.table(other), records)]
             for other in (block or (plan,))
         ]
-        found = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
+        slowest = [
+            max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)
+        ]
         # H and G are shares of the output layer's figures, which no refit knows to mend; a chunk
         # with local documents does without some of what a layer does.
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))
-            for one, other in found
+            for one, other in slowest
             if one.kind in OF_LAYERS and not other.chunks[one.chunk].has_local
         )
-        return sum(one.predicted for one, _ in found)
+        return sum(one.predicted for one, _ in slowest)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
         # An offloaded layer computes what a kept one does; its copies are beside that.
@@ -83,7 +85,7 @@ class CostMonitor:
             columns=tuple((column, column.of(spans)) for column in cost.layout.further),
         )
 
-    def judge(self, step: Step, report: IterationReport) -> list[str]:
+    def check_drift(self, step: Step, report: IterationReport) -> list[str]:
         """Warnings about the iteration; the same on every rank."""
         predicted = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
         return self.drift.see(max(predicted, default=0.0), report)
@@ -104,9 +106,9 @@ class CostMonitor:
             return None
         self._tried = iteration
         group = self.groups.control
-        mine = list(self._samples) if self.groups.leads else []
+        samples = list(self._samples) if self.groups.leads else []
         every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-        dist.gather_object(mine, every, group=group, group_dst=0)
+        dist.gather_object(samples, every, group=group, group_dst=0)
         text = ""
         if every is not None:
             text = self._better(iteration, cost, [row for rows in every for row in rows])
@@ -121,19 +123,19 @@ class CostMonitor:
         samples: dict[Kind, list[Sample]] = {}
         for kind, sample in rows:
             samples.setdefault(kind, []).append(sample)
-        found = refit(cost.layout.profile, samples)
-        if found is None:
+        better = refit(cost.layout.profile, samples)
+        if better is None:
             logger.info("a refit of the cost model to %d ops is no better: it stays", len(rows))
             return ""
         logger.warning(
             "from iteration %d on: the cost model refitted to %d ops; median error on held-out "
             "ops %.1f%% instead of %.1f%%; the planner process is started anew with it",
-            iteration + 1, len(rows), 100 * found.after, 100 * found.before,
+            iteration + 1, len(rows), 100 * better.after, 100 * better.before,
         )  # fmt: skip
-        text = found.profile.to_json()
+        text = better.profile.to_json()
         for folder in self.folders:
             path = Path(folder) / _FILE.format(iteration + 1)
-            self._try(f"a refit of the cost model, {path},", partial(write_whole, path, text))
+            self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
@@ -164,7 +166,7 @@ class CostMonitor:
         for place in self.folders:
             for first, text in kept.items():
                 if not (path := Path(place) / _FILE.format(first)).exists():
-                    self._try(f"an earlier refit, {path},", partial(write_whole, path, text))
+                    self._try(f"an earlier refit, {path},", partial(write_atomically, path, text))
         return kept
 
 

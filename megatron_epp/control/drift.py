@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron_epp.control.report import IterationReport
 
 BAND = 0.15  # of the predicted seconds; outside, the cost model no longer tells the truth
-WINDOW = 8  # iterations whose median counts
+RECENT = 8  # iterations whose median counts
 SLOW = 1.25  # a rank against the median of the others, in units of what was predicted for each
 PATIENCE = 5  # iterations in a row
 
@@ -25,7 +25,7 @@ class Drift:
 
     may_refit: bool = False
     alarmed: bool = False
-    _errors: deque = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _errors: deque = field(default_factory=lambda: deque(maxlen=RECENT))
     _slow: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
@@ -41,13 +41,13 @@ class Drift:
         if predicted_seconds <= 0:
             return []
         self._errors.append(report.seconds / predicted_seconds - 1)
-        if len(self._errors) < WINDOW:
+        if len(self._errors) < RECENT:
             return []
         error = statistics.median(self._errors)
         before, self.alarmed = self.alarmed, abs(error) > BAND
         if self.alarmed and not before:
             return [
-                f"drift: the last {WINDOW} iterations took {error:+.0%} against what was predicted "
+                f"drift: the last {RECENT} iterations took {error:+.0%} against what was predicted "
                 f"(median; the band is {BAND:.0%}): {self._cure}"
             ]
         if before and not self.alarmed:
@@ -70,17 +70,17 @@ class Drift:
             for each in report.ranks
             if each.predicted_busy > 0
         }
-        told = []
+        warnings = []
         for place, ratio in ratios.items():
             others = [r for other, r in ratios.items() if other != place]
             slower = ratio / statistics.median(others) if others else 1.0
             self._slow[place] = self._slow.get(place, 0) + 1 if slower > SLOW else 0
             if self._slow[place] == PATIENCE:
                 replica, rank = place
-                told.append(
+                warnings.append(
                     f"slow rank: pipeline rank {rank} of replica {replica} takes {slower:.2f} "
                     f"times what the others take for the same work, for {PATIENCE} iterations now: "
                     "look for other programs, heat or a throttled clock on its host, or start "
                     "without it"
                 )
-        return told
+        return warnings

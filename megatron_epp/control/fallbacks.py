@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_epp.control.files import BestEffort, write_whole
+from megatron_epp.control.files import BestEffort, write_atomically
 
 FALLBACKS_FILE = "epp-fallbacks.txt"
 
@@ -63,4 +63,4 @@ class Fallbacks:
 
     def _write(self, folder: str) -> None:
         lines = (line for _, line in sorted(self._lines.items()))
-        write_whole(Path(folder) / FALLBACKS_FILE, "".join(f"{line}\n" for line in lines))
+        write_atomically(Path(folder) / FALLBACKS_FILE, "".join(f"{line}\n" for line in lines))

@@ -25,7 +25,7 @@ LOCK_PATIENCE_SECONDS = 5.0
 _SCRATCH = "megatron_epp-"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader, whenever it comes, finds the old text or the
     new one. OSError: the folder cannot be written; then nothing has changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,20 +46,20 @@ class BestEffort:
     """Does what training can do without; the first failure of each kind is a warning."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
         """``what`` names what is lost if ``action`` fails, whatever it fails of."""
         try:
             action()
         except Exception as error:
-            if what not in self._told:
-                self._told.add(what)
-                said = " ".join(str(error).split()) or "no reason given"
+            if what not in self._reported:
+                self._reported.add(what)
+                message = " ".join(str(error).split()) or "no reason given"
                 logger.warning(
                     "%s cannot be kept (%s: %s); training goes on without, and this is not told "
                     "again",
-                    what, type(error).__name__, said,
+                    what, type(error).__name__, message,
                 )  # fmt: skip
 
 
@@ -122,8 +122,8 @@ def scratch_folder(what: str) -> Iterator[Path]:
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)
     folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
-    with (folder / LOCK_NAME).open("a") as mine:
-        _lock(mine)
+    with (folder / LOCK_NAME).open("a") as lock:
+        _lock(lock)
         try:
             yield folder
         finally:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.control.files import write_whole
+from megatron_epp.control.files import write_atomically
 
 BUDGET_FILE = "epp-budget.txt"
 NEAR = 0.97  # of what a device may hold: above it a wrong prediction matters
@@ -201,7 +201,7 @@ class MemoryBudget:
     def save(self, folder: str) -> None:
         events = (event.line for event in (*self.events, *self._recorded))
         lines = (f"stages {len(self.device_bytes)}", *events)
-        write_whole(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
+        write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
         """Adopt the events of a run that is resumed behind ``iteration``; later ones when it is

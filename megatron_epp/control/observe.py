@@ -86,17 +86,17 @@ class Observer:
             block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
         place = groups.replica, groups.pipeline_rank
-        mine = RankReport.of(*place, records, predicted, failure, host_bytes)
-        return gather_report(mine, groups.leads, groups.control)
+        own_report = RankReport.of(*place, records, predicted, failure, host_bytes)
+        return gather_report(own_report, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:
         """A training iteration is through. Collective."""
         self._record(iteration, done)
         step, report = done.step, done.report
-        told = self.monitor.judge(step, report)
+        warnings = self.monitor.check_drift(step, report)
         if self.groups.control.rank() == 0:
             logger.info("%s", self.summary(iteration, step, report, waited_seconds))
-            for warning in told:
+            for warning in warnings:
                 logger.warning("iteration %d: %s", iteration, warning)
         self._try(
             "what TensorBoard and Weights & Biases draw of elastic pipelines",

@@ -98,9 +98,9 @@ class PlannedSteps:
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
         def plan() -> SourcedStep:
-            made = self._plan(iteration, lengths, forward_only)
-            self._require_fit(made.step)
-            return made
+            sourced = self._plan(iteration, lengths, forward_only)
+            self._require_fit(sourced.step)
+            return sourced
 
         return shared(plan, self.groups.control)
 
@@ -147,19 +147,21 @@ class PlannedSteps:
         failure: PlannerFailed,
     ) -> SourcedStep:
         """The fallback's step, which is kept; where that does not fit, the planner's after all."""
-        said = f"iteration {iteration}: the planner failed ({failure})"
+        message = f"iteration {iteration}: the planner failed ({failure})"
         try:
             step = make_step(
                 lengths, self.cost, self.options, FALLBACK, self.groups.replicas, False
             )
             self._require_fit(step)
         except ValueError as excess:
-            logger.warning("%s, and %s does not fit; asking once more", said, FALLBACK)
+            logger.warning("%s, and %s does not fit; asking once more", message, FALLBACK)
             try:
                 return self._asked(ahead, iteration, lengths, False)
             except PlannerFailed as again:
-                raise PlanError(f"{said}, and again ({again}); by {FALLBACK}: {excess}") from again
-        logger.warning("%s; using %s", said, FALLBACK)
+                raise PlanError(
+                    f"{message}, and again ({again}); by {FALLBACK}: {excess}"
+                ) from again
+        logger.warning("%s; using %s", message, FALLBACK)
         self.fallbacks.add(iteration, FALLBACK, str(failure))
         return SourcedStep(step, str(step))
 
@@ -197,15 +199,15 @@ def shared(plan: Callable[[], SourcedStep], group: dist.ProcessGroup) -> Sourced
 
     Collective. The text is printed once, by who made the step, and parsed once on every rank.
     """
-    made, text, error = None, None, None
+    sourced, text, error = None, None, None
     if group.rank() == 0:
         try:
-            made = plan()
-            text = made.text
+            sourced = plan()
+            text = sourced.text
         except ValueError as refusal:
             error = str(refusal)
     text = broadcast_text(text, error, group)
-    return SourcedStep(Step.parse(text), text) if made is None else made
+    return SourcedStep(Step.parse(text), text) if sourced is None else sourced
 
 
 def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:

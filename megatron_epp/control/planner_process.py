@@ -144,16 +144,16 @@ class PlannerProcess:
     def _line(self, name: str, began: float) -> bytes:
         """The next line of the process; ``name`` is waited for since ``began``."""
         patience = self.patience_seconds
-        told = began + min(SILENCE_SECONDS, patience)
+        report_at = began + min(SILENCE_SECONDS, patience)
         while b"\n" not in self._read:
             now = time.monotonic()
-            if not self._readable.select(max(0.0, min(told, began + patience) - now)):
+            if not self._readable.select(max(0.0, min(report_at, began + patience) - now)):
                 if time.monotonic() < began + patience:
                     logger.warning(
                         "%s: training waits for its plan for %.0f s; after %.0f s it goes on "
-                        "without the planner", name.rpartition(" ")[0], told - began, patience
+                        "without the planner", name.rpartition(" ")[0], report_at - began, patience
                     )  # fmt: skip
-                    told = began + patience
+                    report_at = began + patience
                     continue
                 self._stop()
                 raise PlannerFailed(f"no plan within {patience:.0f} s")

@@ -13,7 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, StageOp, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
-from megatron_epp.show.table import plain
+from megatron_epp.show.table import text_table
 from megatron_epp.sim.in_step import in_step
 
 logger = logging.getLogger(__name__)
@@ -132,9 +132,9 @@ class IterationReport:
         )
 
 
-def gather_report(mine: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
+def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
     """All pipeline ranks' reports on every rank: one all-gather of fourteen doubles on the host."""
-    row = torch.tensor([float(leads), *mine.row()], dtype=torch.float64)
+    row = torch.tensor([float(leads), *own_report.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
     # A failure of any rank counts, whichever reports for its pipeline rank.
@@ -173,7 +173,7 @@ class Recorder:
                 tables = in_step([cost.table(one) for one in block])
                 self._sorted.add(residuals(plan, tables[block.index(plan)], timed))
         if cost is not None:
-            text = plain(ErrorTable.HEADERS, self._sorted.rows())
+            text = text_table(ErrorTable.HEADERS, self._sorted.rows())
             (self.folder / "errors.txt").write_text(
                 f"Seconds of ops, predicted over measured, less one, up to iteration {iteration}"
                 f"\n\n{text}"
@@ -184,9 +184,9 @@ def gather_records(
     replica: int, records: tuple[Timed, ...], leads: bool, group: dist.ProcessGroup
 ) -> dict[int, list[Timed]]:
     """On rank 0, every replica's records; nothing elsewhere."""
-    mine = (replica, format_records(records)) if leads else None
+    message = (replica, format_records(records)) if leads else None
     every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(mine, every, group=group, group_dst=0)
+    dist.gather_object(message, every, group=group, group_dst=0)
     gathered: dict[int, list[Timed]] = {}
     for entry in every or ():
         if entry is not None:

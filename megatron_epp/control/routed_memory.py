@@ -17,8 +17,8 @@ def routed_bytes(cost: Cost, step: Step) -> list[float]:
     )
     grown = [
         [
-            float(most - plain)
-            for plain, most in zip(
+            float(most - even)
+            for even, most in zip(
                 play(plan, cost.table(plan)).peak_bytes,
                 play(plan, more.table(plan)).peak_bytes,
                 strict=True,

@@ -81,8 +81,8 @@ def read_index(index: Path) -> CorpusFiles:
     with index.open("rb") as file:
         header = file.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
-        found = header[: len(MAGIC)]
-        raise ValueError(f"{index}: not a Megatron index: starts with {found!r}, not {MAGIC!r}")
+        magic = header[: len(MAGIC)]
+        raise ValueError(f"{index}: not a Megatron index: starts with {magic!r}, not {MAGIC!r}")
     if len(header) < HEADER.size:
         raise ValueError(
             f"{index}: truncated: {index_bytes} bytes, its header alone takes {HEADER.size}"
@@ -146,11 +146,11 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
             )
         stops = np.cumsum(here, dtype=np.int64) * itemsize + end
         expected = stops - here.astype(np.int64) * itemsize
-        found = pointers[first : first + BLOCK_ENTRIES]
-        if (wrong := found != expected).any():
+        actual = pointers[first : first + BLOCK_ENTRIES]
+        if (wrong := actual != expected).any():
             at = int(wrong.argmax())
             raise ValueError(
-                f"{index}: damaged: sequence {first + at} starts at byte {found[at]} of the "
+                f"{index}: damaged: sequence {first + at} starts at byte {actual[at]} of the "
                 f"tokens; the lengths before it end at byte {expected[at]}; {_AGAIN}"
             )
         end = int(stops[-1])

@@ -112,7 +112,7 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
     elif text in distribution_names():
         source, inputs = named_lengths(text)
     else:
-        raise ValueError(_nothing_there(text))
+        raise ValueError(_no_corpus(text))
     if overlong == "split" and context:
         pieces = float(np.ceil(inputs / context).sum())  # a float: the sum may not fit an integer
         if pieces > _MOST_PIECES:
@@ -181,11 +181,13 @@ def read_lengths(path: Path) -> np.ndarray:
         length = int(word) if _LENGTH.fullmatch(word) else 0
         if not 1 <= length <= MOST_LENGTH:
             shown = word if len(word) <= 40 else word[:37] + "..."
-            shares = "; what documents share is planned for training loops alone (docs/loops.md)"
+            prefix_note = (
+                "; what documents share is planned for training loops alone (docs/loops.md)"
+            )
             raise ValueError(
                 f"{path}, line {number}: {shown!r} is no document length; expected a positive "
                 f"whole number of tokens, at most {MOST_LENGTH}, on each line"
-                f"{shares if word.startswith('prefix') else ''}"
+                f"{prefix_note if word.startswith('prefix') else ''}"
             )
         lengths.append(length)
     if not lengths:
@@ -204,9 +206,11 @@ def named_lengths(name: str) -> tuple[str, np.ndarray]:
     the logarithm of the length rises evenly.
     """
     entry = _distributions()[name]
-    shares, tokens = zip(*entry["quantiles"], strict=True)
+    fractions, tokens = zip(*entry["quantiles"], strict=True)
     at = (np.arange(NAMED_DOCUMENTS) + 0.5) / NAMED_DOCUMENTS
-    return entry["source"], np.rint(np.exp(np.interp(at, shares, np.log(tokens)))).astype(np.int64)
+    return entry["source"], np.rint(np.exp(np.interp(at, fractions, np.log(tokens)))).astype(
+        np.int64
+    )
 
 
 def _distributions() -> dict:
@@ -214,7 +218,7 @@ def _distributions() -> dict:
     return json.loads(file.read_text())
 
 
-def _nothing_there(text: str) -> str:
+def _no_corpus(text: str) -> str:
     names = distribution_names()
     path = Path(text)
     expected = f"a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"

@@ -45,16 +45,16 @@ class LossMasks:
 
         ValueError: a byte is neither 0 nor 1
         """
-        found = np.full(len(stops), -1, np.int64)
+        last_target = np.full(len(stops), -1, np.int64)
         last, judged = -1, 0
         for targets, end in self._targets(int(starts[0]), int(stops[-1])) if len(stops) else ():
             ready = int(np.searchsorted(stops, end, side="right"))
             place = np.searchsorted(targets, stops[judged:ready]) - 1
             here = np.full(len(place), last, np.int64)
             here[place >= 0] = targets[place[place >= 0]]
-            found[judged:ready] = np.where(here >= starts[judged:ready], here, -1)
+            last_target[judged:ready] = np.where(here >= starts[judged:ready], here, -1)
             last, judged = int(targets[-1]) if len(targets) else last, ready
-        return found
+        return last_target
 
     def _targets(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, int]]:
         """Positions of the targets of [start, stop), and the end of the block that held them."""
@@ -84,26 +84,26 @@ class LossMasks:
         rest = len(self.lengths) - first_sequence
         lengths = self.lengths[first_sequence : first_sequence + (rest if count is None else count)]
         usable = lengths >= 2
-        whole = lengths[usable].astype(np.int64) - 1  # inputs of the untouched documents
+        uncut = lengths[usable].astype(np.int64) - 1  # inputs of the untouched documents
         before = int(self.lengths[:first_sequence].sum(dtype=np.int64))
         begins = (before + np.cumsum(lengths, dtype=np.int64) - lengths)[usable]
 
         # Parts of a document: those of the context's size, or the first of them and the rest.
-        limit = context or int(whole.max(initial=1))
-        parts = -(-whole // limit)
+        limit = context or int(uncut.max(initial=1))
+        parts = -(-uncut // limit)
         if overlong != "split":
             parts = np.minimum(parts, 2)
-        document = np.repeat(np.arange(len(whole)), parts)  # of each part
+        document = np.repeat(np.arange(len(uncut)), parts)  # of each part
         first = np.cumsum(parts) - parts  # part of each document
         starts = (np.arange(len(document)) - first[document]) * limit
         ends = starts + limit
-        ends[first + parts - 1] = whole
+        ends[first + parts - 1] = uncut
         # The labels of inputs [start, end) are the tokens [start + 1, end + 1).
         origin = begins[document]
         last = self.last_targets(origin + starts + 1, origin + ends + 1)
         inputs = np.where(last < 0, 0, last - origin - starts)
 
-        needed = np.zeros(len(whole), np.int64)  # inputs of each document up to its last target
+        needed = np.zeros(len(uncut), np.int64)  # inputs of each document up to its last target
         np.maximum.at(needed, document, np.where(inputs > 0, starts + inputs, 0))
         over = needed > limit
         if overlong == "split":
@@ -123,10 +123,10 @@ class LossMasks:
             sequences=len(lengths),
             documents=len(kept),
             tokens=tokens,
-            skipped=len(lengths) - len(whole),
+            skipped=len(lengths) - len(uncut),
             lost_tokens=lost,
             untargeted=int(without),
-            behind_targets=int(whole.sum()) - tokens - lost,
+            untargeted_tail=int(uncut.sum()) - tokens - lost,
             **{done: int(changed.sum())},
         )
         wide = np.int64 if first_sequence + len(lengths) > np.iinfo(np.int32).max else np.int32
@@ -167,12 +167,13 @@ def examine_masks(files: CorpusFiles) -> LossMasks | None:
             f"{files.sequences} sequences of tokens; {remedy}"
         )
     for first in range(0, files.sequences, BLOCK_ENTRIES):
-        mine = masks.lengths[first : first + BLOCK_ENTRIES]
-        theirs = files.lengths[first : first + BLOCK_ENTRIES]
-        if (unlike := mine != theirs).any():
+        mask_lengths = masks.lengths[first : first + BLOCK_ENTRIES]
+        token_lengths = files.lengths[first : first + BLOCK_ENTRIES]
+        if (unlike := mask_lengths != token_lengths).any():
             at = int(unlike.argmax())
             raise ValueError(
-                f"{index}: the mask of sequence {first + at} has {mine[at]} entries, the sequence "
-                f"in {files.prefix}.idx {theirs[at]} tokens; {remedy}"
+                f"{index}: the mask of sequence {first + at} has {mask_lengths[at]} entries, the "
+                "sequence "
+                f"in {files.prefix}.idx {token_lengths[at]} tokens; {remedy}"
             )
     return LossMasks(prefix, masks.lengths)

@@ -25,7 +25,7 @@ class Counts:
     split: int = 0  # sequences that became several documents
     lost_tokens: int = 0  # cut off or dropped
     untargeted: int = 0  # without a token that counts (loss_mask.py), left out; parts of one, too
-    behind_targets: int = 0  # inputs that no target needs, left out
+    untargeted_tail: int = 0  # inputs that no target needs, left out
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -44,11 +44,11 @@ class Counts:
             parts.append(f"{self.split} split")
         if self.untargeted:
             parts.append(f"{self.untargeted} without a target dropped")
-        if self.behind_targets:
-            parts.append(f"{self.behind_targets} tokens that no target needs left out")
+        if self.untargeted_tail:
+            parts.append(f"{self.untargeted_tail} tokens that no target needs left out")
         if self.lost_tokens:
-            share = self.lost_tokens / (self.tokens + self.lost_tokens)
-            parts.append(f"{self.lost_tokens} tokens ({share:.1%}) lost to the context")
+            fraction = self.lost_tokens / (self.tokens + self.lost_tokens)
+            parts.append(f"{self.lost_tokens} tokens ({fraction:.1%}) lost to the context")
         return "; ".join(parts)
 
 

@@ -82,11 +82,11 @@ class PrefixForest:
 
     def path(self, sequence: int) -> tuple[int, ...]:
         """Nodes of ``sequence``, in the order of its tokens."""
-        found, node = [], self.last[sequence]
+        nodes, node = [], self.last[sequence]
         while node >= 0:
-            found.append(node)
+            nodes.append(node)
             node = self.nodes[node].parent
-        return tuple(reversed(found))
+        return tuple(reversed(nodes))
 
     @property
     def tokens(self) -> int:
@@ -116,8 +116,8 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
         first = group[0]
         stop = len(rows[first]) if len(group) == 1 else _agree(rows, group, reached)
         ended = [s for s in group if len(rows[s]) == stop]
-        shares = stop - begin >= least or len(group) == 1 or len(ended) == len(group)
-        if shares and stop > begin:
+        is_shared = stop - begin >= least or len(group) == 1 or len(ended) == len(group)
+        if is_shared and stop > begin:
             nodes.append(SharedSpan(first, begin, stop, parent))
             parent, begin = len(nodes) - 1, stop
         for sequence in ended:
@@ -127,17 +127,17 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
             else:
                 last[sequence] = parent
         going_on = [s for s in group if len(rows[s]) > stop]
-        for further in reversed(list(_apart(rows, going_on, stop))):
-            open_groups.append((further, begin, stop, parent))
+        for subgroup in reversed(list(_apart(rows, going_on, stop))):
+            open_groups.append((subgroup, begin, stop, parent))
     return PrefixForest(tuple(nodes), tuple(last))
 
 
 def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
     """Sequences of ``group`` by their row at ``place``, in the order in which they are met."""
-    found: dict[bytes, list[int]] = {}
+    groups: dict[bytes, list[int]] = {}
     for sequence in group:
-        found.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
-    yield from found.values()
+        groups.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
+    yield from groups.values()
 
 
 def _agree(rows: Sequence[np.ndarray], group: Sequence[int], reached: int) -> int:

@@ -27,7 +27,7 @@ from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import (
     ANALYTIC,
     LAYER_KIND,
-    LETTERS,
+    MODES,
     Bytes,
     LayerCoefficients,
     Profile,
@@ -41,7 +41,7 @@ from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
 # LayerNorms and activations move memory only: their recompute is taken as this share of the
 # linears' forward.
-NORM_SHARE = 0.01
+NORM_FRACTION = 0.01
 # Rows whose logits live at once where the output layer runs early, on a GPU. Each block makes a
 # gradient of the whole output weight, which is written, read and added to main_grad: 0.45 ms for
 # 32K words, beside 2 ms of products for 1024 rows. So as large blocks as keep to so many logits:
@@ -112,8 +112,8 @@ def profile(
         **of_first,
         first_seconds={kind: Seconds() for kind in _COMPUTE},
         last_seconds={
-            kind: Seconds(share * head_token)
-            for kind, share in zip(
+            kind: Seconds(fraction * head_token)
+            for kind, fraction in zip(
                 _COMPUTE, (1, 2, 1, 1) if logits_held else (3, 0, 0, 0), strict=True
             )
         },
@@ -158,7 +158,7 @@ def _published_coefficients(
         # The papers charge K/V gradients like K and V.
         kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried.channels),
         # The study does not charge the one layer that lives again; elsewhere it is charged.
-        recompute_workspace_bytes={letter: Bytes() for letter in LETTERS},
+        recompute_workspace_bytes={mode: Bytes() for mode in MODES},
     )
 
 
@@ -260,9 +260,7 @@ def _layer(
         **carried_bytes(carried, ELEMENT_BYTES, GRADIENT_BYTES),
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
         workspace_bytes={kind: Workspace() for kind in _COMPUTE},
-        recompute_workspace_bytes={
-            letter: _difference(saved[KEEP], saved[letter]) for letter in LETTERS
-        },
+        recompute_workspace_bytes={mode: _difference(saved[KEEP], saved[mode]) for mode in MODES},
         all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
         # A gather and a scatter of the hidden state around each part that wants all of it.
         tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
@@ -333,15 +331,15 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     """Bytes of one layer from F to B, by recompute letter. The K and V of a slice lie in its
     document's buffer."""
 
-    def saved(letter: str) -> Bytes:
-        modules = SELECTIVE.get(letter, ())
+    def saved(mode: str) -> Bytes:
+        modules = SELECTIVE.get(mode, ())
         dropped = sum(each.channels for name in modules for each in layer.recomputed(name))
         per_token = kept - float(ELEMENT_BYTES * dropped)
-        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(letter)))
+        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(mode)))
 
     kept_beside = sum(part.saved for part in layer.beside)
     layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_beside))
-    every = {letter: saved(letter) for letter in LETTERS if letter != FULL}
+    every = {mode: saved(mode) for mode in MODES if mode != FULL}
     return {**every, FULL: Bytes(layer_input, layer_input)}
 
 
@@ -356,17 +354,17 @@ def _recompute_seconds(
         parameters = sum(each.parameters for each in again)
         tokens = linear * (2 * parameters / layer.flops_per_token)
         if any(each.light for each in again):
-            tokens += linear * NORM_SHARE
+            tokens += linear * NORM_FRACTION
         return tokens, attention if any(each.pairs for each in again) else 0.0
 
     again = layer.active_parameters - sum(part.parameters for part in layer.beside)
-    whole = linear * (again / layer.active_parameters)
-    seconds = {KEEP: Seconds(), FULL: Seconds(whole, attention, launch)}
-    for letter, modules in SELECTIVE.items():
-        seconds[letter] = Seconds()
+    full = linear * (again / layer.active_parameters)
+    seconds = {KEEP: Seconds(), FULL: Seconds(full, attention, launch)}
+    for mode, modules in SELECTIVE.items():
+        seconds[mode] = Seconds()
         if any(layer.recomputed(name) for name in modules):
             tokens, pairs = zip(*map(of_module, modules), strict=True)
-            seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4)
+            seconds[mode] = Seconds(sum(tokens), sum(pairs), launch / 4)
     return seconds
 
 

@@ -44,14 +44,14 @@ def backward_workspace_bytes(
         for each in layout.coefficients
     ]
     held = -memory.ends.freed_bytes(loads)
-    made = np.zeros_like(held)
+    output_bytes = np.zeros_like(held)
     if kind is Kind.INPUT:
         made_KC = [
             made_C + layout.bytes_of(of.weight_input_bytes, loads)
             for made_C, of in zip(made_KC, layout.coefficients, strict=True)
         ]
-        made = memory.ends.weight_input_bytes(loads)
-    held = held + made
+        output_bytes = memory.ends.weight_input_bytes(loads)
+    held = held + output_bytes
     by_kind = np.stack(made_KC)
     # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
     works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
@@ -65,7 +65,7 @@ def backward_workspace_bytes(
         held = held - run.count * shrinks
         peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
     peak = np.where(np.isinf(peak), before, peak)
-    return np.ceil(peak - made - layout.over_stages(made_KC))
+    return np.ceil(peak - output_bytes - layout.over_stages(made_KC))
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
@@ -107,22 +107,22 @@ def _layers_of_plan(
     offloaded = [number[choice] for choice in choices if choice[1] == OFFLOAD]
     chunk = np.arange(loads.chunks)
     kinds_SL = memory.layout.kinds.nth[0]
-    for behind in range(max(memory.layout.layers)):
+    for after in range(max(memory.layout.layers)):
         which = np.zeros((memory.layout.stages, loads.chunks), np.int64)
         for stage, texts in enumerate(plan.recompute):
-            if behind < memory.layout.layers[stage]:
-                kind = int(kinds_SL[stage, behind])
-                which[stage] = [number[kind, text[-1 - behind]] for text in texts]
-        there = (behind < np.array(memory.layout.layers))[:, None] + np.zeros(loads.chunks)
+            if after < memory.layout.layers[stage]:
+                kind = int(kinds_SL[stage, after])
+                which[stage] = [number[kind, text[-1 - after]] for text in texts]
+        there = (after < np.array(memory.layout.layers))[:, None] + np.zeros(loads.chunks)
         there *= ~np.isin(which, offloaded)
-        yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, behind])
+        yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, after])
 
 
 def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
     """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
     gradients and weight inputs that they make count from the start."""
-    for (kind, letter), count in sorted(counts.items()):
-        if letter == OFFLOAD:
+    for (kind, mode), count in sorted(counts.items()):
+        if mode == OFFLOAD:
             nothing = np.zeros(count.shape)
             yield LayerRun(count, nothing, nothing, np.full(memory.layout.stages, kind))
 
@@ -137,10 +137,12 @@ def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterat
     choices: list[Sequence[Choice]] = []
     reach: list[list[np.ndarray]] = []
     for kind in range(number):
-        mine = [choice for choice in counts if choice[0] == kind]
-        mine = [choice for choice in mine if choice[1] not in (KEEP, OFFLOAD)]
-        choices.append([*mine, (kind, KEEP)])
-        ends = np.cumsum([np.broadcast_to(counts[choice], shape) for choice in mine], axis=0)
+        choices_of_kind = [choice for choice in counts if choice[0] == kind]
+        choices_of_kind = [choice for choice in choices_of_kind if choice[1] not in (KEEP, OFFLOAD)]
+        choices.append([*choices_of_kind, (kind, KEEP)])
+        ends = np.cumsum(
+            [np.broadcast_to(counts[choice], shape) for choice in choices_of_kind], axis=0
+        )
         reach.append(list(ends))
         left = memory.layout.kinds.counts[kind][:, None] - counts.get((kind, OFFLOAD), 0.0)
         reach[kind].append(np.broadcast_to(left, shape))
@@ -158,8 +160,8 @@ def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterat
                 edges[kind, step] = reach[kind][step]
     kinds_SL, places_SL = memory.layout.kinds.nth
     stage = np.arange(memory.layout.stages)
-    for behind in range(max(memory.layout.layers)):
-        kind_S, place_S = kinds_SL[:, behind], places_SL[:, behind]
+    for after in range(max(memory.layout.layers)):
+        kind_S, place_S = kinds_SL[:, after], places_SL[:, after]
         there = (kind_S >= 0)[:, None] & (place_S[:, None] < left_KSC[kind_S, stage])
         taken = (place_S[:, None] >= edges[kind_S, :, stage].transpose(1, 0, 2)).sum(axis=0)
         at = kind_S[:, None], taken, chunk

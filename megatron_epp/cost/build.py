@@ -23,8 +23,8 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     last one carries the output layer."""
     if not 1 <= stages <= layers:
         raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
-    share, rest = divmod(layers, stages)
-    return tuple(share + (stage < rest) for stage in range(stages))
+    per_stage, rest = divmod(layers, stages)
+    return tuple(per_stage + (stage < rest) for stage in range(stages))
 
 
 def named_cost(
@@ -65,10 +65,10 @@ def named_cost(
         zero = 3 if the_model.name in PUBLISHED else 1
     if cp > 1 and not all(layer.cp for layer in the_model.shapes.values()):
         raise ValueError(f"cp {cp}: expected 1, as the model has sparse attention; use tp or pp")
-    further = the_model.further_layers
+    mtp_layers = the_model.mtp_layers_count
     if layers is None:
-        *others, last = even_layers(the_model.layers - further, pp)
-        stage_layers = (*others, last + further)
+        *others, last = even_layers(the_model.layers - mtp_layers, pp)
+        stage_layers = (*others, last + mtp_layers)
     else:
         stage_layers = tuple(layers)
     if len(stage_layers) != pp or sum(stage_layers) != the_model.layers:
@@ -76,9 +76,10 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
             f"{the_model.layers}"
         )
-    if further >= stage_layers[-1]:
+    if mtp_layers >= stage_layers[-1]:
         raise ValueError(
-            f"layers {' '.join(map(str, stage_layers))}: the last {further} predict further tokens "
+            f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} predict further "
+            "tokens "
             "and lie on the last stage, with one in front of them or more"
         )
     devices = devices_of(device_name, 1 + max(place) if place else pp)
@@ -92,14 +93,14 @@ def named_cost(
             if any(not each.memory_bytes_per_second for each in devices):
                 assumptions["kv_read"] = False
             assumptions["published"] = False
-        made = {
+        costs = {
             name: _on_device(the_model, each, joined, (tp, cp, dp, pp), assumptions)
             for name, each in different.items()
         }
-        profile, network = made[devices[0].name].profile, made[devices[0].name].network
+        profile, network = costs[devices[0].name].profile, costs[devices[0].name].network
         if len(different) > 1:
-            rank_devices = tuple(made[each.name] for each in devices)
-            profile = _of_all(device_name, [each.profile for each in made.values()])
+            rank_devices = tuple(costs[each.name] for each in devices)
+            profile = _of_all(device_name, [each.profile for each in costs.values()])
     budgets = tuple(
         each.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
         for each in devices

@@ -75,7 +75,7 @@ class ContextTokens(Column):
 
     def of_chunks(self, loads: Loads) -> np.ndarray:
         """Return the tokens before every chunk's slice, [C]."""
-        return loads.behind_tokens
+        return loads.earlier_tokens
 
 
 CONTEXT = ContextTokens()

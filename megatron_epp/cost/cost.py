@@ -182,7 +182,7 @@ class Cost:
         workspace |= ends.head_workspace_bytes(loads)
         seconds = {kind: self.seconds.of(kind, loads) for kind in workspace}
         comm = {kind: self.seconds.communication(kind, loads) for kind in workspace}
-        offloaded = {kind: count for (kind, letter), count in counts.items() if letter == OFFLOAD}
+        offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}
         if offloaded and not forward_only:
             self._add_copies(offloaded, loads, recompute, seconds, comm, workspace)
         link = self.seconds.link(loads)

@@ -26,7 +26,7 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Item, Kind, Payload
 
 # Fraction of the LM head's forward and backward that each of H and G takes.
-HEAD_SHARE = 2 / 3
+HEAD_FRACTION = 2 / 3
 
 
 class Ends:
@@ -142,8 +142,8 @@ class HeadOnAllStages(Ends):
         if kind in profile.head_seconds:
             each = row(profile.head_seconds[kind])
         else:
-            whole = [row(profile.last_seconds[op]) for op in (Kind.FORWARD, Kind.BACKWARD)]
-            each = HEAD_SHARE * (whole[0] + whole[1])
+            unsharded = [row(profile.last_seconds[op]) for op in (Kind.FORWARD, Kind.BACKWARD)]
+            each = HEAD_FRACTION * (unsharded[0] + unsharded[1])
         each = self.times * each
         launched = each[CHUNKS]
         each = each / self.layout.stages

@@ -13,7 +13,7 @@ def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple
     ``loads``: of the plan's chunks, where they are padded.
     """
     counts = cost.layout.kinds.of_plan(plan)
-    offloaded = {kind: count for (kind, letter), count in counts.items() if letter == OFFLOAD}
+    offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}
     if not offloaded or plan.forward_only:
         return (0,) * plan.stages
     if loads is None:

@@ -83,28 +83,28 @@ class StageKinds:
         start, stop = start.astype(np.int64), stop.astype(np.int64)
         return self._before[:, stage, stop] - self._before[:, stage, start]
 
-    def first(self, letter: str, layers: np.ndarray) -> Counts:
-        """``letter`` for the first ``layers`` [stages, chunks] of every stage, whatever their
+    def first(self, mode: str, layers: np.ndarray) -> Counts:
+        """``mode`` for the first ``layers`` [stages, chunks] of every stage, whatever their
         kinds."""
         of_kinds = enumerate(self.from_front(np.zeros_like(layers), layers))
-        return {(kind, letter): grid for kind, grid in of_kinds if grid.any()}
+        return {(kind, mode): grid for kind, grid in of_kinds if grid.any()}
 
     def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
         """[stages, chunks] layers with each choice, as the letters of ``plan`` say."""
         seen: dict[tuple[int, str], dict[Choice, int]] = {}
-        found: dict[Choice, np.ndarray] = {}
+        counts: dict[Choice, np.ndarray] = {}
         for stage, choices in enumerate(plan.recompute):
             for chunk, text in enumerate(choices):
                 if (stage, text) not in seen:
                     count: dict[Choice, int] = {}
-                    for kind, letter in zip(self.words[stage].tolist(), text, strict=True):
-                        count[kind, letter] = count.get((kind, letter), 0) + 1
+                    for kind, mode in zip(self.words[stage].tolist(), text, strict=True):
+                        count[kind, mode] = count.get((kind, mode), 0) + 1
                     seen[stage, text] = count
                 for choice, layers in seen[stage, text].items():
-                    if choice not in found:
-                        found[choice] = np.zeros((plan.stages, len(plan.chunks)))
-                    found[choice][stage, chunk] = layers
-        return found
+                    if choice not in counts:
+                        counts[choice] = np.zeros((plan.stages, len(plan.chunks)))
+                    counts[choice][stage, chunk] = layers
+        return counts
 
 
 def stage_kinds(
@@ -127,7 +127,7 @@ _GROUP = re.compile(r"(?:([1-9][0-9]{0,4})\*)?\(([^()]*)\)|(\S+)")
 
 def parse_kinds(text: str) -> tuple[str, ...]:
     """The kinds of layers, first to last, from ``3*dense 58*experts`` or ``18*(window full)``."""
-    found: list[str] = []
+    kinds: list[str] = []
     part: tuple[str, ...]
     at = 0
     text = text.strip()
@@ -144,15 +144,15 @@ def parse_kinds(text: str) -> tuple[str, ...]:
         else:
             part = parse_kinds(group)
         repeats = int(times or 1)
-        if len(found) + len(part) * repeats > _MOST_LAYERS:
+        if len(kinds) + len(part) * repeats > _MOST_LAYERS:
             raise ValueError(f"kinds of layers {text!r}: more than {_MOST_LAYERS} layers")
-        found += part * repeats
+        kinds += part * repeats
         at = match.end()
         while at < len(text) and text[at].isspace():
             at += 1
-    if not found:
+    if not kinds:
         raise ValueError(_EXPECTED.format(text))
-    return tuple(found)
+    return tuple(kinds)
 
 
 _MOST_LAYERS = 10_000

@@ -102,22 +102,23 @@ class StageLayout:
         self._require_kinds()
 
     def _require_kinds(self) -> None:
-        known, given = self.profile.kinds, self.layer_kinds
-        if not given:
+        known, layer_kinds = self.profile.kinds, self.layer_kinds
+        if not layer_kinds:
             if len(known) > 1:
                 raise ValueError(
                     f"the cost model has layers of the kinds {', '.join(known)}; expected the kind "
                     "of every layer"
                 )
             return
-        for kind in given:
+        for kind in layer_kinds:
             if kind not in known:
                 raise ValueError(
                     f"layers of kind {kind!r}: the cost model knows {', '.join(known)}"
                 )
-        if len(given) != sum(self.layers):
+        if len(layer_kinds) != sum(self.layers):
             raise ValueError(
-                f"kinds of layers {format_kinds(given)!r}: of {len(given)} layers, but the stages "
+                f"kinds of layers {format_kinds(layer_kinds)!r}: of {len(layer_kinds)} layers, "
+                "but the stages "
                 f"have {sum(self.layers)}"
             )
 
@@ -228,10 +229,10 @@ class StageLayout:
     @cached_property
     def predictions(self) -> int:
         """Tokens that are predicted of every row: how often the output layer runs."""
-        further = [
+        mtp_heads = [
             of * each.heads for of, each in zip(self.kinds.counts, self.coefficients, strict=True)
         ]
-        return 1 + round(float(np.sum(further)))
+        return 1 + round(float(np.sum(mtp_heads)))
 
     @cached_property
     def pinned_layers(self) -> int:
@@ -295,7 +296,7 @@ class StageLayout:
             loads.features[self.further].flags.writeable = False
         return loads.features[self.further]
 
-    def whole_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
+    def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[columns] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
@@ -323,7 +324,7 @@ class StageLayout:
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
         keeps = self.profile.stores_last_slice
-        loose, kept = loads.loose_tokens(keeps), loads.kept_tokens(keeps)
+        loose, kept = loads.loose_tokens(keeps), loads.cached_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards
 
     def fixed_bytes_of(self, per: Workspace, loads: Loads) -> np.ndarray | float:
@@ -332,7 +333,7 @@ class StageLayout:
         fixed = per.per_op * self.profile.tp / self.tp
         if not per.per_context_token:
             return fixed
-        return fixed + per.per_context_token * loads.behind_tokens / self.shards
+        return fixed + per.per_context_token * loads.earlier_tokens / self.shards
 
     def workspace_of(self, per: Workspace, loads: Loads) -> np.ndarray:
         """[chunks]"""

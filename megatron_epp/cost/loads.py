@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, KeptDocument, Plan, Slices, Span, slices_in, slices_of
+from megatron_epp.ir import CachedDocument, Chunk, Plan, Slices, Span, slices_in, slices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ def over_ranks(
     """[C] of an ``amount`` of every span what the devices of a stage take together as long as the
     busiest works: all of what is spread, and of the rest as often as there are ranks the most that
     one has."""
-    spread = np.bincount(chunk, weights=np.where(rank >= 0, 0, amount), minlength=chunks)
+    over_all = np.bincount(chunk, weights=np.where(rank >= 0, 0, amount), minlength=chunks)
     at = rank >= 0
     place = chunk[at] * ranks + rank[at]
     each = np.bincount(place, weights=amount[at], minlength=chunks * ranks)
-    return spread + ranks * each.reshape(chunks, ranks).max(axis=1)
+    return over_all + ranks * each.reshape(chunks, ranks).max(axis=1)
 
 
 @dataclass(frozen=True)  # no slots: what every coefficient of the cost asks for is computed once
@@ -70,7 +70,7 @@ class Loads:
     lengths: np.ndarray
     spans: tuple[np.ndarray, np.ndarray, np.ndarray]
     local: LocalSpans | None = field(default=None, kw_only=True)
-    kept: Sequence[KeptDocument] | None = field(default=None, kw_only=True)
+    kept: Sequence[CachedDocument] | None = field(default=None, kw_only=True)
 
     @property
     def chunks(self) -> int:
@@ -96,11 +96,11 @@ class Loads:
         border as many as the window reaches back, none of them twice. 0: through none."""
         if not window:
             return self.context_tokens
-        border = self.later >= 0
-        tails = np.minimum(self.cut_tokens[border], window - 1)
-        return np.bincount(self.document[border], weights=tails, minlength=len(self.lengths))
+        boundary = self.later >= 0
+        tails = np.minimum(self.cut_tokens[boundary], window - 1)
+        return np.bincount(self.document[boundary], weights=tails, minlength=len(self.lengths))
 
-    def kept_tokens(self, stores_last_slice: bool) -> np.ndarray:
+    def cached_tokens(self, stores_last_slice: bool) -> np.ndarray:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
         lone slices, but of the last only with ``stores_last_slice``. What else is in the chunk is
         saved with it."""
@@ -129,13 +129,13 @@ class Loads:
         return {}
 
     @cached_property
-    def behind_tokens(self) -> np.ndarray:
+    def earlier_tokens(self) -> np.ndarray:
         """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
         chunk, start, _ = self.spans  # of its spans only that slice begins inside a document
         return np.bincount(chunk, weights=start, minlength=self.chunks)
 
     @cached_property
-    def borders(self) -> np.ndarray:
+    def boundaries(self) -> np.ndarray:
         """[D] borders of a document between one slice and the next; 0 of a whole document."""
         return np.bincount(self.document[self.later >= 0], minlength=len(self.lengths))
 
@@ -153,20 +153,20 @@ class Loads:
 @dataclass(frozen=True)
 class TreeLoads(Loads):
     """Loads where documents continue others, of whose inputs they begin at the position behind:
-    ``spans`` has positions, and ``borders_of[d]`` those within document d that others attend to.
+    ``spans`` has positions, and ``boundaries_of[d]`` those within document d that others attend to.
 
     lone   [C] inputs of the chunk where they are one span of a kept document, else 0
     read   [C] of those, inputs that others attend to
     """
 
-    borders_of: tuple[tuple[int, ...], ...] = field(kw_only=True)
+    boundaries_of: tuple[tuple[int, ...], ...] = field(kw_only=True)
     lone: np.ndarray = field(kw_only=True)
     read: np.ndarray = field(kw_only=True)
 
     def tail_tokens(self, window: int) -> np.ndarray:
         if not window:
             return self.context_tokens
-        slices = (np.diff((0, *borders)) for borders in self.borders_of)
+        slices = (np.diff((0, *boundaries)) for boundaries in self.boundaries_of)
         return np.array([np.minimum(each, window - 1).sum() for each in slices], np.float64)
 
     @cached_property
@@ -174,12 +174,12 @@ class TreeLoads(Loads):
         return self.read, self.lone
 
     @cached_property
-    def borders(self) -> np.ndarray:
-        return np.array([len(each) for each in self.borders_of])
+    def boundaries(self) -> np.ndarray:
+        return np.array([len(each) for each in self.boundaries_of])
 
     @property
     def context_tokens(self) -> np.ndarray:
-        return np.array([max(each, default=0) for each in self.borders_of], np.float64)
+        return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
 def loads_of_plan(plan: Plan, ranks: int) -> Loads:
@@ -196,17 +196,17 @@ def loads_of_plan(plan: Plan, ranks: int) -> Loads:
         before = np.bincount(chunk, weights=before, minlength=loads.chunks)
     else:
         before = over_ranks(chunk, loads.local.rank, before, ranks, loads.chunks)
-    borders = {each.document: each.borders for each in slices.kept}
+    boundaries = {each.document: each.boundaries for each in slices.kept}
     lone, read = np.zeros((2, loads.chunks))
     for number, content in enumerate(plan.chunks):
-        if len(content.spans) == 1 and (span := content.spans[0]).document in borders:
+        if len(content.spans) == 1 and (span := content.spans[0]).document in boundaries:
             lone[number] = span.tokens
-            read[number] = span.tokens * (span.stop <= borders[span.document][-1])
+            read[number] = span.tokens * (span.stop <= boundaries[span.document][-1])
     own = {each.name: getattr(loads, each.name) for each in fields(Loads)}
     moved = {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
     return TreeLoads(
         **own | moved | {"kept": slices.kept},
-        borders_of=tuple(borders.get(d, ()) for d in range(len(plan.documents))),
+        boundaries_of=tuple(boundaries.get(d, ()) for d in range(len(plan.documents))),
         lone=lone,
         read=read,
     )

@@ -41,10 +41,10 @@ class ChunkMemory:
         if layout.zero == 1:
             held = states.zero1_resident * (parameters + experts) + states.zero1_sharded * sharded
         else:
-            share = layout.tp / layout.ep
+            fraction = layout.tp / layout.ep
             largest = layout.most_over_stages(
                 [
-                    np.array([each.layer_parameters + each.expert_parameters * share])
+                    np.array([each.layer_parameters + each.expert_parameters * fraction])
                     for each in layout.coefficients
                 ]
             )[:, 0]
@@ -66,12 +66,12 @@ class ChunkMemory:
 
     def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
-        kind, letter = choice
+        kind, mode = choice
         of = self.layout.coefficients[kind]
-        if letter == OFFLOAD:
+        if mode == OFFLOAD:
             return np.zeros(loads.chunks)
-        held = self.layout.bytes_of(of.saved_bytes[letter], loads)
-        if letter not in _WITHOUT_MLP and self._is_routed(of):
+        held = self.layout.bytes_of(of.saved_bytes[mode], loads)
+        if mode not in _WITHOUT_MLP and self._is_routed(of):
             held = held + self._routed(of, loads)
         return held
 
@@ -105,7 +105,7 @@ class ChunkMemory:
             kept = loads.tail_tokens(each.window)
             if self.layout.profile.stores_last_slice and not each.window:
                 kept = np.where(kept > 0, loads.lengths, 0.0)
-            carried = each.kv_bytes_per_token * kept + each.border_bytes * loads.borders
+            carried = each.kv_bytes_per_token * kept + each.border_bytes * loads.boundaries
             rows.append(carried / self.kv_shards(each))
         return np.ceil(self.layout.over_stages(rows))
 
@@ -116,9 +116,9 @@ class ChunkMemory:
 
     def layer_kv_gradient_bytes(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
         """[documents]: of one layer."""
-        made = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
-        made = made + of.border_gradient_bytes * loads.borders
-        return made / self.kv_shards(of)
+        bytes_ = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
+        bytes_ = bytes_ + of.border_gradient_bytes * loads.boundaries
+        return bytes_ / self.kv_shards(of)
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: from I to W."""
@@ -146,23 +146,23 @@ class ChunkMemory:
         if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)
         held = np.zeros((self.layout.stages, loads.chunks))
-        for (kind, letter), count in counts.items():
+        for (kind, mode), count in counts.items():
             of = self.layout.coefficients[kind]
-            per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
+            per = of.forward_workspace_bytes.get(mode, of.workspace_bytes[Kind.FORWARD])
             most = self.layout.workspace_of(per, loads)
-            if letter in _WITHOUT_MLP and self._is_routed(of):
+            if mode in _WITHOUT_MLP and self._is_routed(of):
                 most = most + self._routed(of, loads)
             held = np.maximum(held, np.where(count > 0, most, 0.0))
         return np.ceil(held + self.ends.workspace_bytes(Kind.FORWARD, loads))
 
     def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of the layer that lives again while its B or I runs."""
-        kind, letter = choice
-        if letter in (KEEP, OFFLOAD):
+        kind, mode = choice
+        if mode in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
         of = self.layout.coefficients[kind]
-        again = self.layout.bytes_of(of.recompute_workspace_bytes[letter], loads)
-        if letter in _WITHOUT_MLP and self._is_routed(of):
+        again = self.layout.bytes_of(of.recompute_workspace_bytes[mode], loads)
+        if mode in _WITHOUT_MLP and self._is_routed(of):
             again = again + self._routed(of, loads)
         return np.ceil(again)
 

@@ -29,7 +29,7 @@ from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 VERSION = 4
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
-LETTERS = (KEEP, FULL, *SELECTIVE)
+MODES = (KEEP, FULL, *SELECTIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +427,7 @@ _COLUMN_FIELDS: Mapping[str, Any] = {
 }
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
-_LETTER_NAMES = {letter: letter for letter in LETTERS}
+_MODE_NAMES = {mode: mode for mode in MODES}
 _AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
 # Fields that files of before there were such layers lack.
 _LATER: Mapping[str, Any] = {
@@ -445,7 +445,7 @@ _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
 
 def _limits(name: str, kind: Any) -> Limits:
     """The limits of the field ``name``, of that type."""
-    keys = _LETTER_NAMES if get_args(kind)[:1] == (str,) else _OP_NAMES
+    keys = _MODE_NAMES if get_args(kind)[:1] == (str,) else _OP_NAMES
     if name.startswith("head_"):
         keys = _HEAD_NAMES
     most = _MOST
@@ -472,14 +472,14 @@ def _field(name: str, kind: Any, value: Any) -> Any:
             raise ValueError("expected an object from a column's name to its seconds")
         limits = _limits("context_seconds", Mapping[Kind, float])
         return {_column(n): read_value(Mapping[Kind, float], v, limits) for n, v in value.items()}
-    found = read_value(kind, value, _limits(name, kind))
+    parsed = read_value(kind, value, _limits(name, kind))
     if name == "layer_seconds":
         for op in (Kind.FORWARD, Kind.BACKWARD):
-            if not (found[op].per_token or found[op].per_pair):
+            if not (parsed[op].per_token or parsed[op].per_pair):
                 raise ValueError(
                     f"{op.value}: a token takes no time; expected per_token or per_pair above 0"
                 )
-    return found
+    return parsed
 
 
 def _read(what: type, value: Any, where: str) -> dict[str, Any]:
@@ -493,14 +493,14 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}unknown {unknown[0]}")
     if lacking := sorted(fields.keys() - value.keys()):
         raise ValueError(f"{where}lacks {lacking[0]}")
-    found = {}
+    values = {}
     for name, kind in fields.items():
         try:
-            found[name] = _field(name, kind, value[name])
+            values[name] = _field(name, kind, value[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}{name}: {error}") from error
-    found["column_seconds"] = _layer_columns(found)
-    return found
+    values["column_seconds"] = _layer_columns(values)
+    return values
 
 
 def _profile(value: Any, where: str) -> Profile:
@@ -513,10 +513,10 @@ def _profile(value: Any, where: str) -> Profile:
         )
     coefficients = {name: item for name, item in value.items() if name != "profile"}
     try:
-        found = Profile(**_read(Profile, coefficients, ""))
-        kind_name(found.layer_kind)
-        if found.layer_kind in found.other_kinds:
-            raise ValueError(f"other_kinds: {found.layer_kind} is the name of the first kind")
+        profile = Profile(**_read(Profile, coefficients, ""))
+        kind_name(profile.layer_kind)
+        if profile.layer_kind in profile.other_kinds:
+            raise ValueError(f"other_kinds: {profile.layer_kind} is the name of the first kind")
     except ValueError as error:
         raise ValueError(f"profile file {where}: {error}") from error
-    return found
+    return profile

@@ -136,17 +136,17 @@ class OpSeconds:
 
     def recompute_per(self, choice: Choice) -> np.ndarray:
         """[columns]: seconds that one layer with that choice adds to B or I."""
-        kind, letter = choice
+        kind, mode = choice
         layout, of = self.layout, self.layout.coefficients[kind]
-        if letter == OFFLOAD:
+        if mode == OFFLOAD:
             return np.zeros(layout.width)
-        modules = SELECTIVE.get(letter, ())
-        row = layout.row(of.recompute_seconds[letter], of)
-        if letter == FULL or "core_attn" in modules:
+        modules = SELECTIVE.get(mode, ())
+        row = layout.row(of.recompute_seconds[mode], of)
+        if mode == FULL or "core_attn" in modules:
             row += layout.further_row(of, Kind.FORWARD)
-        if letter == FULL:
+        if mode == FULL:
             row[TOKENS] += exposed_seconds(layout, of)
-        elif _exchanges(letter):
+        elif _exchanges(mode):
             row[TOKENS] += all_to_all_seconds(layout, of)
         elif "mlp" in modules:
             tensor = tensor_seconds(layout, of.tensor_bytes_per_token)
@@ -164,8 +164,8 @@ class OpSeconds:
         taken = self.recompute_per(choice) @ self.layout.features(loads)
         if loads.local is None:
             return taken
-        kind, letter = choice
-        if _exchanges(letter):
+        kind, mode = choice
+        if _exchanges(mode):
             exchange = self._exchange(self.layout.coefficients[kind], Kind.FORWARD)
             taken = taken - exchange * loads.local.tokens
         return taken
@@ -188,7 +188,7 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
     return layout.over_stages(rows)[:, 0]
 
 
-def _exchanges(letter: str) -> bool:
+def _exchanges(mode: str) -> bool:
     """Whether what runs again with that choice exchanges rows for heads."""
-    modules = SELECTIVE.get(letter, ())
-    return letter == FULL or "core_attn" in modules or "mla_up_proj" in modules
+    modules = SELECTIVE.get(mode, ())
+    return mode == FULL or "core_attn" in modules or "mla_up_proj" in modules

@@ -26,9 +26,9 @@ class Caller:
         for function in _layers(self.forward_step):
             if name == "self" and hasattr(function, "__self__"):
                 return function.__self__
-            found = _closed_over(function).get(name)
-            if found is not None:
-                return found
+            value = _closed_over(function).get(name)
+            if value is not None:
+                return value
         return None
 
     @property
@@ -80,10 +80,10 @@ def _closed_over(function: Any) -> dict[str, Any]:
     cells = getattr(function, "__closure__", None)
     if code is None or not cells:
         return {}
-    found = {}
+    values = {}
     for name, cell in zip(code.co_freevars, cells, strict=True):
         try:
-            found[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # not bound yet
             continue
-    return found
+    return values

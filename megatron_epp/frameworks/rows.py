@@ -13,12 +13,12 @@ def multiple_of(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def in_a_row(documents: Iterable[int], each: int = 1, whole: int = 1) -> MicrobatchShape:
+def in_a_row(documents: Iterable[int], each: int = 1, total_multiple: int = 1) -> MicrobatchShape:
     """Documents one behind the other (THD), each padded to a multiple of ``each``, then all of them
-    to one of ``whole``."""
+    to one of ``total_multiple``."""
     lengths = tuple(int(length) for length in documents)
     rows = sum(multiple_of(length, each) for length in lengths)
-    return MicrobatchShape(multiple_of(rows, whole), 1, tuple(filter(None, lengths)))
+    return MicrobatchShape(multiple_of(rows, total_multiple), 1, tuple(filter(None, lengths)))
 
 
 def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:
@@ -26,9 +26,9 @@ def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:
     return MicrobatchShape(rows, len(documents), tuple(filter(None, map(int, documents))))
 
 
-def lengths_between(borders: Any) -> tuple[int, ...]:
+def lengths_between(boundaries: Any) -> tuple[int, ...]:
     """Documents between cumulative lengths; those of no token, as padding makes them, left out."""
-    flat = torch.as_tensor(borders).flatten().tolist()
+    flat = torch.as_tensor(boundaries).flatten().tolist()
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 

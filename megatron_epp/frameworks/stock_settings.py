@@ -35,15 +35,15 @@ class StockSettings:
 def recomputed_layers(plans: Iterable[Plan]) -> int:
     """Most layers that a stage recomputes of any micro-batch."""
     return max(
-        len(letters) - letters.count(KEEP)
+        len(modes) - modes.count(KEEP)
         for plan in plans
         for of_stage in plan.recompute
-        for letters in of_stage
+        for modes in of_stage
     )
 
 
 def stock_choice(
-    made: Survey,
+    surveyed: Survey,
     batches: Sequence[Sequence[int]],
     cost_for: Callable[[Layout], Cost],
     options: Options,
@@ -51,7 +51,7 @@ def stock_choice(
 ) -> tuple[Choice, StockSettings]:
     """The fastest choice that Megatron's own schedule runs, and its settings. ValueError: no layout
     does without --epp."""
-    choice = next((one for one in made.choices if one.planner == STOCK), None)
+    choice = next((one for one in surveyed.choices if one.planner == STOCK), None)
     if choice is None:
         raise ValueError(
             "no layout fits by Megatron's own schedule with documents packed, and frameworks run "

@@ -47,7 +47,7 @@ from megatron_epp.ir.op import (
 )
 from megatron_epp.ir.plan import Plan, Prediction, Prefixes
 from megatron_epp.ir.program.lower import Program, lower, lower_rank
-from megatron_epp.ir.program.skeleton import check_skeletons
+from megatron_epp.ir.program.op_template import check_op_templates
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
@@ -61,7 +61,7 @@ from megatron_epp.ir.rules import (
     StagePosition,
     rules_for,
 )
-from megatron_epp.ir.slices import KeptDocument, Slices, slices_in, slices_of
+from megatron_epp.ir.slices import CachedDocument, Slices, slices_in, slices_of
 from megatron_epp.ir.span import ALL_RANKS, Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table

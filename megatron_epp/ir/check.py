@@ -54,16 +54,16 @@ def check_ranks(plan: Plan, ranks: int) -> None:
 
 def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
     letters = {kind: kind.value for kind in COMPUTE}
-    found = [""] * len(plan.chunks)  # the letters of every chunk's ops, in order
+    seen = [""] * len(plan.chunks)  # the letters of every chunk's ops, in order
     for op in order:
-        letter = letters[op.kind]
-        if letter in found[op.chunk]:
+        code = letters[op.kind]
+        if code in seen[op.chunk]:
             count = order.count(op)
             raise PlanError(f"stage {stage}: {op} stands {count} times; expected once")
-        found[op.chunk] += letter
+        seen[op.chunk] += code
     expected = [[kind.value for kind in kinds] for kinds in ops_of_chunk(plan)]
     wanted = {"".join(sorted(kinds)) for kinds in expected}
-    for chunk, kinds in enumerate(found):
+    for chunk, kinds in enumerate(seen):
         if "".join(sorted(kinds)) not in wanted:
             raise PlanError(
                 f"stage {stage}: chunk {chunk} has ops {' '.join(sorted(kinds)) or 'none'}; "

@@ -41,7 +41,7 @@ class Chunk:
         return any(span.local for span in self.spans)
 
     @property
-    def spread_tokens(self) -> int:
+    def sharded_tokens(self) -> int:
         """Inputs of the spans that all ranks share."""
         return sum(span.tokens for span in self.spans if not span.local)
 
@@ -58,7 +58,7 @@ class Chunk:
         fullest. One rank has every input."""
         if ranks == 1 or not self.has_local:
             return self.tokens
-        return self.spread_tokens + ranks * max(self.local_tokens(ranks))
+        return self.sharded_tokens + ranks * max(self.local_tokens(ranks))
 
     @property
     def pairs(self) -> int:

@@ -60,9 +60,9 @@ OF_LAYERS = (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT)  # ops that run a stage's la
 MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)  # in plans for training alone
 OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's part of the output layer
 
-_LETTERS = [kind.value for kind in COMPUTE]
-_OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})")
-_STAGE_OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})\.({NUMBER})")
+_CODES = [kind.value for kind in COMPUTE]
+_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})")
+_STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -83,7 +83,7 @@ class Op:
     def parse(cls, text: str) -> "Op":
         match = _OP.fullmatch(text)
         if match is None:
-            letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+            letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
             raise PlanError(f"{text!r} is no op; expected {letters} and a chunk, as in F0")
         return cls(Kind(match[1]), int(match[2]))
 
@@ -111,7 +111,7 @@ class StageOp:
     def parse(cls, text: str) -> "StageOp":
         match = _STAGE_OP.fullmatch(text)
         if match is None:
-            letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+            letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
             raise PlanError(
                 f"{text!r} is no op of a stage; expected {letters}, a stage and a chunk, as in F2.0"
             )

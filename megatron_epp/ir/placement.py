@@ -81,12 +81,12 @@ def named_placement(text: str, ranks: int) -> Placement | None:
         return placement_of_file(text.replace(" layers ", "\nlayers "), ranks)
     if text == "v":
         return Placement((*reversed(range(ranks)), *range(ranks)))
-    found = _INTERLEAVED.fullmatch(text)
-    if found is None and text.split(" ")[0] == INTERLEAVED:
+    match = _INTERLEAVED.fullmatch(text)
+    if match is None and text.split(" ")[0] == INTERLEAVED:
         raise PlanError(f"{text!r}: expected a number of stages for every rank, as interleaved 2")
-    if found is None:
+    if match is None:
         return None
-    times = int(found[1])
+    times = int(match[1])
     if not 1 <= times <= MOST_STAGES:
         raise PlanError(f"{text!r}: expected from 1 to {MOST_STAGES} stages on every rank")
     return Placement(tuple(range(ranks)) * times)
@@ -106,10 +106,10 @@ def placement_of_file(text: str, ranks: int) -> Placement:
     of_ranks: dict[int, list[int]] = {}
     for number, words in _lines(text):
         key, _, rest = words.partition(" ")
-        if (found := _RANK.fullmatch(words)) is not None:
-            if int(found[1]) in of_ranks:
-                raise PlanError(f"line {number} ({words!r}): rank {found[1]} has a line already")
-            of_ranks[int(found[1])] = list(_numbers(number, words, found[2].strip()))
+        if (match := _RANK.fullmatch(words)) is not None:
+            if int(match[1]) in of_ranks:
+                raise PlanError(f"line {number} ({words!r}): rank {match[1]} has a line already")
+            of_ranks[int(match[1])] = list(_numbers(number, words, match[2].strip()))
         elif key == "place" and not place:
             place = _numbers(number, words, rest)
         elif key == "layers" and not layers:
@@ -124,14 +124,16 @@ def placement_of_file(text: str, ranks: int) -> Placement:
             "expected one line 'place 0 1 1 0', the rank of every stage, or a line 'rank 0: 0 3' "
             "for every rank"
         )
-    made = Placement(_place_of(of_ranks, ranks) if of_ranks else place, layers)
-    _require_every_rank(made, ranks)
-    if layers and (len(layers) != made.stages or not all(0 < n <= MOST_LAYERS for n in layers)):
+    placement = Placement(_place_of(of_ranks, ranks) if of_ranks else place, layers)
+    _require_every_rank(placement, ranks)
+    if layers and (
+        len(layers) != placement.stages or not all(0 < n <= MOST_LAYERS for n in layers)
+    ):
         raise PlanError(
             f"layers {' '.join(map(str, layers))}: expected at least one for each of "
-            f"{made.stages} stages"
+            f"{placement.stages} stages"
         )
-    return made
+    return placement
 
 
 def require_last_stage(placement: Placement) -> None:
@@ -160,18 +162,18 @@ def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
 
 def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
     """The rank of every stage, each of which must lie on one."""
-    said = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
+    stage_texts = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
     every = [stage for stages in of_ranks.values() for stage in stages]
     if not every or max(every) >= MOST_STAGES * ranks or max(of_ranks) >= ranks:
         raise PlanError(
             f"expected ranks below {ranks}, which the pipeline has, and stages below "
-            f"{MOST_STAGES * ranks}: {picture(said, 0)}"
+            f"{MOST_STAGES * ranks}: {picture(stage_texts, 0)}"
         )
     for stage in every:
         if every.count(stage) > 1:
-            raise PlanError(f"stage {stage} lies on several ranks: {picture(said, ranks)}")
+            raise PlanError(f"stage {stage} lies on several ranks: {picture(stage_texts, ranks)}")
     if missing := set(range(1 + max(every))) - set(every):
-        raise PlanError(f"stage {min(missing)} lies on no rank: {picture(said, ranks)}")
+        raise PlanError(f"stage {min(missing)} lies on no rank: {picture(stage_texts, ranks)}")
     where = {stage: rank for rank, stages in of_ranks.items() for stage in stages}
     return tuple(where[stage] for stage in range(len(where)))
 

@@ -48,7 +48,7 @@ from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.placement import Placement
 from megatron_epp.ir.recompute import (
     KEEP,
-    LETTERS,
+    MODES,
     MOST_LAYERS,
     format_recompute,
     parse_recompute,
@@ -139,7 +139,7 @@ class Plan:
                     f"recompute {stage}: {len(choices)} choices for {len(self.chunks)} chunks"
                 )
             for number, choice in enumerate(choices):
-                if len(choice) != layers or not set(choice) <= set(LETTERS):
+                if len(choice) != layers or not set(choice) <= set(MODES):
                     raise PlanError(
                         f"recompute {stage}, chunk {number}: {format_recompute(choice)} speaks of "
                         f"{len(choice)} layers; stage {stage} has {layers}"
@@ -261,11 +261,11 @@ class Plan:
     def prefix_of(self, document: int) -> tuple[Span, ...]:
         """Inputs of other documents in front of those of ``document``, in the order of their
         positions."""
-        found: list[Span] = []
+        spans: list[Span] = []
         while self.prefixes and (prefix := self.prefixes[document]) is not None:
-            found.append(prefix)
+            spans.append(prefix)
             document = prefix.document
-        return tuple(reversed(found))
+        return tuple(reversed(spans))
 
     def offset(self, document: int) -> int:
         """Position of the first input of ``document``."""
@@ -296,8 +296,8 @@ class Plan:
     def kinds(self) -> frozenset[Kind]:
         """Kinds of the ops of all stages."""
         if self._kinds is None:
-            found = frozenset({op.kind for order in self.orders for op in order})
-            object.__setattr__(self, "_kinds", found)
+            kinds = frozenset({op.kind for order in self.orders for op in order})
+            object.__setattr__(self, "_kinds", kinds)
         return self._kinds
 
     @property
@@ -462,7 +462,7 @@ class _Reader:
         return tuple(map(self.number, words))
 
     def prefixes(self, documents: tuple[int, ...]) -> Prefixes:
-        found: list[Span | None] = [None] * len(documents)
+        prefixes: list[Span | None] = [None] * len(documents)
         last = -1
         while (words := self.words("prefix")) is not None:
             number = words[0].removesuffix(":") if words else ""
@@ -479,11 +479,11 @@ class _Reader:
                 )
             last = int(number)
             try:
-                found[last] = Span.parse(words[1])
-                _check_prefix(documents, last, found[last])
+                prefixes[last] = Span.parse(words[1])
+                _check_prefix(documents, last, prefixes[last])
             except PlanError as error:
                 self.fail(str(error), self.at - 1)
-        return tuple(found) if last >= 0 else ()
+        return tuple(prefixes) if last >= 0 else ()
 
     def place(self, stages: int) -> tuple[int, ...]:
         words = self.words("place")

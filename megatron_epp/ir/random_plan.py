@@ -22,7 +22,7 @@ from megatron_epp.ir import (
     needs_of,
     rules_for,
 )
-from megatron_epp.ir.recompute import MLP_AGAIN
+from megatron_epp.ir.recompute import MLP_RECOMPUTED
 
 
 def arbitrary_plan(
@@ -31,35 +31,37 @@ def arbitrary_plan(
     random: Random,
     *,
     split_backward: float = 0.0,
-    letters: str = KEEP + FULL,
+    modes: str = KEEP + FULL,
     replica: int = 0,
     replicas: int = 1,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
-    whole: bool = False,
+    never_cut: bool = False,
     alone: bool = False,
     prefixes: Prefixes = (),
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
 
-    ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
+    ``split_backward`` is the share of backwards that become I and W; ``modes`` are the recompute
     choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
     default stage i on rank i. Long documents are cut into up to five slices, unless they are to
-    stay ``whole``, the rest is packed, some of it beside a slice; neither where all are ``alone``.
-    The orders are one random walk of all stages through what is ready. ``prefixes``: of documents
-    that continue others, which then lie in chunks behind these or in one with them.
+    stay ``never_cut``, the rest is packed, some of it beside a slice; neither where all are
+    ``alone``. The orders are one random walk of all stages through what is ready. ``prefixes``: of
+    documents that continue others, which then lie in chunks behind these or in one with them.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
         if any(prefix is not None for prefix in prefixes)
-        else arbitrary_chunks(lengths, random, whole=whole or alone, packed=0.0 if alone else 0.7)
+        else arbitrary_chunks(
+            lengths, random, never_cut=never_cut or alone, packed=0.0 if alone else 0.7
+        )
     )
     bare = Plan(
         documents=tuple(lengths),
         layers=tuple(layers),
         chunks=chunks,
         recompute=tuple(
-            tuple("".join(random.choice(letters) for _ in range(count)) for _ in chunks)
+            tuple("".join(random.choice(modes) for _ in range(count)) for _ in chunks)
             for count in layers
         ),
         orders=tuple(() for _ in layers),
@@ -86,12 +88,12 @@ def arbitrary_block(
     random: Random,
     *,
     split_backward: float = 0.0,
-    letters: str = KEEP + FULL,
+    modes: str = KEEP + FULL,
     first: int = 0,
     replicas: int | None = None,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
-    whole: bool = False,
+    never_cut: bool = False,
 ) -> tuple[Plan, ...]:
     """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
     :func:`arbitrary_plan` draws, contents each replica's own.
@@ -102,22 +104,22 @@ def arbitrary_block(
     lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
     place     the rank of every stage, default stage i on rank i
     """
-    drawn = [_in_order(arbitrary_chunks(each, random, whole=whole)) for each in lengths]
+    drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
     count = max(map(len, drawn)) + random.randint(0, 1)
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas
-    again = [letter for letter in letters if letter in MLP_AGAIN]
-    other = [letter for letter in letters if letter not in MLP_AGAIN]
+    again = [mode for mode in modes if mode in MLP_RECOMPUTED]
+    other = [mode for mode in modes if mode not in MLP_RECOMPUTED]
     runs_again = [
-        [[random.choice(letters) in MLP_AGAIN for _ in range(layer)] for _ in range(count)]
+        [[random.choice(modes) in MLP_RECOMPUTED for _ in range(layer)] for _ in range(count)]
         for layer in layers
     ]
     bare = []
     for number, (each, chunks) in enumerate(zip(lengths, drawn, strict=True)):
         places = sorted(random.sample(range(count), len(chunks)))
-        spread = [Chunk(())] * count
+        placed_chunks = [Chunk(())] * count
         for at, chunk in zip(places, chunks, strict=True):
-            spread[names[at]] = chunk
+            placed_chunks[names[at]] = chunk
         choices = tuple(
             tuple(
                 "".join(random.choice(again if run else other) for run in of_chunk)
@@ -128,7 +130,13 @@ def arbitrary_block(
         orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
         bare.append(
             Plan(
-                tuple(each), tuple(layers), tuple(spread), choices, orders, first + number, replicas
+                tuple(each),
+                tuple(layers),
+                tuple(placed_chunks),
+                choices,
+                orders,
+                first + number,
+                replicas,
             )
         )
     rules = rules_for(vocabulary_parallel)
@@ -154,12 +162,12 @@ def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}
     chunks = []
     for chunk in plan.chunks:
-        share = random.choice((0.0, 0.5, 1.0))
+        fraction = random.choice((0.0, 0.5, 1.0))
         spans = [
             replace(span, rank=random.randrange(ranks))
             if span.tokens == plan.documents[span.document]
             and span.document not in tied
-            and random.random() < share
+            and random.random() < fraction
             else span
             for span in chunk.spans
         ]
@@ -187,31 +195,31 @@ def arbitrary_chunks(
     lengths: Sequence[int],
     random: Random,
     first: int = 0,
-    whole: bool = False,
+    never_cut: bool = False,
     packed: float = 0.7,
 ) -> tuple[Chunk, ...]:
-    """Documents of ``lengths``, counted from ``first`` on, cut unless ``whole``, and ``packed``:
-    that share of what is not, where there is room."""
-    made: list[list[Span]] = []
+    """Documents of ``lengths``, counted from ``first`` on, cut unless ``never_cut``, and
+    ``packed``: that share of what is not, where there is room."""
+    chunks: list[list[Span]] = []
     uncut = []
     for document, length in enumerate(lengths, first):
-        cuts_it = not whole and length >= 8 and random.random() < 0.5
+        cuts_it = not never_cut and length >= 8 and random.random() < 0.5
         pieces = random.randint(2, 5) if cuts_it else 1
         cuts = sorted(random.sample(range(1, length), min(pieces, length) - 1))
-        borders = [0, *cuts, length]
-        if len(borders) == 2:
+        boundaries = [0, *cuts, length]
+        if len(boundaries) == 2:
             uncut.append(Span(document, 0, length))
             continue
-        made += ([Span(document, *border)] for border in pairwise(borders))
+        chunks += ([Span(document, *boundary)] for boundary in pairwise(boundaries))
     for span in uncut:
-        places = [chunk for chunk in made if len(chunk) < 4]
+        places = [chunk for chunk in chunks if len(chunk) < 4]
         chunk = random.choice(places) if places and random.random() < packed else None
         if chunk is None:
-            made.append([span])
+            chunks.append([span])
         else:
             chunk.insert(random.randint(0, len(chunk)), span)
-    random.shuffle(made)
-    return tuple(Chunk(tuple(spans)) for spans in made)
+    random.shuffle(chunks)
+    return tuple(Chunk(tuple(spans)) for spans in chunks)
 
 
 def arbitrary_prefixes(
@@ -222,7 +230,7 @@ def arbitrary_prefixes(
 
     context   positions that there are; None: any number
     """
-    found: list[Span | None] = [None]
+    prefixes: list[Span | None] = [None]
     begins = [0]
     for number in range(1, len(lengths)):
         # Now and then the last one, so that trees are deep; now and then the first, so that wide.
@@ -232,12 +240,12 @@ def arbitrary_prefixes(
         position = begins[parent] + stop
         fits = context is None or position + lengths[number] <= context
         if random.random() < 0.25 or not fits:
-            found.append(None)
+            prefixes.append(None)
             begins.append(0)
         else:
-            found.append(Span(parent, 0, stop))
+            prefixes.append(Span(parent, 0, stop))
             begins.append(position)
-    return tuple(found)
+    return tuple(prefixes)
 
 
 def tree_chunks(
@@ -246,7 +254,7 @@ def tree_chunks(
     """Documents of ``lengths``, counted from ``first`` on, of which some continue others, cut where
     they branch and anywhere else, and packed: beside each other, behind what they continue, and in
     one chunk with it."""
-    made: list[list[Span]] = []
+    chunks: list[list[Span]] = []
     before: list[int] = []  # the chunk that each continues, or -1
     cut_in: list[bool] = []  # whether it has a slice of a document in several
     lies: dict[Span, int] = {}
@@ -256,26 +264,26 @@ def tree_chunks(
             chunk = before[chunk]
         return chunk == other
 
-    def place(span: Span, behind: int, cut: bool) -> None:
+    def place(span: Span, after: int, cut: bool) -> None:
         able = [
             c
-            for c, held in enumerate(made)
+            for c, held in enumerate(chunks)
             if len(held) < 5
             and span.document not in {one.document for one in held}
             and not (cut and cut_in[c])
-            and (behind in (-1, c, before[c]) or (before[c] < 0 and not descends(behind, c)))
+            and (after in (-1, c, before[c]) or (before[c] < 0 and not descends(after, c)))
         ]
         if able and random.random() < 0.6:
             chunk = random.choice(able)
-            made[chunk].append(span)
+            chunks[chunk].append(span)
             cut_in[chunk] |= cut
         else:
-            chunk = len(made)
-            made.append([span])
+            chunk = len(chunks)
+            chunks.append([span])
             before.append(-1)
             cut_in.append(cut)
-        if behind not in (-1, chunk):
-            before[chunk] = behind
+        if after not in (-1, chunk):
+            before[chunk] = after
         lies[span] = chunk
 
     for document in _parents_first(prefixes or (None,) * len(lengths)):
@@ -284,18 +292,18 @@ def tree_chunks(
         more = random.randint(0, 2) if length >= 8 and random.random() < 0.4 else 0
         inner = sorted(wanted | set(random.sample(range(1, length), min(more, length - 1))))
         prefix = prefixes[document] if prefixes else None
-        behind = -1
+        after = -1
         if prefix is not None:
-            behind = next(
+            after = next(
                 c for s, c in lies.items() if (s.document, s.stop) == (prefix.document, prefix.stop)
             )
-        for border in pairwise([0, *inner, length]):
-            span = Span(document, *border)
-            place(span, behind, bool(inner))
-            behind = lies[span]
-    names = random.sample(range(len(made)), len(made))
+        for boundary in pairwise([0, *inner, length]):
+            span = Span(document, *boundary)
+            place(span, after, bool(inner))
+            after = lies[span]
+    names = random.sample(range(len(chunks)), len(chunks))
     return tuple(
-        Chunk(tuple(replace(span, document=first + span.document) for span in made[name]))
+        Chunk(tuple(replace(span, document=first + span.document) for span in chunks[name]))
         for name in names
     )
 

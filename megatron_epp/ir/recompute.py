@@ -25,11 +25,11 @@ SELECTIVE = {
 OFFLOAD = "o"
 IN_FLIGHT = 2  # offloaded layers on the device while an op runs: one in use, one under way
 # Whose layers run their MLP again in backward: a layer of experts then exchanges rows once more.
-MLP_AGAIN = frozenset({FULL} | {letter for letter, run in SELECTIVE.items() if "mlp" in run})
-LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
+MLP_RECOMPUTED = frozenset({FULL} | {mode for mode, run in SELECTIVE.items() if "mlp" in run})
+MODES = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
 MOST_LAYERS = 9999  # of a stage: four digits in a choice
 
-_RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
+_RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{MODES}])")
 
 
 def offload_among(choice: str, count: int) -> str:
@@ -45,7 +45,7 @@ def offload_among(choice: str, count: int) -> str:
 @lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
     """``"fffk"`` as ``3f1k``; a stage without layers as ``0k``."""
-    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(choice)) or "0k"
+    return "".join(f"{len(list(run))}{mode}" for mode, run in groupby(choice)) or "0k"
 
 
 @lru_cache(maxsize=1024)
@@ -55,6 +55,6 @@ def parse_recompute(text: str) -> str:
     if format_recompute(choice) != text:
         raise PlanError(
             f"{text!r} is no recompute choice; expected runs of a count and one of "
-            f"{' '.join(LETTERS)}, as in 3f1k"
+            f"{' '.join(MODES)}, as in 3f1k"
         )
     return choice

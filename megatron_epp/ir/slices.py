@@ -12,19 +12,19 @@ from megatron_epp.ir.span import Span
 
 
 @dataclass(frozen=True, slots=True)
-class KeptDocument:
+class CachedDocument:
     """A document whose K and V are kept: it is cut, or others continue it.
 
     first     the chunk with its first slice
     readers   chunks that attend to its K and V from other spans: its later slices, in order, and
               those of all documents that descend from it; maybe ``first`` among them
-    borders   where those of its spans end behind which another begins, of it or of a branch
+    boundaries   where those of its spans end behind which another begins, of it or of a branch
     """
 
     document: int
     first: int
     readers: tuple[int, ...]
-    borders: tuple[int, ...]
+    boundaries: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class Slices:
     earlier: tuple[int, ...]
     later: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
-    kept: tuple[KeptDocument, ...]
-    _borders: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
+    kept: tuple[CachedDocument, ...]
+    _boundaries: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def borders(self) -> Mapping[int, tuple[int, ...]]:
+    def boundaries(self) -> Mapping[int, tuple[int, ...]]:
         """Those of kept documents, by document."""
-        if self.kept and not self._borders:
-            self._borders.update((each.document, each.borders) for each in self.kept)
-        return self._borders
+        if self.kept and not self._boundaries:
+            self._boundaries.update((each.document, each.boundaries) for each in self.kept)
+        return self._boundaries
 
     def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
         """Every chunk that stands in ``relation`` to ``chunk``."""
@@ -67,8 +67,8 @@ class Slices:
 def slices_of(plan: Plan) -> Slices:
     """The slices of ``plan``, worked out once and kept on the value; see :func:`slices_in`."""
     if plan._slices is None:
-        made = slices_in(plan.documents, plan.chunks, plan.prefixes)
-        object.__setattr__(plan, "_slices", made)
+        slices = slices_in(plan.documents, plan.chunks, plan.prefixes)
+        object.__setattr__(plan, "_slices", slices)
     return plan._slices
 
 
@@ -171,23 +171,23 @@ def _tie_branches(
         known |= path
 
 
-def _kept(prefixes: Prefixes, places: Places) -> tuple[KeptDocument, ...]:
+def _kept(prefixes: Prefixes, places: Places) -> tuple[CachedDocument, ...]:
     readers = [[index for _, index in spans[1:]] for spans in places]
-    borders = [{span.stop for span, _ in spans[:-1]} for spans in places]
+    boundaries = [{span.stop for span, _ in spans[:-1]} for spans in places]
     for number, prefix in enumerate(prefixes):
         own = dict.fromkeys(index for _, index in places[number])
         if prefix is not None:
-            borders[prefix.document].add(prefix.stop)
+            boundaries[prefix.document].add(prefix.stop)
         while prefix is not None:
             readers[prefix.document] += own
             prefix = prefixes[prefix.document]
     return tuple(
-        KeptDocument(
+        CachedDocument(
             number,
             places[number][0][1],
-            tuple(dict.fromkeys(found)),
-            tuple(sorted(borders[number])),
+            tuple(dict.fromkeys(slices)),
+            tuple(sorted(boundaries[number])),
         )
-        for number, found in enumerate(readers)
-        if found
+        for number, slices in enumerate(readers)
+        if slices
     )

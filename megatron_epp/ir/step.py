@@ -25,7 +25,7 @@ from megatron_epp.ir.span import NUMBER
 
 _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
-_DEAL = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
+_ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,29 @@ class Step:
     replicas are a block that runs op by op together; 1: every replica runs for itself.
     """
 
-    deals: tuple[tuple[int, ...], ...]
+    assignments: tuple[tuple[int, ...], ...]
     plans: tuple[Plan, ...]
     lockstep: int = 1
 
     def __post_init__(self):
-        dealt = sorted(document for deal in self.deals for document in deal)
-        if not self.deals or not all(self.deals):
+        assigned = sorted(document for assignment in self.assignments for document in assignment)
+        if not self.assignments or not all(self.assignments):
             raise PlanError("a replica is dealt no document; expected at least one for each")
-        if dealt != list(range(len(dealt))):
+        if assigned != list(range(len(assigned))):
             raise PlanError("a document of the batch is dealt twice or never")
-        if len(self.plans) != len(self.deals):
-            raise PlanError(f"{len(self.plans)} plans for {len(self.deals)} replicas")
-        for replica, (deal, plan) in enumerate(zip(self.deals, self.plans, strict=True)):
+        if len(self.plans) != len(self.assignments):
+            raise PlanError(f"{len(self.plans)} plans for {len(self.assignments)} replicas")
+        for replica, (assignment, plan) in enumerate(
+            zip(self.assignments, self.plans, strict=True)
+        ):
             if (plan.replica, plan.replicas) != (replica, len(self.plans)):
                 raise PlanError(
                     f"plan {replica} is for replica {plan.replica} of {plan.replicas}; "
                     f"expected {replica} of {len(self.plans)}"
                 )
-            if len(plan.documents) != len(deal):
+            if len(plan.documents) != len(assignment):
                 raise PlanError(
-                    f"replica {replica} is dealt {len(deal)} documents; "
+                    f"replica {replica} is dealt {len(assignment)} documents; "
                     f"its plan is for {len(plan.documents)}"
                 )
             if plan.layers != self.plans[0].layers:
@@ -76,9 +78,9 @@ class Step:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Inputs of every document of the global batch."""
-        lengths = [0] * sum(map(len, self.deals))
-        for deal, plan in zip(self.deals, self.plans, strict=True):
-            for document, length in zip(deal, plan.documents, strict=True):
+        lengths = [0] * sum(map(len, self.assignments))
+        for assignment, plan in zip(self.assignments, self.plans, strict=True):
+            for document, length in zip(assignment, plan.documents, strict=True):
                 lengths[document] = length
         return tuple(lengths)
 
@@ -88,9 +90,12 @@ class Step:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        deals = (f"deal {r}: {' '.join(map(str, deal))}\n" for r, deal in enumerate(self.deals))
+        assignments = (
+            f"deal {r}: {' '.join(map(str, assignment))}\n"
+            for r, assignment in enumerate(self.assignments)
+        )
         lockstep = f"lockstep {self.lockstep}\n" if self.lockstep > 1 else ""
-        return "step v1\n" + lockstep + "".join(deals) + "".join(map(str, self.plans))
+        return "step v1\n" + lockstep + "".join(assignments) + "".join(map(str, self.plans))
 
     @classmethod
     def parse(cls, text: str) -> "Step":
@@ -119,10 +124,10 @@ class Step:
                 raise PlanError(
                     f"{line!r}: expected 'lockstep N' of at least 2 replicas, or no such line"
                 )
-        deals: list[tuple[int, ...]] = []
+        assignments: list[tuple[int, ...]] = []
         for line in rest:
-            match = _DEAL.fullmatch(line)
-            if match is None or int(match[1]) != len(deals):
-                raise PlanError(f"{line!r}: expected 'deal {len(deals)}: DOCUMENT ...'")
-            deals.append(tuple(map(int, match[2].split())))
-        return cls(tuple(deals), tuple(plans), lockstep)
+            match = _ASSIGNMENT.fullmatch(line)
+            if match is None or int(match[1]) != len(assignments):
+                raise PlanError(f"{line!r}: expected 'deal {len(assignments)}: DOCUMENT ...'")
+            assignments.append(tuple(map(int, match[2].split())))
+        return cls(tuple(assignments), tuple(plans), lockstep)

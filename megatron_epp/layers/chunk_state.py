@@ -97,12 +97,12 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
     """The rows of ``chunk``: its spans one behind the other, those that all context-parallel ranks
     share, or those local to ``rank``."""
     rows, start = [], 0
-    borders = slices.borders
+    boundaries = slices.boundaries
     for span in plan.chunks[chunk].spans:
         if span.rank != rank:
             continue
-        cut = span.document in borders
-        last = not cut or span.stop > borders[span.document][-1]
+        cut = span.document in boundaries
+        last = not cut or span.stop > boundaries[span.document][-1]
         prefix = plan.prefix_of(span.document)
         rows.append(Rows(start, start + span.tokens, span, cut, last, prefix))
         start += span.tokens
@@ -111,7 +111,7 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
 
 def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
     """An empty store for an iteration; ``stores_last_slice``: with room for last slices, too."""
-    contexts = {document: borders[-1] for document, borders in slices.borders.items()}
+    contexts = {document: boundaries[-1] for document, boundaries in slices.boundaries.items()}
     kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts
     readers: Counter[int] = Counter()
     followers: Counter[int] = Counter()
@@ -120,7 +120,7 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
         every = [rows for c in chunks for rows in chunk_rows(plan, slices, c) if rows.context]
         readers.update(document for rows in every for document, _ in rows.context)
         followers.update(rows.context[-1][0] for rows in every)
-    return Store(contexts, kept, slices.borders, readers, followers)
+    return Store(contexts, kept, slices.boundaries, readers, followers)
 
 
 def let_go(state: ChunkState, layer: int, rows: Rows) -> None:

@@ -35,7 +35,7 @@ from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
 AT_ONCE = 2**24  # numbers of a block's widest tensor, about
 NONE = -1  # in the place of a chosen key where a row has fewer
-LEAST_ODDS = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
+LEAST_PROBABILITY = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,15 @@ def attend_chosen(
     state: ChunkState,
     layer: int,
     how: Sparse,
-    teaches: bool,
+    trains_indexer: bool,
     drop: bool,
 ) -> tuple[Tensor, Tensor, AttentionRecompute | None]:
     """Output [T, H, R], the rows' weighted losses added up, which has no gradient to give but puts
-    its own into backward where it ``teaches``, and with ``drop`` the handle of the output."""
+    its own into backward where it ``trains_indexer``, and with ``drop`` the handle of the
+    output."""
     recompute = AttentionRecompute() if drop else None
-    made = index.query_TJI, index.weight_TJ, index.key_T1I
-    inputs = q_THD, key_T1D, *made, state, layer, how, teaches, recompute
+    index_tensors = index.query_TJI, index.weight_TJ, index.key_T1I
+    inputs = q_THD, key_T1D, *index_tensors, state, layer, how, trains_indexer, recompute
     return *_AttendChosen.apply(*inputs), recompute
 
 
@@ -100,16 +101,18 @@ class _AttendChosen(torch.autograd.Function):
         state: ChunkState,
         layer: int,
         how: Sparse,
-        teaches: bool,
+        trains_indexer: bool,
         recompute: AttentionRecompute | None,
     ) -> tuple[Tensor, Tensor]:
         for rows in state.rows:
             if rows.cut and not rows.last:
-                mine, span = slice(rows.start, rows.stop), rows.span
-                state.store.append(layer, span.document, span.start, key_T1D[mine], ikey_T1I[mine])
-        ctx.state, ctx.layer, ctx.how, ctx.teaches = state, layer, how, teaches
+                local, span = slice(rows.start, rows.stop), rows.span
+                state.store.append(
+                    layer, span.document, span.start, key_T1D[local], ikey_T1I[local]
+                )
+        ctx.state, ctx.layer, ctx.how, ctx.trains_indexer = state, layer, how, trains_indexer
         keys = key_T1D, ikey_T1I
-        out_THR, chosen_TK, loss = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, teaches)
+        out_THR, chosen_TK, loss = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, trains_indexer)
         if not state.training:
             for rows in state.rows:
                 let_go(state, layer, rows)
@@ -144,28 +147,28 @@ class _AttendChosen(torch.autograd.Function):
         padded = q_THD.shape[0]
         of_keys = tuple(key.new_zeros(padded, *key.shape[1:]) for key in keys)
         for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
-            mine, span = slice(rows.start, rows.stop), rows.span
+            local, span = slice(rows.start, rows.stop), rows.span
             seen = _seen(rows, keys, ctx)
             dtype = torch.promote_types(seen[0].dtype, torch.float32)
             to_seen = tuple(torch.zeros_like(part, dtype=dtype) for part in seen)
             for block in _blocks(rows, seen, q_THD, iq_TJI, how):
-                made = _block_backward(
+                block_gradients = _block_backward(
                     block,
                     (grad_THR, q_THD, iq_TJI, weight_TJ, chosen_TK),
                     seen,
                     to_seen,
                     how,
-                    ctx.teaches,
+                    ctx.trains_indexer,
                 )
-                for gradient, part in zip(of_queries, made, strict=True):
+                for gradient, part in zip(of_queries, block_gradients, strict=True):
                     gradient[block.rows] = part
             context = len(seen[0]) - (rows.stop - rows.start)
             for gradient, part in zip(of_keys, to_seen, strict=True):
-                gradient[mine, 0] = part[context:].to(gradient.dtype)
+                gradient[local, 0] = part[context:].to(gradient.dtype)
             if rows.cut and not rows.last:
                 later = store.gradient(layer, span.document, span.start, span.stop)
                 for gradient, part in zip(of_keys, later, strict=True):
-                    gradient[mine] += part
+                    gradient[local] += part
             at = 0
             for document, inputs in rows.context:
                 parts = tuple(part[at : at + inputs, None] for part in to_seen)
@@ -173,7 +176,7 @@ class _AttendChosen(torch.autograd.Function):
                 at += inputs
             if rows.cut and span.start == 0:
                 store.release(layer, span.document)
-        of_index = (*of_queries[1:], of_keys[1]) if ctx.teaches else (None,) * 3
+        of_index = (*of_queries[1:], of_keys[1]) if ctx.trains_indexer else (None,) * 3
         return of_queries[0], of_keys[0], *of_index, None, None, None, None, None
 
 
@@ -190,7 +193,7 @@ def _attend_rows(
     weight_TJ: Tensor,
     keys: tuple[Tensor, Tensor],
     ctx: Any,
-    teaches: bool,
+    trains_indexer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, H, R], chosen keys [T, K] by their place among those that a row's document has
     there, and the rows' weighted losses."""
@@ -203,16 +206,20 @@ def _attend_rows(
     for rows in state.rows:
         seen = _seen(rows, keys, ctx)
         for block in _blocks(rows, seen, q_THD, iq_TJI, how):
-            mine, there_bS = block.rows, block.there(q_THD.device)
+            mine, causal_bS = block.rows, block.there(q_THD.device)
             key_SD, ikey_SI = (part[: block.stop] for part in seen)
-            scores_bS = _scores(_dots(iq_TJI[mine], ikey_SI), weight_TJ[mine], there_bS, how)
-            best_bK, found_bK = scores_bS.topk(min(how.most, block.stop), -1)
-            found_bK = found_bK.masked_fill(best_bK == -torch.inf, NONE)
-            chosen_TK[mine, : found_bK.shape[1]] = found_bK.int()
-            picked_bKD, odds_bHK = _picked(q_THD[mine], key_SD, found_bK, how)
-            out_THR[mine] = odds_bHK.to(q_THD.dtype) @ picked_bKD[..., : how.values]
-            if teaches:
-                odds = odds_bHK if how.among else _odds(q_THD[mine], key_SD, there_bS, how)
+            scores_bS = _scores(_dots(iq_TJI[mine], ikey_SI), weight_TJ[mine], causal_bS, how)
+            best_bK, top_bK = scores_bS.topk(min(how.most, block.stop), -1)
+            top_bK = top_bK.masked_fill(best_bK == -torch.inf, NONE)
+            chosen_TK[mine, : top_bK.shape[1]] = top_bK.int()
+            gathered_bKD, probabilities_bHK = _gathered(q_THD[mine], key_SD, top_bK, how)
+            out_THR[mine] = probabilities_bHK.to(q_THD.dtype) @ gathered_bKD[..., : how.values]
+            if trains_indexer:
+                odds = (
+                    probabilities_bHK
+                    if how.among
+                    else _probabilities(q_THD[mine], key_SD, causal_bS, how)
+                )
                 scores = best_bK if how.among else scores_bS
                 loss += how.weight * _divergence(_target(odds, how), scores)
     return out_THR, chosen_TK, loss
@@ -224,34 +231,34 @@ def _block_backward(
     seen: tuple[Tensor, ...],
     to_seen: tuple[Tensor, ...],
     how: Sparse,
-    teaches: bool,
+    trains_indexer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a block's queries, the indexer's and their weights; those of the keys ``seen``
     are added to ``to_seen``, [S, D] and [S, I]."""
     grad, q_bHD, iq_bJI, weight_bJ, chosen_bK = (part[block.rows] for part in of_rows)
     key_SD, ikey_SI = (part[: block.stop] for part in seen)
-    found_bK = chosen_bK[:, : block.stop].long()
-    picked_bKD, odds_bHK = _picked(q_bHD, key_SD, found_bK, how)
-    wide = odds_bHK.dtype
-    grad_bHR, q, picked_bKD = grad.to(wide), q_bHD.to(wide), picked_bKD.to(wide)
-    dodds_bHK = grad_bHR @ picked_bKD[..., : how.values].mT
-    mean_bH1 = (dodds_bHK * odds_bHK).sum(-1, keepdim=True)
-    dlogits_bHK = odds_bHK * (dodds_bHK - mean_bH1) * how.scale
+    top_bK = chosen_bK[:, : block.stop].long()
+    gathered_bKD, probabilities_bHK = _gathered(q_bHD, key_SD, top_bK, how)
+    wide = probabilities_bHK.dtype
+    grad_bHR, q, gathered_bKD = grad.to(wide), q_bHD.to(wide), gathered_bKD.to(wide)
+    dodds_bHK = grad_bHR @ gathered_bKD[..., : how.values].mT
+    mean_bH1 = (dodds_bHK * probabilities_bHK).sum(-1, keepdim=True)
+    dlogits_bHK = probabilities_bHK * (dodds_bHK - mean_bH1) * how.scale
     dpicked_bKD = dlogits_bHK.mT @ q
-    dpicked_bKD[..., : how.values] += odds_bHK.mT @ grad_bHR
-    places_bK = found_bK.clamp_min(0)  # of none: with odds of 0
+    dpicked_bKD[..., : how.values] += probabilities_bHK.mT @ grad_bHR
+    places_bK = top_bK.clamp_min(0)  # of none: with odds of 0
     to_seen[0].index_add_(0, places_bK.flatten(), dpicked_bKD.flatten(0, 1))
-    dq_bHD = dlogits_bHK @ picked_bKD
-    if not teaches:
+    dq_bHD = dlogits_bHK @ gathered_bKD
+    if not trains_indexer:
         return dq_bHD, torch.zeros_like(iq_bJI), torch.zeros_like(weight_bJ)
     iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey_SI))
     if how.among:  # below S are the chosen ones
-        there_bS, odds, ikey = found_bK != NONE, odds_bHK, ikey[places_bK]
+        causal_bS, odds, ikey = top_bK != NONE, probabilities_bHK, ikey[places_bK]
     else:
-        there_bS = block.there(q.device)
-        odds = _odds(q_bHD, key_SD, there_bS, how)
+        causal_bS = block.there(q.device)
+        odds = _probabilities(q_bHD, key_SD, causal_bS, how)
     dots_bJS = _dots(iq_bJI, ikey)
-    scores_bS = _scores(dots_bJS, weight_bJ, there_bS, how)
+    scores_bS = _scores(dots_bJS, weight_bJ, causal_bS, how)
     # Of KL(p || softmax(scores)).
     dscores_bS = (scores_bS.softmax(-1) - _target(odds, how)) * how.weight
     passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
@@ -302,8 +309,8 @@ def _blocks(
 def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ...]:
     """Keys [S, D] and the indexer's [S, I] of all inputs up to the span's last, in the order of
     positions: no other document's."""
-    mine, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
-    own = tuple(key[mine] for key in keys)
+    local, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
+    own = tuple(key[local] for key in keys)
     parts = [store.context(ctx.layer, *context) for context in rows.context]
     if rows.cut and not rows.last and not rows.prefix:  # all of them are in one buffer
         return tuple(part[:, 0] for part in store.context(ctx.layer, span.document, span.stop))
@@ -326,37 +333,37 @@ def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
     return iq_bJI.to(wide) @ ikey.to(wide).mT
 
 
-def _scores(dots_bJS: Tensor, weight_bJ: Tensor, there_bS: Tensor, how: Sparse) -> Tensor:
+def _scores(dots_bJS: Tensor, weight_bJ: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
     passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
     scores_bS = (passed_bJS * weight_bJ.unsqueeze(-1)).sum(1)
-    return scores_bS.masked_fill(~there_bS, -torch.inf)
+    return scores_bS.masked_fill(~causal_bS, -torch.inf)
 
 
-def _odds(q_bHD: Tensor, key_SD: Tensor, there_bS: Tensor, how: Sparse) -> Tensor:
+def _probabilities(q_bHD: Tensor, key_SD: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
     """Softmax [b, H, S] of queries over all keys that are there."""
     wide = _wide(q_bHD)
     logits_bHS = q_bHD.to(wide) @ key_SD.to(wide).mT * how.scale
-    return logits_bHS.masked_fill(~there_bS[:, None], -torch.inf).softmax(-1)
+    return logits_bHS.masked_fill(~causal_bS[:, None], -torch.inf).softmax(-1)
 
 
-def _picked(q_bHD: Tensor, key_SD: Tensor, found_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
+def _gathered(q_bHD: Tensor, key_SD: Tensor, top_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
     """The chosen keys of each row [b, K, D], and the softmax over them [b, H, K]."""
     wide = _wide(q_bHD)
-    picked_bKD = key_SD[found_bK.clamp_min(0)]
-    logits_bHK = q_bHD.to(wide) @ picked_bKD.to(wide).mT * how.scale
-    logits_bHK.masked_fill_((found_bK == NONE)[:, None], -torch.inf)
-    return picked_bKD, logits_bHK.softmax(-1)
+    gathered_bKD = key_SD[top_bK.clamp_min(0)]
+    logits_bHK = q_bHD.to(wide) @ gathered_bKD.to(wide).mT * how.scale
+    logits_bHK.masked_fill_((top_bK == NONE)[:, None], -torch.inf)
+    return gathered_bKD, logits_bHK.softmax(-1)
 
 
-def _target(odds_bHS: Tensor, how: Sparse) -> Tensor:
+def _target(probabilities_bHS: Tensor, how: Sparse) -> Tensor:
     """The mean over the heads of all ranks."""
-    sums_bS = odds_bHS.sum(1)
+    sums_bS = probabilities_bHS.sum(1)
     if how.group is not None:
         dist.all_reduce(sums_bS, group=how.group)
-    return sums_bS / sums_bS.sum(-1, keepdim=True).clamp_min(LEAST_ODDS)
+    return sums_bS / sums_bS.sum(-1, keepdim=True).clamp_min(LEAST_PROBABILITY)
 
 
 def _divergence(target_bS: Tensor, scores_bS: Tensor) -> Tensor:
     """KL(target || softmax(scores)), of all rows together."""
     taught_bS = scores_bS.log_softmax(-1).masked_fill(scores_bS == -torch.inf, 0.0)
-    return (target_bS * (target_bS.clamp_min(LEAST_ODDS).log() - taught_bS)).sum()
+    return (target_bS * (target_bS.clamp_min(LEAST_PROBABILITY).log() - taught_bS)).sum()

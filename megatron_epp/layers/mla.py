@@ -89,9 +89,9 @@ class _AttendLatents(torch.autograd.Function):
         ctx.state, ctx.layer, ctx.scale, ctx.recompute = state, layer, scale, recompute
         store = state.store
         for rows in state.rows:
-            mine, document = slice(rows.start, rows.stop), rows.span.document
+            local, document = slice(rows.start, rows.stop), rows.span.document
             if rows.cut and not rows.last:
-                parts = latent_T1R[mine], rotary_T1P[mine]
+                parts = latent_T1R[local], rotary_T1P[local]
                 store.append(layer, document, rows.span.start, *parts)
         out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
         if not state.training:
@@ -119,23 +119,25 @@ class _AttendLatents(torch.autograd.Function):
             dtype = torch.promote_types(weight_NR.dtype, torch.float32)
             dweight_NR = torch.zeros_like(weight_NR, dtype=dtype)
         for rows in reversed(state.rows):
-            mine, span = slice(rows.start, rows.stop), rows.span
-            q, out, grad = q_THD[mine], out_THV[mine], grad_THV[mine]
-            lse_HT = lse_TH[mine].transpose(0, 1)
-            made = attend_backward(grad, q, k_THD[mine], v_THV[mine], out, lse_HT, True, scale)
-            for gradient, part in zip(gradients, made, strict=True):
-                gradient[mine] = part
+            local, span = slice(rows.start, rows.stop), rows.span
+            q, out, grad = q_THD[local], out_THV[local], grad_THV[local]
+            lse_HT = lse_TH[local].transpose(0, 1)
+            part_gradients = attend_backward(
+                grad, q, k_THD[local], v_THV[local], out, lse_HT, True, scale
+            )
+            for gradient, part in zip(gradients, part_gradients, strict=True):
+                gradient[local] = part
             if rows.cut and not rows.last:
                 later = store.gradient(layer, span.document, span.start, span.stop)
                 for gradient, part in zip(own, later, strict=True):
-                    gradient[mine] = part
+                    gradient[local] = part
             for document, inputs in rows.context:
                 context = store.context(layer, document, inputs)
                 to_store = tuple(torch.empty_like(t) for t in context)
                 for block in _blocks(inputs):
                     k, v = _expanded(context, block, weight_NR, v_THV)
                     dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
-                    gradients[0][mine] += dq
+                    gradients[0][local] += dq
                     head = k.shape[2] - to_store[1].shape[2]  # channels of the up-projection
                     to_store[1][block] = dk[..., head:].sum(1, keepdim=True)
                     dkv_SN = torch.cat((dk[..., :head], dv), -1).flatten(1)

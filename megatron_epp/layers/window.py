@@ -52,15 +52,15 @@ def attend_window_backward(
     for tile in _tiles(len(q_THD), len(context[0]), before):
         k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
         rows = tile.queries
-        dq, *made = attend_masked_backward(
+        dq, *parts = attend_masked_backward(
             grad_THD[rows], q_THD[rows], k, v, out_THD[rows], lse_HT[:, rows],
             _band(tile, before, q_THD.dtype), scale,
         )  # fmt: skip
         dq_THD[rows] = dq
-        for gradient, mine, theirs in zip(made, own, front, strict=True):
-            mine[tile.own] += gradient[tile.front :]
+        for gradient, total, front_total in zip(parts, own, front, strict=True):
+            total[tile.own] += gradient[tile.front :]
             if tile.front:
-                theirs += gradient[: tile.front]
+                front_total += gradient[: tile.front]
     return dq_THD, own[0], own[1], front[0], front[1]
 
 

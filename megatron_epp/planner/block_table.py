@@ -33,7 +33,7 @@ def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = Fals
     if not isinstance(loads, BlockLoads):
         return cost.table_of(loads, counts, forward_only)
     tables = [cost.table_of(member, counts, forward_only) for member in loads.members]
-    whole = in_step(tables)[0]
+    combined = in_step(tables)[0]
     held: dict[Item, np.ndarray] = {}
     for item in tables[0].held_bytes:
         of_members = [np.asarray(table.held_bytes[item]) for table in tables]
@@ -43,7 +43,7 @@ def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = Fals
             else np.max(of_members, axis=0)
         )
     return dataclasses.replace(
-        whole,
+        combined,
         held_bytes=held,
         workspace_bytes={
             kind: np.max([table.workspace_bytes[kind] for table in tables], axis=0)
@@ -66,8 +66,8 @@ def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) 
     for held, member in zip(of_members, loads.members, strict=True):
         cut = np.flatnonzero((member.document >= 0) & (member.earlier < 0))
         group, documents = loads.document[cut], member.document[cut]
-        mine = np.zeros_like(most.T)
+        group_most = np.zeros_like(most.T)
         add = np.add if item is Item.KV else np.maximum
-        add.at(mine, group, held[:, documents].T)
-        most = np.maximum(most, mine.T)
+        add.at(group_most, group, held[:, documents].T)
+        most = np.maximum(most, group_most.T)
     return most

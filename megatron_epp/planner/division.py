@@ -15,7 +15,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.replicas import Deals, balance_replicas
+from megatron_epp.planner.replicas import Assignments, balance_replicas
 
 _TRIES, _NEAR = 16, 1e-3  # of bounds; so near is good enough
 
@@ -28,7 +28,7 @@ def divided(
     profile: str | Path | None,
     same_count: bool,
     prefixes: PrefixForest | None = None,
-) -> Deals:
+) -> Assignments:
     """As :func:`megatron_epp.divide`."""
     if any(length < 1 for length in lengths):
         raise ValueError(f"divide: a length of {min(lengths)}; expected at least 1 token")
@@ -56,7 +56,7 @@ def divided(
 
 def divided_trees(
     forest: PrefixForest, rates: Rates, replicas: int, most: int | None = None
-) -> Deals:
+) -> Assignments:
     """Samples of every replica, at most ``most`` of them, at least one. What several of a replica
     share costs it once, so groups stay together where that is no later than splitting them.
 
@@ -65,17 +65,17 @@ def divided_trees(
     shares.
     """
     dealing = _Dealing(forest, node_seconds(forest, rates), replicas, most)
-    found = dealing.within(math.inf)
-    assert found is not None
-    latest, best = found
+    division = dealing.within(math.inf)
+    assert division is not None
+    latest, best = division
     earliest = max(dealing.total / replicas, dealing.longest)
     for _ in range(_TRIES):
         bound = (earliest + latest) / 2
-        found = dealing.within(bound)
-        if found is None:
+        division = dealing.within(bound)
+        if division is None:
             earliest = bound
-        elif found[0] < latest:
-            latest, best = found
+        elif division[0] < latest:
+            latest, best = division
         if latest - earliest < _NEAR * latest:
             break
     return best
@@ -113,11 +113,11 @@ class _Dealing:
     def longest(self) -> float:
         return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
 
-    def within(self, bound: float) -> tuple[float, Deals] | None:
+    def within(self, bound: float) -> tuple[float, Assignments] | None:
         """(seconds of the slowest replica, its and all others' samples) where none takes longer
         than ``bound``; None: not found."""
         taken = [0.0] * self.replicas
-        deals: list[list[int]] = [[] for _ in taken]
+        assignments: list[list[int]] = [[] for _ in taken]
         has = [set[int]() for _ in taken]
         left = len(self.paths)
 
@@ -127,28 +127,30 @@ class _Dealing:
 
         def first(samples: int) -> int:
             """The replica that is done first, of those with room; so that all get one."""
-            empty = [replica for replica, deal in enumerate(deals) if not deal]
+            empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)
-            room = [r for r in able if self.most is None or len(deals[r]) + samples <= self.most]
-            return min(room, key=lambda r: (taken[r], r), default=-1)
+            headroom = [
+                r for r in able if self.most is None or len(assignments[r]) + samples <= self.most
+            ]
+            return min(headroom, key=lambda r: (taken[r], r), default=-1)
 
         for group in self.groups:
             replica = first(len(group))
             alone = replica < 0 or taken[replica] + self._of(group, self.paths) > bound
-            if alone or left - len(group) < sum(not deal for deal in deals) - 1:
+            if alone or left - len(group) < sum(not assignment for assignment in assignments) - 1:
                 replica = first(1)
             for sample in group:
-                full = self.most is not None and len(deals[replica]) >= self.most
-                forced = left <= sum(not deal for deal in deals)
-                if full or (forced and deals[replica]) or more(sample, replica) > bound:
+                full = self.most is not None and len(assignments[replica]) >= self.most
+                forced = left <= sum(not assignment for assignment in assignments)
+                if full or (forced and assignments[replica]) or more(sample, replica) > bound:
                     replica = first(1)
                 if (seconds := more(sample, replica)) > bound:
                     return None
                 taken[replica] = seconds
-                deals[replica].append(sample)
+                assignments[replica].append(sample)
                 has[replica].update(self.paths[sample])
                 left -= 1
-        return max(taken), tuple(tuple(sorted(deal)) for deal in deals)
+        return max(taken), tuple(tuple(sorted(assignment)) for assignment in assignments)
 
 
 def node_seconds(forest: PrefixForest, rates: Rates) -> list[float]:

@@ -12,8 +12,8 @@ from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import NOTHING, Draft, SortedBatch
-from megatron_epp.planner.order.emit_block import Share, shares_of
-from megatron_epp.planner.order.problem import rates_of, with_kept
+from megatron_epp.planner.order.emit_block import MemberPlan, member_plans
+from megatron_epp.planner.order.problem import rates_of, with_unrecomputed
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
@@ -47,15 +47,15 @@ def evaluation_plans(
                 f"document {batch.names[0]} of {longest} tokens does not fit in evaluation, even "
                 f"in {FINEST} slices: raise the memory budget or use more devices"
             )
-        shares, peaks = _shares(batch, cost, options, most)
-        plans = tuple(share.plan for share in shares)
+        members, peaks = _shares(batch, cost, options, most)
+        plans = tuple(member.plan for member in members)
         states = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
         headroom = np.maximum(cost.headroom_bytes, 1.0)
         worst = float(((np.array(peaks) - states) / headroom).max())
         if worst <= 1:
             for plan in plans:
                 check(plan)
-            return tuple(share.deal for share in shares), plans
+            return tuple(member.assignment for member in members), plans
         largest = max(chunk.tokens for plan in plans for chunk in plan.chunks)
         most = min(most - 1, int(largest * SMALLER))
 
@@ -65,14 +65,14 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     parallelism H of a chunk as many forwards behind its own as there are stages, since the last
     stage's output is as long on its way there, and back through the stages."""
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
-    made = [
-        (KIND_CODE[kind], at - behind)
+    order = [
+        (KIND_CODE[kind], at - after)
         for at in range(count + cost.layout.stages)
-        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.layout.stages))
-        if kind in rules and 0 <= at - behind < count
+        for kind, after in ((Kind.FORWARD, 0), (Kind.HEAD, cost.layout.stages))
+        if kind in rules and 0 <= at - after < count
     ]
     kinds, chunks = (
-        np.tile(np.array(each), (cost.layout.stages, 1)) for each in zip(*made, strict=True)
+        np.tile(np.array(each), (cost.layout.stages, 1)) for each in zip(*order, strict=True)
     )
     return kinds, chunks
 
@@ -95,7 +95,7 @@ def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
-) -> tuple[tuple[Share, ...], np.ndarray]:
+) -> tuple[tuple[MemberPlan, ...], np.ndarray]:
     """Plans with chunks of at most ``most`` tokens, and their peaks, [stages]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
@@ -113,8 +113,8 @@ def _shares(
         stages, at = _turns(kinds, cost)
         own = [np.where(at < 0, NOTHING, each[0, at]) for each in (kinds, chunks)]
         draft = Draft(chunking, {}, own[0], own[1], stages=stages)
-    shares = shares_of(batch, draft, cost, options)
-    counts = with_kept(cost, {}, chunking.count)
-    tables = [cost.table_of(share.loads, counts, forward_only=True) for share in shares]
-    played = [play(share.plan, table) for share, table in zip(shares, tables, strict=True)]
-    return shares, np.max([each.peak_bytes for each in played], axis=0)
+    members = member_plans(batch, draft, cost, options)
+    counts = with_unrecomputed(cost, {}, chunking.count)
+    tables = [cost.table_of(member.loads, counts, forward_only=True) for member in members]
+    played = [play(member.plan, table) for member, table in zip(members, tables, strict=True)]
+    return members, np.max([each.peak_bytes for each in played], axis=0)

@@ -29,30 +29,36 @@ def lower_bound_seconds(
     local   whether documents may be local to a context-parallel rank: then no row need be exchanged
     """
     place = cost.layout.place
-    whole = cost.layout.whole_features(lengths, 1.0)
-    least = cost.layout.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
+    batch_features = cost.layout.batch_features(lengths, 1.0)
+    least = cost.layout.batch_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.layout.links_per_token + cost.layout.profile.link_latency_seconds
     if place:
         latency = latency * (np.diff(place, append=place[-1]) != 0)
     forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
-    head, head_weight = (cost.seconds.per(kind) @ whole for kind in OF_HEAD)
+    head, head_weight = (cost.seconds.per(kind) @ batch_features for kind in OF_HEAD)
     if forward_only:
-        return float((ramp + forward @ whole + head).max())
+        return float((ramp + forward @ batch_features + head).max())
     back = least_seconds_per(cost, Kind.BACKWARD, local)
     halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds.per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])
     tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
-    in_one = forward @ whole + back @ whole + head + ramp + np.maximum(head_weight, tail)
-    weight = halves[1] @ whole + head_weight
-    critical = forward @ whole + halves[0] @ whole + head
+    in_one = (
+        forward @ batch_features
+        + back @ batch_features
+        + head
+        + ramp
+        + np.maximum(head_weight, tail)
+    )
+    weight = halves[1] @ batch_features + head_weight
+    critical = forward @ batch_features + halves[0] @ batch_features + head
     in_halves = critical + ramp + np.maximum(weight, tail)
     busiest = float(np.minimum(in_one, in_halves).max())
     for rank in range(max(place, default=-1) + 1):
-        mine = np.array(place) == rank
-        backward = np.minimum(back, halves[0] + halves[1]) @ whole
-        work = float((forward @ whole + backward + head + head_weight)[mine].sum())
-        busiest = max(busiest, float(ramp[mine].min()) + work)
+        on_rank = np.array(place) == rank
+        backward = np.minimum(back, halves[0] + halves[1]) @ batch_features
+        work = float((forward @ batch_features + backward + head + head_weight)[on_rank].sum())
+        busiest = max(busiest, float(ramp[on_rank].min()) + work)
     return busiest
 
 
@@ -72,10 +78,10 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
     lengths   sorted, longest first
     local     of one replica alone: those in lockstep have no local documents
     """
-    whole = lower_bound_seconds(lengths, cost, local=local)
+    batch_bound = lower_bound_seconds(lengths, cost, local=local)
     if width == 1:
-        return whole
-    return max(whole / width, lower_bound_seconds(lengths[:1], cost))
+        return batch_bound
+    return max(batch_bound / width, lower_bound_seconds(lengths[:1], cost))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

@@ -110,9 +110,10 @@ COMPARED = tuple(row.name for row in _ROWS if row.compared)
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
 
 
-def planner_of(name: str, whole: bool = False) -> Planner:
+def planner_of(name: str, full_documents: bool = False) -> Planner:
     """The planner called ``name``; a ValueError with the near matches where there is none, or
-    where it makes no pipeline plan, or none with ``whole`` documents where that is asked."""
+    where it makes no pipeline plan, or none with ``full_documents`` documents where that is
+    asked."""
     if name in COMPARISON_METHODS:
         raise ValueError(
             f"planner {name!r} makes no pipeline plan, so nothing can run it; "
@@ -120,7 +121,7 @@ def planner_of(name: str, whole: bool = False) -> Planner:
         )
     if name not in PLANNERS:
         raise ValueError(unknown_name("planner", name, PLANNERS))
-    if whole and not PLANNERS[name].whole:
+    if full_documents and not PLANNERS[name].whole:
         able = ", ".join(row.name for row in _ROWS if row.whole)
         raise ValueError(
             f"planner {name!r} cuts documents, which must stay whole here; expected one of {able}"

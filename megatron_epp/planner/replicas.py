@@ -21,10 +21,10 @@ from megatron_epp.planner.result import PlannedReplica, PlannedStep
 # that are not recorded.
 BALANCING_ROUNDS = 2
 APART = 0.01
-Deals = tuple[tuple[int, ...], ...]  # documents of every replica
+Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
 BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 # So many replicas get the whole effort each; more share it. Chosen by hand, for the planning time.
-WHOLE_EFFORT = 4
+FULL_EFFORT = 4
 
 
 def balance_replicas(
@@ -35,7 +35,7 @@ def balance_replicas(
     least: int = 1,
     seconds: np.ndarray | None = None,
     most: int | None = None,
-) -> Deals:
+) -> Assignments:
     """Give every document to a replica: longest first, each to the replica that is done first.
 
     Returns the documents of every replica, in the order of the batch; at least ``least`` each, and
@@ -55,22 +55,22 @@ def balance_replicas(
     own = seconds.tolist()
     order = sorted(range(documents), key=lambda d: -lengths[d])
     start = [0.0] * replicas if overhead is None else list(overhead)
-    deals: list[list[int]] = [[] for _ in range(replicas)]
+    assignments: list[list[int]] = [[] for _ in range(replicas)]
     # The longest documents go one to each, so that no replica stays empty.
     for number, document in enumerate(order[: replicas * least]):
         replica = number % replicas
-        deals[replica].append(document)
+        assignments[replica].append(document)
         start[replica] += own[document]
     rooms = [documents if most is None else most - least] * replicas
     heap = [(taken, replica) for replica, taken in enumerate(start) if rooms[replica]]
     heapq.heapify(heap)
     for document in order[replicas * least :]:
         taken, replica = heapq.heappop(heap)
-        deals[replica].append(document)
+        assignments[replica].append(document)
         rooms[replica] -= 1
         if rooms[replica]:
             heapq.heappush(heap, (taken + own[document], replica))
-    return tuple(tuple(sorted(held)) for held in deals)
+    return tuple(tuple(sorted(held)) for held in assignments)
 
 
 def plan_step(
@@ -90,21 +90,24 @@ def plan_step(
     plan = _unit_planner(planner, options.whole)
     lengths = tuple(lengths)
     _require_blocks(replicas, options)
-    if replicas > WHOLE_EFFORT and options.effort > 1:
-        effort = max(1, options.effort * WHOLE_EFFORT // replicas)
+    if replicas > FULL_EFFORT and options.effort > 1:
+        effort = max(1, options.effort * FULL_EFFORT // replicas)
         options = dataclasses.replace(options, effort=effort)
-    deals, planned = _planned(lengths, cost, options, plan, replicas)
-    if len({found.plan.layers for found in planned}) > 1:
-        slowest = max(planned, key=lambda found: (not found.fits, found.seconds))
+    assignments, planned = _planned(lengths, cost, options, plan, replicas)
+    if len({replica_plan.plan.layers for replica_plan in planned}) > 1:
+        slowest = max(
+            planned, key=lambda replica_plan: (not replica_plan.fits, replica_plan.seconds)
+        )
         layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
-        deals, planned = _with_layers(lengths, cost, options, plan, replicas, layers)
+        assignments, planned = _with_layers(lengths, cost, options, plan, replicas, layers)
     named = tuple(
         dataclasses.replace(
-            found, plan=dataclasses.replace(found.plan, replica=replica, replicas=replicas)
+            replica_plan,
+            plan=dataclasses.replace(replica_plan.plan, replica=replica, replicas=replicas),
         )
-        for replica, found in enumerate(planned)
+        for replica, replica_plan in enumerate(planned)
     )
-    step = Step(deals, tuple(found.plan for found in named), options.lockstep)
+    step = Step(assignments, tuple(replica_plan.plan for replica_plan in named), options.lockstep)
     return PlannedStep(step, named, time.perf_counter() - began)
 
 
@@ -115,10 +118,10 @@ def _require_blocks(replicas: int, options: Options) -> None:
         )
 
 
-def _unit_planner(planner: str, whole: bool) -> BlockFunction:
+def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
     """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
     for which it may look as hard as for each of its replicas."""
-    row = planner_of(planner, whole)
+    row = planner_of(planner, full_documents)
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
@@ -134,71 +137,77 @@ def _with_layers(
     plan: BlockFunction,
     replicas: int,
     layers: Iterable[tuple[int, ...]],
-) -> tuple[Deals, tuple[PlannedReplica, ...]]:
+) -> tuple[Assignments, tuple[PlannedReplica, ...]]:
     """The best of the ``layers`` of stages, each planned with for all replicas."""
     closed = dataclasses.replace(options, open_layers=False)
-    made, reasons = [], []
+    results, reasons = [], []
     for each in layers:
         fixed = cost.replace(layers=each)
         try:
-            made.append(_planned(lengths, fixed, closed, plan, replicas))
+            results.append(_planned(lengths, fixed, closed, plan, replicas))
         except PlanError as error:  # a replica whose documents fit only with other layers
             reasons.append(error)
-    if not made:
+    if not results:
         raise reasons[0]
-    return min(made, key=lambda found: _slowest(found[1]))
+    return min(results, key=lambda divided: _slowest(divided[1]))
 
 
 def _planned(
     lengths: tuple[int, ...], cost: Cost, options: Options, plan: BlockFunction, replicas: int
-) -> tuple[Deals, tuple[PlannedReplica, ...]]:
+) -> tuple[Assignments, tuple[PlannedReplica, ...]]:
     """The balance whose slowest replica is fastest, and every replica's plan."""
     rates, width = rates_of(cost), options.lockstep
     units = replicas // width
     inputs = np.asarray(lengths, dtype=np.int64)
-    seconds = whole = rates.document_seconds(inputs)
-    best: tuple[Deals, tuple[PlannedReplica, ...]] | None = None
+    seconds = document_seconds = rates.document_seconds(inputs)
+    best: tuple[Assignments, tuple[PlannedReplica, ...]] | None = None
     overhead: list[float] | None = None
-    seen: Deals | None = None
+    seen: Assignments | None = None
     for _ in range(BALANCING_ROUNDS if units > 1 and options.effort > 0 else 1):
-        dealt = balance_replicas(lengths, cost, units, overhead, width, seconds)
-        if dealt == seen:
+        assigned = balance_replicas(lengths, cost, units, overhead, width, seconds)
+        if assigned == seen:
             break
-        seen = dealt
-        made = [plan([lengths[document] for document in held], cost, options) for held in dealt]
-        planned = tuple(found for block in made for found in block.planned)
-        deals = _renamed(dealt, [block.deals for block in made])
+        seen = assigned
+        blocks = [
+            plan([lengths[document] for document in held], cost, options) for held in assigned
+        ]
+        planned = tuple(replica_plan for block in blocks for replica_plan in block.planned)
+        assignments = _renamed(assigned, [block.assignments for block in blocks])
         if best is None or _slowest(planned) < _slowest(best[1]):
-            best = deals, planned
-        ends = [block.planned[0].seconds for block in made]
+            best = assignments, planned
+        ends = [block.planned[0].seconds for block in blocks]
         if max(ends) - min(ends) <= APART * max(ends):
             break
         # Documents local to a context-parallel rank exchange nothing.
-        seconds = whole - rates.exchange_seconds * inputs * _local(deals, planned, len(lengths))
+        seconds = document_seconds - rates.exchange_seconds * inputs * _local(
+            assignments, planned, len(lengths)
+        )
         overhead = [
             end * width - float(seconds[list(held)].sum())
-            for held, end in zip(dealt, ends, strict=True)
+            for held, end in zip(assigned, ends, strict=True)
         ]
     assert best is not None
     return best
 
 
-def _local(deals: Deals, planned: Sequence[PlannedReplica], documents: int) -> np.ndarray:
+def _local(
+    assignments: Assignments, planned: Sequence[PlannedReplica], documents: int
+) -> np.ndarray:
     """[documents]: whether one context-parallel rank computes the document alone."""
     local = np.zeros(documents, dtype=bool)
-    for held, found in zip(deals, planned, strict=True):
-        spans = (span for chunk in found.plan.chunks for span in chunk.spans)
+    for held, replica_plan in zip(assignments, planned, strict=True):
+        spans = (span for chunk in replica_plan.plan.chunks for span in chunk.spans)
         local[[held[span.document] for span in spans if span.local]] = True
     return local
 
 
-def _renamed(dealt: Deals, within: Sequence[Deals]) -> Deals:
+def _renamed(assigned: Assignments, within: Sequence[Assignments]) -> Assignments:
     """Documents of every replica by their numbers in the batch; ``within``: of each unit's replicas
     by those among its own."""
     return tuple(
-        tuple(held[document] for document in deal)
-        for held, deals in zip(dealt, within, strict=True)
-        for deal in deals
+        tuple(held[document] for document in assignment)
+        for held, assignments in zip(assigned, within, strict=True)
+        for assignment in assignments
     )
 
 
@@ -212,11 +221,13 @@ def evaluation_step(
     """
     _require_blocks(replicas, options)
     width = options.lockstep
-    dealt = balance_replicas(lengths, cost, replicas // width, least=width)
-    made = [evaluation_plans([lengths[d] for d in held], cost, options, most) for held in dealt]
-    plans = (plan for _, plans in made for plan in plans)
+    assigned = balance_replicas(lengths, cost, replicas // width, least=width)
+    results = [
+        evaluation_plans([lengths[d] for d in held], cost, options, most) for held in assigned
+    ]
+    plans = (plan for _, plans in results for plan in plans)
     return Step(
-        _renamed(dealt, [deals for deals, _ in made]),
+        _renamed(assigned, [assignments for assignments, _ in results]),
         tuple(
             dataclasses.replace(plan, replica=replica, replicas=replicas)
             for replica, plan in enumerate(plans)
@@ -226,4 +237,6 @@ def evaluation_step(
 
 
 def _slowest(planned: Sequence[PlannedReplica]) -> tuple[bool, float]:
-    return not all(found.fits for found in planned), max(found.seconds for found in planned)
+    return not all(replica_plan.fits for replica_plan in planned), max(
+        replica_plan.seconds for replica_plan in planned
+    )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP
-from megatron_epp.flag_fields import JoinedWords, flag, one_of, positive, whole_number
+from megatron_epp.flag_fields import JoinedArguments, flag, one_of, positive, whole_number
 from megatron_epp.planner.options import MOST_EFFORT, Options
 
 
@@ -60,7 +60,7 @@ class SharedSettings:
         "such a line, or a line 'rank 0: 1 2' for each rank, and 'layers ...' if wanted",
         nargs="+",
         metavar="PLACEMENT",
-        action=JoinedWords,
+        action=JoinedArguments,
     )
     vocab_parallel: str = flag(
         "auto",

@@ -50,21 +50,21 @@ class Traffic:
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
         self.messages: list[MessageRecord] = []
-        self._plain: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> "Traffic":
         for name in (*COLLECTIVES.split(), *MESSAGES):
-            self._plain[name] = getattr(ProcessGroup, name)
-            setattr(ProcessGroup, name, self._noting(name, self._plain[name]))
+            self._originals[name] = getattr(ProcessGroup, name)
+            setattr(ProcessGroup, name, self._noting(name, self._originals[name]))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        for name, plain in self._plain.items():
-            setattr(ProcessGroup, name, plain)
-        self._plain.clear()
+        for name, original in self._originals.items():
+            setattr(ProcessGroup, name, original)
+        self._originals.clear()
 
-    def _noting(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(plain)
+    def _noting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         def noting(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             if name in MESSAGES:
                 (tensor,), peer = args[0], args[1]
@@ -74,7 +74,7 @@ class Traffic:
             else:
                 caller = _caller(sys._getframe(1))
                 self.collectives.append(Collective(name.strip("_"), group.group_desc, caller))
-            return plain(group, *args, **kwargs)
+            return original(group, *args, **kwargs)
 
         return noting
 

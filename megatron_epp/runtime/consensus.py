@@ -55,16 +55,16 @@ def agree(
 
 def digest(*data: Buffer) -> bytes:
     """[32] bytes that stand for ``data``, one behind the other."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for one in data:
-        made.update(one)
-    return made.digest()
+        hasher.update(one)
+    return hasher.digest()
 
 
 def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
     """[ranks][digests]: what every rank of ``group`` gave; as many from each, at least one."""
-    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-    every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8)
-    dist.all_gather_into_tensor(every, mine, group=group)
+    local = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    every = torch.empty(group.size() * local.numel(), dtype=torch.uint8)
+    dist.all_gather_into_tensor(every, local, group=group)
     rows = every.view(group.size(), len(digests), -1).numpy()
     return [[one.tobytes() for one in row] for row in rows]

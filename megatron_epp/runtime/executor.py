@@ -309,11 +309,11 @@ class Executor:
         received = self._inbox.pop(self._at(Payload.ACTIVATION, op.chunk), None)
         self._hand_over(op, self.compute.forward(op.chunk, received))
 
-    def _hand_over(self, op: Op, made: Tensor | None):
-        if made is not None:
+    def _hand_over(self, op: Op, tensor: Tensor | None):
+        if tensor is not None:
             payload = self._carrying.get(self.stage, {}).get(op)
             assert payload is not None, f"{op}: a tensor was received or made for nobody"
-            self._outbox[self._at(payload, op.chunk)] = made
+            self._outbox[self._at(payload, op.chunk)] = tensor
 
     def _hand_to_stage(self, message: Message):
         """Give one stage of this rank what the other has made."""

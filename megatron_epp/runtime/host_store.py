@@ -148,11 +148,11 @@ class OffloadedLayer:
             or self._shared(tensor)
         ):
             return store.meter.hold(tensor)
-        mine = self._storages.get(storage._cdata)
-        if mine is None:
-            mine = _Storage(store.meter.hold(_bytes_of(tensor, nbytes)), nbytes)
-            self._storages[storage._cdata] = mine
-        return _View(self, mine, tensor)
+        copied = self._storages.get(storage._cdata)
+        if copied is None:
+            copied = _Storage(store.meter.hold(_bytes_of(tensor, nbytes)), nbytes)
+            self._storages[storage._cdata] = copied
+        return _View(self, copied, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _View):
@@ -172,7 +172,7 @@ class OffloadedLayer:
             return False
         self._sent = True
         self._host_bytes = sum(block.numel() for block in blocks)
-        for storage, parts in zip(storages, _dealt(blocks, storages), strict=True):
+        for storage, parts in zip(storages, _assigned(blocks, storages), strict=True):
             storage.blocks = parts
         self._away = [weakref.ref(storage) for storage in storages]
         self._moving = storages
@@ -266,7 +266,7 @@ class HostStore:
         # By chunk, in the order of its layers.
         self._offloaded: dict[int, list[OffloadedLayer]] = {}
         self._leaving: deque[OffloadedLayer] = deque()
-        self._told = False
+        self._reported = False
 
     @property
     def limit_bytes(self) -> float:
@@ -343,7 +343,7 @@ class HostStore:
             self._say_full(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
             return None
         try:
-            made = [
+            tensors = [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self.copies.pinned)
                 for size in sizes
             ]
@@ -352,7 +352,7 @@ class HostStore:
             return None
         self._taken.bytes += taken
         self._taken.peak_bytes = max(self.peak_bytes, self.bytes)
-        return made
+        return tensors
 
     def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
         """``offloaded`` is on the device again."""
@@ -363,7 +363,7 @@ class HostStore:
             del self._offloaded[offloaded.chunk]
 
     def _say_full(self, nbytes: int, why: str) -> None:
-        if not self._told:
+        if not self._reported:
             logger.warning(
                 "no room on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): it "
                 "stays on the device; see --epp-host-memory-gib. Said once",
@@ -371,7 +371,7 @@ class HostStore:
                 self.bytes / 2**20,
                 why,
             )
-        self._told = True
+        self._reported = True
 
 
 def _bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
@@ -391,7 +391,7 @@ def _sizes(nbytes: int) -> Iterator[int]:
         nbytes -= size
 
 
-def _dealt(blocks: Sequence[Tensor], storages: Sequence[_Storage]) -> Iterator[list[Tensor]]:
+def _assigned(blocks: Sequence[Tensor], storages: Sequence[_Storage]) -> Iterator[list[Tensor]]:
     """For every storage the parts of ``blocks`` that its bytes lie in, one behind the other."""
     at, start = 0, 0
     for storage in storages:

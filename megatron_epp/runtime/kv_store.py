@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Cached:
     """One layer's K/V of one document, and the gradients of its context's. C rows of the buffer or
     of the context, G heads, D head size, which K and V need not have in common. Of latent attention
     it may be latents and their rotated keys instead (layers/mla.py)."""
@@ -34,7 +34,7 @@ class Store:
     """One preallocated buffer per (layer, cut document): no concatenation, no copy per slice.
 
     ``context_tokens[d]`` is how much of document ``d`` later slices attend to: all but its last
-    slice. ``kept_tokens[d]`` are the buffer's rows, where kernels want the last slice's K and V
+    slice. ``cached_tokens[d]`` are the buffer's rows, where kernels want the last slice's K and V
     behind its context's; else the context's. The buffer appears with the first slice's forward.
     Gradients of K and V add up in float32 (float64 for float64 tensors): a document of n slices
     adds n contributions, and the plain model rounds their sum once. Everything of a layer is freed
@@ -46,24 +46,24 @@ class Store:
     right behind a border of it, and so see its state there.
 
     A layer that sees only a window keeps less, at places of its own (layers/attention/tails.py):
-    ``rows`` of the buffer are then its, and ``borders[d]``, where the slices of document ``d`` but
-    the last end, say which.
+    ``rows`` of the buffer are then its, and ``boundaries[d]``, where the slices of document ``d``
+    but the last end, say which.
     """
 
     def __init__(
         self,
         context_tokens: Mapping[int, int],
-        kept_tokens: Mapping[int, int] | None = None,
-        borders: Mapping[int, tuple[int, ...]] | None = None,
+        cached_tokens: Mapping[int, int] | None = None,
+        boundaries: Mapping[int, tuple[int, ...]] | None = None,
         readers: Mapping[int, int] | None = None,
         followers: Mapping[int, int] | None = None,
     ):
         self.readers, self.followers = dict(readers or {}), dict(followers or {})
         self._unseen: dict[tuple[int, int], int] = {}
-        self.borders = {} if borders is None else dict(borders)
+        self.boundaries = {} if boundaries is None else dict(boundaries)
         self.context_tokens = dict(context_tokens)
-        self.kept_tokens = self.context_tokens if kept_tokens is None else dict(kept_tokens)
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.cached_tokens = self.context_tokens if cached_tokens is None else dict(cached_tokens)
+        self._kept: dict[tuple[int, int], _Cached] = {}
         self._addresses: set[int] = set()  # of the buffers' memory
         self.bytes = 0
         self.peak_bytes = 0
@@ -87,9 +87,9 @@ class Store:
         kept = self._kept.get((layer, document))
         if kept is None:
             assert start == 0, f"layer {layer}: document {document} begins at {start}"
-            kept_rows = self.kept_tokens[document] if rows is None else rows
+            kept_rows = self.cached_tokens[document] if rows is None else rows
             key, value = (t.new_empty(kept_rows, *t.shape[1:]) for t in (key_TGD, value_TGD))
-            kept = _Kept(key, value)
+            kept = _Cached(key, value)
             self._kept[layer, document] = kept
             self._addresses |= kept.addresses
             self._grew(kept.bytes)
@@ -136,11 +136,11 @@ class Store:
             dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
             # The last slice's backward comes first and its context is all of it: a copy, where a
             # fill with zeros would pass over the memory twice.
-            whole = rows == self.context_tokens[document]
-            if not whole and document in self.readers:
+            is_last_slice = rows == self.context_tokens[document]
+            if not is_last_slice and document in self.readers:
                 self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
                 return
-            assert whole, "the last slice's backward comes first"
+            assert is_last_slice, "the last slice's backward comes first"
             kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
             kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
             self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)

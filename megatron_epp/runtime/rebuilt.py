@@ -17,20 +17,20 @@ def speaking(group: Any) -> Any:
     return getattr(group, "group", group)
 
 
-class SpokenGroups:
+class InitialisedGroups:
     """``groups`` as they are now, each of which has spoken."""
 
     def __init__(self, groups: Iterable[dist.ProcessGroup]):
         self.groups = tuple(groups)
         self._world = weakref.ref(_default())
-        self._behind = [weakref.ref(speaking(group)) for group in self.groups]
+        self._after = [weakref.ref(speaking(group)) for group in self.groups]
 
     @property
     def anew(self) -> bool:
         """Whether one is another than those that have spoken, or the world is."""
         now = (speaking(group) for group in self.groups)
         return self._world() is not _default() or any(
-            seen() is not one for seen, one in zip(self._behind, now, strict=True)
+            seen() is not one for seen, one in zip(self._after, now, strict=True)
         )
 
 

@@ -45,11 +45,11 @@ class Peers:
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(self.group)
         keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}
-        mine = f"{what} {issued}"
-        store.set(keys[dist.get_rank()], mine)
+        local = f"{what} {issued}"
+        store.set(keys[dist.get_rank()], local)
         deadline = time.monotonic() + PEERS_PATIENCE_SECONDS
         while not store.check(list(keys.values())):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.05)
-        return all(store.get(key).decode() == mine for key in keys.values())
+        return all(store.get(key).decode() == local for key in keys.values())

@@ -111,14 +111,14 @@ class Watcher:
         maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
         if message.payload is Payload.HEAD and message.target == 0:
             maker[Payload.HEAD] = "F"  # of the last stage
-        made = f"what {maker[message.payload]} of chunk {message.chunk} makes"
+        awaited = f"what {maker[message.payload]} of chunk {message.chunk} makes"
         source, target = message.link
         if transfer.kind is Kind.SEND:
             other, place, verb = message.target, target, "has not taken"
         else:
             other, place, verb = message.source, source, "has not sent"
         rank = self.ranks[place] if place < len(self.ranks) else "unknown"
-        return f"stage {other} (rank {rank}) {verb} {made}"
+        return f"stage {other} (rank {rank}) {verb} {awaited}"
 
 
 def _to_stderr(line: str) -> None:

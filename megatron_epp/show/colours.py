@@ -111,10 +111,10 @@ def shades(paints: Palette) -> tuple[str, ...]:
     is cut."""
     if not any(paints.accent):
         return ()
-    whole, first, last = (0.73, 0.75), (0.66, 1.0), (0.42, 1.0)
+    full, first, last = (0.73, 0.75), (0.66, 1.0), (0.42, 1.0)
     family = FAMILIES[Kind.FORWARD]
     return tuple(
-        family.shade(light, family.saturation * factor) for light, factor in (whole, first, last)
+        family.shade(light, family.saturation * factor) for light, factor in (full, first, last)
     )
 
 

@@ -27,7 +27,7 @@ from megatron_epp.show.timeline import (
     recomputed_share,
     recomputes,
 )
-from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
+from megatron_epp.show.units import GIB, bytes_text, fraction_text, tokens_text
 
 # Pixels. A picture is so wide that this share of its ops can show their numbers, but fits a screen
 # unless a width is asked for: the page (page.py) can be enlarged.
@@ -115,7 +115,7 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     row = max(14.0, min(34.0, 320.0 / timeline.ranks))
     figures = (
         f"{timeline.time_text(timeline.seconds)}  |  "
-        f"bubbles {share_text(timeline.bubble_ratio)}  |  "
+        f"bubbles {fraction_text(timeline.bubble_ratio)}  |  "
         f"{timeline.summary}, "
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
         f"{offloaded_text(timeline.plan)}"
@@ -155,8 +155,10 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
     idle = [max(0.0, timeline.seconds - busy) for busy in timeline.busy]
     for rank in range(timeline.ranks):
         y = top + rank * (row + _ROW_GAP)
-        share = idle[rank] / timeline.seconds if timeline.seconds else 0.0
-        yield from _beside(timeline.plan.rank_name(rank), f"{share_text(share)} idle", y, row)
+        idle_fraction = idle[rank] / timeline.seconds if timeline.seconds else 0.0
+        yield from _next_to(
+            timeline.plan.rank_name(rank), f"{fraction_text(idle_fraction)} idle", y, row
+        )
         yield Rect(axis.left, y, axis.x(timeline.seconds) - axis.left, row, colours.IDLE)
     for bubble in timeline.bubbles:
         if bubble.reason:
@@ -176,7 +178,7 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
     yield from _critical(timeline, axis, top, row)
 
 
-def _beside(name: str, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
+def _next_to(name: str, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
     """The name of a rank and its figures, left of its row."""
     x, middle = _LEFT - 10, y + height / 2 + 4
     quiet = colour or colours.QUIET_INK
@@ -251,8 +253,8 @@ def _bar(
     yield Rect(x, y, inner, row, paints.fill(op.kind, op.chunk), title=title)
     if accent := paints.accent[op.chunk]:
         yield Rect(x, y, inner, _ACCENT, accent)
-    if share := _recomputes(timeline, record):
-        height = max(2.5, 0.45 * row * share)
+    if recomputed_part := _recomputes(timeline, record):
+        height = max(2.5, 0.45 * row * recomputed_part)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
     text = timeline.name(record) if full else timeline.name(record)[1:]
     if _fits(text, width, row):
@@ -270,10 +272,10 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
         f"({timeline.time_text(record.seconds)})",
         f"{chunk.tokens} tokens: {names[op.chunk]}",
     ]
-    if share := _recomputes(timeline, record):
-        lines.append(f"recomputes in {share_text(share)} of the layers")
-    if share := offloaded_share(timeline.plan, record.stage, op.chunk):
-        lines.append(f"activations of {share_text(share)} of the layers offloaded")
+    if recomputed_part := _recomputes(timeline, record):
+        lines.append(f"recomputes in {fraction_text(recomputed_part)} of the layers")
+    if recomputed_part := offloaded_share(timeline.plan, record.stage, op.chunk):
+        lines.append(f"activations of {fraction_text(recomputed_part)} of the layers offloaded")
     if record.peak_bytes:
         lines.append(f"peak {bytes_text(record.peak_bytes)}")
     return "\n".join(lines)
@@ -358,7 +360,7 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
             shapes.append(Path(((axis.left, line), (end, line)), colours.BUDGET, 1.2, dashed=True))
             text = f"{peak / GIB:.2f} of {bytes_text(budgets[rank])}"
         over = bool(budgets) and peak > budgets[rank]
-        shapes += _beside(
+        shapes += _next_to(
             timeline.plan.rank_name(rank), text, y, height, colours.BUDGET if over else ""
         )
         y = bottom + 6

@@ -54,8 +54,8 @@ class Drawing:
 
 
 # Mean advance of a sans-serif letter, as a share of its size: to see whether a label fits.
-LETTER_WIDTH = 0.60
+CHARACTER_WIDTH = 0.60
 
 
 def text_width(text: str, size: float) -> float:
-    return len(text) * size * LETTER_WIDTH
+    return len(text) * size * CHARACTER_WIDTH

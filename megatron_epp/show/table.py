@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-def plain(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns two blanks apart; columns of numbers stand right, words left."""
     widths = _widths(headers, rows)
     right = [_numeric([row[column] for row in rows]) for column in range(len(headers))]

@@ -15,11 +15,11 @@ from megatron_epp.show.timeline import (
     recomputed_share,
     recomputes,
 )
-from megatron_epp.show.units import share_text
+from megatron_epp.show.units import fraction_text
 
 _IDLE = "."
 _MOST_BLOCKS = 12
-_LABELLED_SHARE = 0.9
+_LABELLED_FRACTION = 0.9
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
@@ -34,12 +34,12 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
         raise ValueError(f"width {width}: expected at least 40 columns")
     names = [f"{timeline.plan.rank_name(rank)} " for rank in range(timeline.ranks)]
     margin = max(map(len, names)) + 1
-    room = width - margin - 1
-    columns = _columns(timeline, room)
+    headroom = width - margin - 1
+    columns = _columns(timeline, headroom)
     lines = [f"{timeline.title}: " if timeline.title else ""]
     lines[0] += (
         f"{timeline.summary}, "
-        f"{timeline.time_text(timeline.seconds)}, bubbles {share_text(timeline.bubble_ratio)}"
+        f"{timeline.time_text(timeline.seconds)}, bubbles {fraction_text(timeline.bubble_ratio)}"
         f"{offloaded_text(timeline.plan)}"
     )
     rows = [
@@ -52,8 +52,8 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
     ]
     axis = _axis(timeline, columns)
     lost = sum(row.lost for row in rows)
-    for start in range(0, columns, room):
-        stop = min(start + room, columns)
+    for start in range(0, columns, headroom):
+        stop = min(start + headroom, columns)
         lines.append(" " * margin + axis[start:stop].rstrip())
         for name, row in zip(names, rows, strict=True):
             cells = row.cells[start:stop]
@@ -63,7 +63,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
     if lost:
         lines.append(f"{lost} ops are too short for this width; draw -o x.html shows all of them")
     idle = [
-        f"{rank}: {share_text(1 - busy / timeline.seconds)}"
+        f"{rank}: {fraction_text(1 - busy / timeline.seconds)}"
         for rank, busy in enumerate(timeline.busy)
         if timeline.seconds
     ]
@@ -80,18 +80,18 @@ class _Row:
         self.unlabelled = 0  # shown by letters alone
 
 
-def _columns(timeline: Timeline, room: int) -> int:
+def _columns(timeline: Timeline, headroom: int) -> int:
     """Columns for the whole time: enough for nearly every label, but no more than a few blocks."""
     if not timeline.seconds:
-        return room
+        return headroom
     needs = sorted(
         (len(_label(timeline, record)) + 1) * timeline.seconds / record.seconds
         for record in timeline.records
         if record.seconds > 0
     )
-    needed = needs[int(_LABELLED_SHARE * (len(needs) - 1))] if needs else room
-    blocks = -(-needed // room)
-    return int(min(max(1, blocks), _MOST_BLOCKS)) * room
+    needed = needs[int(_LABELLED_FRACTION * (len(needs) - 1))] if needs else headroom
+    blocks = -(-needed // headroom)
+    return int(min(max(1, blocks), _MOST_BLOCKS)) * headroom
 
 
 def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], columns: int) -> _Row:

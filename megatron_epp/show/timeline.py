@@ -17,7 +17,7 @@ from megatron_epp.ir import (
     slices_of,
 )
 from megatron_epp.show.reasons import LATE, critical_path, finished, op_of, wait_text, waited_for
-from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
+from megatron_epp.show.units import fraction_text, seconds_text, ticks, time_ticks
 from megatron_epp.sim.play import Simulation, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
@@ -153,7 +153,7 @@ def timeline(
     ops = tuple(record for record in ordered if isinstance(record.op, Op))
     seconds = max((record.stop for record in ops), default=0.0)
     if curves is None:
-        curves = [memory_curve(mine, seconds) for mine in by_rank(ops, plan)]
+        curves = [memory_curve(rank_ops, seconds) for rank_ops in by_rank(ops, plan)]
         if not any(record.peak_bytes for record in ops):
             curves = ()
     return Timeline(
@@ -216,9 +216,9 @@ def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
     """The times in which a rank ran no op, with what it waited for as far as records tell."""
     waits = waited_for(plan, records)
     bubbles = []
-    for rank, mine in enumerate(by_rank(records, plan)):
+    for rank, rank_records in enumerate(by_rank(records, plan)):
         reached = 0.0
-        for record in mine:
+        for record in rank_records:
             if record.start - reached > _SHORTEST_BUBBLE * seconds:
                 wait = waits.get((record.stage, op_of(record)))
                 reason = wait_text(*wait, idle_since=reached) if wait else LATE
@@ -262,7 +262,7 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
         parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
         others = [span.document for span in content.spans if span.document != document or not count]
         branches = [d for d in others if plan.prefixes and plan.prefixes[d] is not None]
-        whole = len(others) - len(branches)
+        uncut = len(others) - len(branches)
         if branches:
             roots = sorted({str(plan.prefix_of(d)[0].document) for d in branches}, key=int)
             many = "es" if len(branches) > 1 else ""
@@ -270,11 +270,11 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
                 f"{len(branches)} branch{many} of document{'s' * (len(roots) > 1)} "
                 f"{' '.join(roots)}"
             )
-        if whole:
+        if uncut:
             ranks = [span.rank for span in content.spans if span.local]
             who = " ".join(map(str, sorted(set(ranks))))
             alone = f" ({len(ranks)} local, to rank{'s' * (' ' in who)} {who})" if ranks else ""
-            parts.append(f"{whole} whole document{'s' if whole > 1 else ''}{alone}")
+            parts.append(f"{uncut} whole document{'s' if uncut > 1 else ''}{alone}")
         names.append(" and ".join(parts) or "no document")
     return tuple(names)
 
@@ -295,7 +295,7 @@ def slice_places(slices: Slices) -> list[tuple[int, int]]:
     return places
 
 
-def local_share(plan: Plan) -> float:
+def local_fraction(plan: Plan) -> float:
     """The share of the tokens whose documents are local to a context-parallel rank."""
     local = sum(s.tokens for chunk in plan.chunks for s in chunk.spans if s.local)
     return local / plan.tokens
@@ -333,4 +333,4 @@ def offloaded_ratio(plan: Plan) -> float:
 def offloaded_text(plan: Plan) -> str:
     """``, offloaded 12%`` to go behind other figures; nothing where nothing is."""
     ratio = offloaded_ratio(plan)
-    return f", offloaded {share_text(ratio)}" if ratio else ""
+    return f", offloaded {fraction_text(ratio)}" if ratio else ""

@@ -23,8 +23,8 @@ def bytes_text(count: float) -> str:
     return f"{count / MIB:.2f} MiB"
 
 
-def share_text(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def fraction_text(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"
 
 
 def tokens_text(tokens: float) -> str:

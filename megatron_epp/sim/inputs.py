@@ -10,9 +10,9 @@ from megatron_epp.ir import (
     COMPUTE,
     DOCUMENT_ITEMS,
     KIND_CODE,
+    CachedDocument,
     Effect,
     Item,
-    KeptDocument,
     Kind,
     Op,
     Payload,
@@ -36,7 +36,7 @@ class Ties(Protocol):
     @property
     def later(self) -> Sequence[int] | np.ndarray: ...
     @property
-    def kept(self) -> Sequence[KeptDocument] | None:
+    def kept(self) -> Sequence[CachedDocument] | None:
         """Documents whose K and V are kept; None: the cut ones."""
 
 
@@ -116,8 +116,8 @@ def moved_bytes(
         elif effect.chunk is Relation.EARLIER:
             into += held[:, np.maximum(earlier, 0)] * (earlier >= 0)
         elif effect.chunk is Relation.LATER:
-            behind = np.flatnonzero(earlier >= 0)
-            np.add.at(into.T, earlier[behind], held[:, behind].T)
+            after = np.flatnonzero(earlier >= 0)
+            np.add.at(into.T, earlier[after], held[:, after].T)
         else:
             into += held
 

@@ -124,7 +124,7 @@ class Simulation:
         return [place for order in self.plan.rank_orders for place in order]
 
     @cached_property
-    def _borders(self) -> list[int]:
+    def _boundaries(self) -> list[int]:
         """The number of every rank's first op, and behind the last that of all ops."""
         return [0, *accumulate(map(len, self.plan.rank_orders))]
 
@@ -135,28 +135,28 @@ class Simulation:
     @cached_property
     def bubbles(self) -> tuple[Wait | IdleTail, ...]:
         """Every time in which a rank runs no op, with the reason, rank by rank."""
-        found: list[Wait | IdleTail] = []
-        for rank, border in enumerate(pairwise(self._borders)):
+        waits: list[Wait | IdleTail] = []
+        for rank, boundary in enumerate(pairwise(self._boundaries)):
             free, name = 0.0, self.plan.rank_name(rank)
-            for number in range(*border):
+            for number in range(*boundary):
                 record = self.records[number]
                 if record.start > free:
                     source, awaited = self._ops[self.run.source[number]]
                     why = self._why[self.run.need[number]]
                     stage, op = self._ops[number]
-                    found.append(
+                    waits.append(
                         Wait(rank, name, stage, op, free, record.start, awaited, source, why)
                     )
                 free = record.stop
             if free < self.seconds:
-                found.append(IdleTail(rank, name, free, self.seconds))
-        return tuple(found)
+                waits.append(IdleTail(rank, name, free, self.seconds))
+        return tuple(waits)
 
     @cached_property
     def critical_path(self) -> tuple[PathOp, ...]:
         """Ops from the iteration's begin to its end, each of which held up the next."""
         run = self.run
-        firsts = set(self._borders)
+        firsts = set(self._boundaries)
         number = int(np.argmax(run.stop))
         path = []
         while number >= 0:
@@ -210,7 +210,7 @@ class Simulation:
         """(seconds, bytes held from then on) of ``rank``, at every start and stop of its ops."""
         run = self.run
         curve = []
-        for number in range(*self._borders[rank : rank + 2]):
+        for number in range(*self._boundaries[rank : rank + 2]):
             curve.append((float(run.start[number]), float(run.op_peak[number])))
             curve.append((float(run.stop[number]), float(run.op_left[number])))
         return tuple(curve)
@@ -244,11 +244,11 @@ def _once(orders: Orders, plan: Plan) -> bool:
     """Whether every stage has the ops of every chunk once."""
     count = np.zeros((len(COMPUTE), plan.stages, len(plan.chunks)), np.int64)
     np.add.at(count, (orders.kind, orders.stage, orders.chunk), 1)
-    whole = np.zeros(count.shape[1:], np.bool_)
+    matches = np.zeros(count.shape[1:], np.bool_)
     for kinds in ops_of_chunk(plan):
         wanted = np.array([kind in kinds for kind in COMPUTE], np.int64)
-        whole |= (count == wanted[:, None, None]).all(axis=0)
-    return bool(whole.all())
+        matches |= (count == wanted[:, None, None]).all(axis=0)
+    return bool(matches.all())
 
 
 def _noisy(
@@ -276,16 +276,16 @@ def _played(
     for kind in BACKWARDS:
         recompute[KIND_CODE[kind]] = table.recompute_seconds
     busy = np.bincount(rank, result.stop - result.start, plan.ranks)
-    whole = plan.ranks * result.seconds or 1.0  # nothing takes time: no ratio is above 0
+    available = plan.ranks * result.seconds or 1.0  # nothing takes time: no ratio is above 0
     idle = np.maximum(result.seconds - busy, 0.0)
     return Simulation(
         plan,
         result,
         float(result.seconds),
         tuple(idle.tolist()),
-        float(idle.sum() / whole),
-        float((recompute * factors)[op].sum() / whole),
-        float((comm * factors)[op].sum() / whole),
+        float(idle.sum() / available),
+        float((recompute * factors)[op].sum() / available),
+        float((comm * factors)[op].sum() / available),
         tuple(np.ceil(result.peak).astype(np.int64).tolist()),
         tuple(result.left.tolist()),
     )

@@ -40,10 +40,10 @@ def resident_ratios(played: Simulation) -> tuple[float, ...]:
         stop = max(flight.arrive, posts[message])
         held[source].append((flight.ready, stop))
         held[target].append((posts[message], stop))
-    return tuple(map(beside_ratio, ops, held))
+    return tuple(map(extra_ratio, ops, held))
 
 
-def beside_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
+def extra_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
     """Share of the time of ``ops``, which follow one another, that lies in any of ``held``."""
     merged: list[list[float]] = []
     for start, stop in sorted(held):

@@ -141,16 +141,16 @@ def _call(
 
 
 def _lengths(
-    kernel: str, borders: Tensor, places: Tensor | None, most: int, total: int | None
+    kernel: str, boundaries: Tensor, places: Tensor | None, most: int, total: int | None
 ) -> list[tuple[int, int]]:
-    expect(borders.dtype == torch.int32, kernel, f"lengths of {borders.dtype}")
-    expect(borders.is_contiguous() and borders.dim() == 1, kernel, "lengths in one piece")
-    counts = borders.diff().tolist()
-    expect(all(count >= 0 for count in counts), kernel, f"lengths {borders.tolist()}")
+    expect(boundaries.dtype == torch.int32, kernel, f"lengths of {boundaries.dtype}")
+    expect(boundaries.is_contiguous() and boundaries.dim() == 1, kernel, "lengths in one piece")
+    counts = boundaries.diff().tolist()
+    expect(all(count >= 0 for count in counts), kernel, f"lengths {boundaries.tolist()}")
     longest = max(counts, default=0)
     expect(longest <= most, kernel, f"{longest} rows, and {most} are said to be the most")
-    where = borders if places is None else places
-    expect(where.dtype == torch.int32 and len(where) == len(borders), kernel, "places")
+    where = boundaries if places is None else places
+    expect(where.dtype == torch.int32 and len(where) == len(boundaries), kernel, "places")
     firsts = where[:-1].tolist()
     found = list(zip(firsts, counts, strict=True))
     for place, (first, count) in enumerate(found):

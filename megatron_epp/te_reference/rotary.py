@@ -48,13 +48,15 @@ def _table(
         expect(cu_seqlens is not None and cu_seqlens.dtype == torch.int32, kernel, "lengths")
         assert cu_seqlens is not None
         # Of the whole sequences: a rank has its share of each.
-        borders = [int(border) // ranks for border in cu_seqlens]
-        expect(borders[-1] <= len(x), kernel, f"{len(x)} rows for sequences up to {borders[-1]}")
-        lengths = [stop - start for start, stop in pairwise(borders)]
+        boundaries = [int(boundary) // ranks for boundary in cu_seqlens]
+        expect(
+            boundaries[-1] <= len(x), kernel, f"{len(x)} rows for sequences up to {boundaries[-1]}"
+        )
+        lengths = [stop - start for start, stop in pairwise(boundaries)]
         positions = torch.cat(
             [_positions(n, ranks, rank) + _start(starts, i) for i, n in enumerate(lengths)]
             # Rows behind the last sequence are no kernel's: nobody may read them.
-            + [torch.zeros(len(x) - borders[-1], dtype=torch.long)]
+            + [torch.zeros(len(x) - boundaries[-1], dtype=torch.long)]
         )
         expect(_most(positions) < len(angles), kernel, f"the table ends at {len(angles)}")
         return angles[positions][:, None]

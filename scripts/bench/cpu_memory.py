@@ -41,7 +41,7 @@ from in_turns import corpus_of
 sys.path.insert(0, str(ROOT))
 
 SECTIONS = ("truth2", "truth4", "budgets", "uniform", "offload", "failure")
-SHARES = (1.0, 0.75, 0.5, 0.35)
+FRACTIONS = (1.0, 0.75, 0.5, 0.35)
 LINE = "cpu_memory: "
 MIB = 2**20
 GIB = 2**30
@@ -85,9 +85,9 @@ class Tasks:
         from megatron_epp.mcore.job.job_cost import training_cost
         from megatron_epp.planner import Options
 
-        args, config, multiple = place.args, place.config, place.share.multiple
+        args, config, multiple = place.args, place.config, place.row_shard.multiple
         self.tasks, self.groups = tasks, place.groups
-        profile = obtain(args, config, model, place.groups, place.share)
+        profile = obtain(args, config, model, place.groups, place.row_shard)
         cost = training_cost(args, config, place.layers, profile)
         self.cost = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
@@ -119,7 +119,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
     if task["planner"] == "random":
         letters = task.get("letters", EXECUTABLE)
         drawn = arbitrary_plan(
-            lengths, ample.layout.layers, random.Random(task["seed"]), letters=letters
+            lengths, ample.layout.layers, random.Random(task["seed"]), modes=letters
         )
         played = play(drawn, ample.table(drawn))
         prediction = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
@@ -292,12 +292,12 @@ def budgets(batches: int, place: Place) -> str:
     tasks = [
         {"batch": batch, "planner": "epp", "share": share, "seed": 0}
         for batch in range(batches)
-        for share in (SHARES if batch else (1.0, *SHARES))  # the first of all warms up
+        for share in (FRACTIONS if batch else (1.0, *FRACTIONS))  # the first of all warms up
     ]
     entries = run(tasks, 2, place, "budgets")[1:]
     rows, spread, kept = [], 0.0, True
-    for start in range(0, len(entries), len(SHARES)):
-        of_batch = entries[start : start + len(SHARES)]
+    for start in range(0, len(entries), len(FRACTIONS)):
+        of_batch = entries[start : start + len(FRACTIONS)]
         full = of_batch[0]
         for entry in of_batch:
             room = [entry["share"] * peak for peak in full["predicted_peaks"]]
@@ -354,7 +354,7 @@ def uniform(batches: int, place: Place) -> str:
         ample = Cost(StageLayout(profile, first[0].plans[0].layers), (1e15, 1e15))
         options = Options(context=16384)
         kept = plan_step(of_batch, ample, options, "epp").planned[0]
-        for share in SHARES[1:]:
+        for share in FRACTIONS[1:]:
             budget = tuple(share * peak for peak in kept.peak_bytes)
             cost = ample.replace(device_budget_bytes=budget)
             ours = plan_step(of_batch, cost, options, "epp").planned[0]

@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_models-"))
     corpus = corpus_of(arguments, folder)
@@ -246,11 +246,11 @@ def main() -> None:
         entries = measure(case, arguments, corpus, folder)
         measured.append((case, entries))
         made = rows(case, LINES[arguments.lines], entries)
-        print(f"{case}: {time.monotonic() - began:.0f} s", plain(HEADERS, made), sep="\n",
+        print(f"{case}: {time.monotonic() - began:.0f} s", text_table(HEADERS, made), sep="\n",
               flush=True)  # fmt: skip
         table += made
     said = summary(measured)
-    print(plain(HEADERS, table), LEGEND, said, sep="\n")
+    print(text_table(HEADERS, table), LEGEND, said, sep="\n")
     hardware = f"{host()}, float32, two processes of one thread"
     write(
         arguments.output,

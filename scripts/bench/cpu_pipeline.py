@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_pipeline-"))
     corpus = corpus_of(arguments, folder)
@@ -198,10 +198,10 @@ def main() -> None:
     for case in arguments.cases:
         print(f"{case}: {arguments.batches} batches x {len(variants)} variants ...", flush=True)
         made = rows(case, variants, measure(case, variants, arguments, corpus, folder))
-        print(plain(HEADERS, made), flush=True)
+        print(text_table(HEADERS, made), flush=True)
         table += made
     beside = stock(arguments, corpus, folder) if arguments.stock else ""
-    print(plain(HEADERS, table), LEGEND, beside, sep="\n")
+    print(text_table(HEADERS, table), LEGEND, beside, sep="\n")
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.dtype]
     hardware = (
         f"{host()}, {arguments.dtype}, {arguments.pp} processes of one thread, which at once do "

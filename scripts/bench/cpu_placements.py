@@ -120,7 +120,7 @@ def in_rounds(
     ways_of    (case, its folder): flags of the case, and of every way
     settings   what is said behind the host
     """
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     table: list[list[str]] = []
     for case in arguments.cases:
@@ -138,7 +138,7 @@ def in_rounds(
                     said.append(f"- {case}, {way}: {choice.replace(str(place), '')}")
             rounds.append(found)
         table += rows(case, rounds, best)
-        print(plain(HEADERS, table), *said, sep="\n", flush=True)
+        print(text_table(HEADERS, table), *said, sep="\n", flush=True)
     text = "\n".join([markdown(HEADERS, table), *said])
     write(arguments.output, f"{heading(f'{host()}, float32, {settings}')}{text}\n\n")
 

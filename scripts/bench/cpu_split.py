@@ -80,7 +80,7 @@ class SplitSteps(VariantSteps):
         from megatron_epp.mcore.calibrate.profile_file import probe_of
 
         with undisturbed(model):
-            tell_prices(probe_of(place.args, model, place.share))
+            tell_prices(probe_of(place.args, model, place.row_shard))
         super().__init__(variant_at, place, model)
 
     def _plan(self, iteration: int, lengths: Sequence[int]):
@@ -186,8 +186,8 @@ def rows(case: str, entries: list[dict], batches: int) -> list[list[str]]:
     made = []
     for number, variant in enumerate(VARIANTS):
         mine = found[1 + number :: len(VARIANTS)]
-        plain = found[1 :: len(VARIANTS)]
-        pairs = list(zip(mine, plain, strict=True))
+        text_table = found[1 :: len(VARIANTS)]
+        pairs = list(zip(mine, text_table, strict=True))
         made.append(
             [
                 f"{int(context) // 1024}K",
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     arguments = parser.parse_args()
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_split-"))
     corpus = corpus_of(arguments, folder)
@@ -227,8 +227,8 @@ def main() -> None:
         entries = measure(case, arguments, corpus, folder)
         price += [entry for entry in entries if "part" in entry]
         table += rows(case, entries, arguments.batches)
-        print(plain(HEADERS, table), flush=True)
-    print(plain(PRICE_HEADERS, price_rows(price)))
+        print(text_table(HEADERS, table), flush=True)
+    print(text_table(PRICE_HEADERS, price_rows(price)))
     hardware = f"{host()}, {arguments.dtype}, two processes of one thread"
     write(
         arguments.output,

@@ -66,11 +66,11 @@ def in_a_row(samples: Sequence[Sequence[int]]) -> dict:
     """A micro-batch of documents one behind the other."""
     import torch
 
-    borders = np.cumsum([0, *(len(sample) - 1 for sample in samples)])
+    boundaries = np.cumsum([0, *(len(sample) - 1 for sample in samples)])
     return {
         "tokens": torch.tensor([[word for sample in samples for word in sample[:-1]]]),
         "labels": torch.tensor([[word for sample in samples for word in sample[1:]]]),
-        "cu_seqlens": torch.from_numpy(borders),
+        "cu_seqlens": torch.from_numpy(boundaries),
     }
 
 

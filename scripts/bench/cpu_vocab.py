@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_vocab-"))
     corpus = corpus_of(arguments, folder)
@@ -139,7 +139,7 @@ def main() -> None:
                 found[way] = run(case, way, arguments, corpus, place)
             rounds.append(found)
         table += rows(case, rounds)
-        print(plain(HEADERS, table), flush=True)
+        print(text_table(HEADERS, table), flush=True)
     sizes = f"hidden {arguments.hidden}, {arguments.words} words"
     hardware = f"{host()}, {arguments.dtype}, {sizes}, two processes of one thread"
     write(arguments.output, f"{heading(hardware)}{markdown(HEADERS, table)}\n")

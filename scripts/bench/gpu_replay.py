@@ -166,14 +166,14 @@ def main() -> None:
     records = replayed(alone, planned, layers, arguments.repeats)
     table = rows(planned, records, cost)
     keep(arguments.keep, planned, records)
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     what = (
         f"{arguments.model}, {arguments.pp} stages of {layers[0]} layers, {arguments.documents} "
         f"documents of {arguments.lengths} within {arguments.context} tokens, "
         f"{arguments.budget_gib:g} GiB for chunks, attention by {alone.attention.name}"
     )
-    print(f"\n{what}\n{plain(HEADERS, table)}")
+    print(f"\n{what}\n{text_table(HEADERS, table)}")
     write(
         arguments.output,
         f"{heading(shapes.hardware())}{what}.\n\n{markdown(HEADERS, table)}\n",

@@ -58,8 +58,8 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                 full = best(again, "backward_seconds") / layers
                 expected = [seconds[kind](tokens, shape.pairs) for kind in seconds]
                 # The last slice behind a context: its K and V may lie in the store.
-                kept_tokens = tokens if context and profile.stores_last_slice else 0
-                held = profile.saved_bytes[KEEP](tokens, kept_tokens)
+                cached_tokens = tokens if context and profile.stores_last_slice else 0
+                held = profile.saved_bytes[KEEP](tokens, cached_tokens)
                 peak = weighed.held_bytes + max(weighed.forward_bytes, weighed.backward_bytes)
                 errors = {
                     "F": expected[0] / forward - 1,
@@ -104,7 +104,7 @@ def best(runs: Sequence[Any], name: str) -> float:
 # ------------------------------------------------------------------ slices against the whole
 
 
-def borders(length: int, size: int) -> list[tuple[int, int]]:
+def boundaries(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -124,7 +124,7 @@ def attention_seconds(alone: Any, length: int, size: int, repeats: int) -> float
         torch.randn(length, count, shape.head_size, device=alone.device).to(dtype)
         for count in heads
     )
-    parts = borders(length, size)
+    parts = boundaries(length, size)
     cut = len(parts) > 1
     taken = []
     for _ in range(repeats + 1):
@@ -161,7 +161,7 @@ def stage_seconds(
 
     from megatron_epp.ir import Chunk, Kind, Op, Plan, Span
 
-    parts = borders(length, size)
+    parts = boundaries(length, size)
     count = range(len(parts))
     order = (
         *(Op(Kind.FORWARD, chunk) for chunk in count),
@@ -210,7 +210,7 @@ def main() -> None:
     alone = shapes.begin(arguments, arguments.layers, context, others)
     from single_stage import build_stage
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     model = build_stage(alone, arguments.layers, True, True)
     chunks, errors = chunk_rows(alone, model, arguments)
@@ -232,7 +232,7 @@ def main() -> None:
         ("Stage", SLICED, stage),
     )
     for name, headers, rows in tables:
-        print(f"\n{name}\n{plain(headers, rows)}")
+        print(f"\n{name}\n{text_table(headers, rows)}")
     print(f"cost model off by: {'; '.join(errors)}")
     parts = [f"### {name}\n\n{markdown(headers, rows)}\n" for name, headers, rows in tables]
     write(

@@ -80,7 +80,7 @@ def repeated(times: int, warm_up: int, first: int) -> type:
         given = 0
 
         def __next__(self):
-            size = self.size_behind(0)
+            size = self.size_after(0)
             self.consumed = (first + max(0, self.given - warm_up) // times) * size
             self.given += 1
             return self.peek()
@@ -100,13 +100,13 @@ class VariantSteps:
 
         args, config = place.args, place.config
         self.variant_at, self.groups = variant_at, place.groups
-        profile = obtain(args, config, model, place.groups, place.share)
+        profile = obtain(args, config, model, place.groups, place.row_shard)
         self.cost = training_cost(args, config, place.layers, profile)
         self.options = Options(
             context=args.seq_length,
             levers=training_levers(config.epp_levers, args),
             effort=config.epp_effort,
-            multiple=place.share.multiple,
+            multiple=place.row_shard.multiple,
         )
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):

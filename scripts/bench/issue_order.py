@@ -29,7 +29,7 @@ from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Plan, Post, Program, T
 from megatron_epp.planner import Options
 from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.show.table import markdown
-from megatron_epp.sim.resident import beside_ratio
+from megatron_epp.sim.resident import extra_ratio
 
 NOISES = (0.0, 0.05, 0.10, 0.20)
 SETUPS = (
@@ -123,7 +123,7 @@ def play(
         source, target = message.link
         held[source].append((ready[message], stop))
         held[target].append((posts[message], stop))
-    return max(free), statistics.mean(map(beside_ratio, busy, held))
+    return max(free), statistics.mean(map(extra_ratio, busy, held))
 
 
 def losses(plan: Plan, table: Table, noise: float, seeds: int) -> tuple[list[float], ...]:

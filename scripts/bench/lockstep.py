@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.ir import check_skeletons
+from megatron_epp.ir import check_op_templates
 from megatron_epp.planner import COMPARED, Options, PlannedStep, plan_step
 
 DEVICE = "h100-80g"
@@ -51,7 +51,7 @@ def row(
     for batch in batches:
         free.append(plan_step(batch, cost, Options(context), planner, width))
         locked.append(plan_step(batch, cost, Options(context, lockstep=width), planner, width))
-        check_skeletons(locked[-1].step)
+        check_op_templates(locked[-1].step)
         assert locked[-1].step.lockstep == width
         assert all(found.fits for step in (free[-1], locked[-1]) for found in step.planned)
     chunks = [[chunk for p in step.step.plans for chunk in p.chunks] for step in locked]

@@ -22,7 +22,7 @@ from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.engine import Orders, run_arrays
 from megatron_epp.sim.rule_arrays import needs_for
@@ -50,10 +50,10 @@ def main() -> None:
         params = ChunkingParams(12.0 * stages)
         chunking = build_chunks(params, batch.lengths, rates_of(cost), 10**9)
         work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-        law = shrinking_window(chunking.sizes, stages)
+        in_flight_limit = shrinking_in_flight(chunking.sizes, stages)
         for split in (False, True):
             chosen = next(p for p in policies(split, many=True) if p.split == split)
-            schedule = list_schedule(work, policy_of(chosen, work, chunking.sizes, law))
+            schedule = list_schedule(work, policy_of(chosen, work, chunking.sizes, in_flight_limit))
             orders = Orders(
                 schedule.kinds.ravel(),
                 schedule.chunks.ravel().astype(np.int64),

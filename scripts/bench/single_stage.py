@@ -23,13 +23,13 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.global_batches import Batch
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.read_flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.link import Links
@@ -45,7 +45,7 @@ class SingleProcess:
     config: Config
     attention: Attention
     device: torch.device
-    share: RowShare
+    share: RowShard
 
 
 def start_single_process(flags: Sequence[str]) -> SingleProcess:
@@ -53,7 +53,7 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     be_the_only_process()
     cuda_host.prepare([*flags, "--epp"])
     cpu_host.install_cpu_host()
-    seams.install(seams.ALWAYS_SEAMS)
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     sys.argv = [sys.argv[0], *flags, "--epp"]
     read_flags()
     from megatron.training import get_args
@@ -64,7 +64,7 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     refusals.refuse(args)
     if args.hybrid_layer_pattern is not None:
         raise ValueError("--hybrid-layer-pattern: one stage alone is a GPTModel's; leave it out")
-    seams.install(seams.EPP_SEAMS)
+    patch_points.install(patch_points.EPP_PATCH_POINTS)
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
     )
@@ -73,7 +73,7 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     attention = attention_for(config.epp_attention, transformer, device)
     attention.latents = config.epp_mla_keeps == LATENTS
     args.epp_mla_keeps = LATENTS if attention.latents else EXPANDED  # auto is for whole jobs
-    return SingleProcess(args, config, attention, device, RowShare.of(args))
+    return SingleProcess(args, config, attention, device, RowShard.of(args))
 
 
 def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> Any:
@@ -86,12 +86,12 @@ def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> A
     from megatron.training.training import get_megatron_ddp_config
 
     from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+    from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 
     args = copy.copy(alone.args)
     args.num_layers = args.encoder_num_layers = layers
     description = gpt_config_from_args(args)
-    mend_layer_spec(description)
+    fix_layer_spec(description)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = description.get_builder_cls()(description)
     model = builder.build_model(groups, pre_process=first, post_process=last)
@@ -112,10 +112,10 @@ def probe_alone(alone: SingleProcess, model: Any) -> Any:
     """Probe that measures parts of ``model`` on made-up chunks, as the trainer's calibration
     does."""
     from megatron_epp.mcore.calibrate.probe import Probe
-    from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
+    from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 
     args = alone.args
-    head_tokens = block_tokens(args) if early_head(args) else None
+    head_tokens = block_tokens(args) if fused_head(args) else None
     unwrapped = unwrap_model(model)
     return Probe(
         unwrapped, chunk_forward_step, alone.share, alone.device, head_tokens, args.seq_length
@@ -192,7 +192,7 @@ def replay(
 
 def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> StageRun:
     """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
-    from megatron_epp.mcore.lm_head.fused_head import early_head
+    from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     on_gpu = alone.device.type == "cuda"
     runner = StageRunner(
@@ -201,7 +201,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
         replica=0,
         share=alone.share,
         meter=AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters()),
-        early_head=early_head(alone.args),
+        fused_head=fused_head(alone.args),
         stores_last_slice=alone.attention.stores_last_slice,
     )
     samples = numpy.arange(len(plan.documents))

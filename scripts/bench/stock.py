@@ -22,7 +22,7 @@ cpu_host.install_cpu_host()
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
-from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.patching import patch_points  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 from megatron_epp.runtime.memory_meter import SavedBytesMeter  # noqa: E402
@@ -92,5 +92,5 @@ class Watch:
 
 
 if __name__ == "__main__":
-    seams.apply_schedule_seam(Watch().choose)
+    patch_points.apply_schedule_patch(Watch().choose)
     entry.main()

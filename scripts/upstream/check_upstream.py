@@ -4,10 +4,10 @@
 
 CHECKOUT is any Megatron-LM: a clone, a release's tree, an unpacked wheel. Nothing of it is imported
 or run, so it needs none of its dependencies; a nightly job can point this at a fresh clone of main.
-For every seam (megatron_epp/mcore/patching/seams.py) the sources of its function, and of those that
-it counts on, are compared with the releases that were read (releases.py). Where they are of none,
-the difference to the installed megatron-core is printed, or to --known PATH. Then every name that
-this package imports from Megatron is looked for.
+For every seam (megatron_epp/mcore/patching/patch_points.py) the sources of its function, and of
+those that it counts on, are compared with the releases that were read (releases.py). Where they are
+of none, the difference to the installed megatron-core is printed, or to --known PATH. Then every
+name that this package imports from Megatron is looked for.
 
 Exit status: 0 all hold, and this Megatron would start; 1 something drifted, or its version number
 is not known; 2 no checkout.
@@ -32,13 +32,13 @@ def main() -> int:
 
     import checkout
 
-    from megatron_epp.mcore.patching import seams
+    from megatron_epp.mcore.patching import patch_points
     from megatron_epp.mcore.patching.releases import release_of
 
     try:
         looked_at = checkout.Checkout(options.megatron.resolve())
         known = checkout.Checkout((options.known or _installed()).resolve())
-        findings = checkout.look(seams.ALL_SEAMS, looked_at, known)
+        findings = checkout.look(patch_points.ALL_PATCH_POINTS, looked_at, known)
         used = checkout.imported_names(ROOT / "megatron_epp" / "mcore")
         gone = [name for name in used if not looked_at.defines(name)]
     except ValueError as error:
@@ -47,16 +47,18 @@ def main() -> int:
 
     release = release_of(looked_at.version)
     print(f"{looked_at.root}: megatron-core {looked_at.version}")
-    width = max(len(one.seam.name) for one in findings)
+    width = max(len(one.patch_point.name) for one in findings)
     for one in findings:
         state = f"as in {one.release}" if one.release else "drifted"
-        print(f"  {one.seam.name:{width}}  {'patched' if one.patched else state}")
+        print(f"  {one.patch_point.name:{width}}  {'patched' if one.patched else state}")
     for name in gone:
         print(f"  gone: {name}, which megatron_epp imports")
     if not options.quiet:
         for one in findings:
             if one.difference:
-                print(f"\n{one.seam}: fingerprint {one.fingerprint}; {one.seam.reason}")
+                print(
+                    f"\n{one.patch_point}: fingerprint {one.fingerprint}; {one.patch_point.reason}"
+                )
                 print("\n".join(one.difference))
 
     mixed = [one for one in findings if not one.patched and one.release is not release]

@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from megatron_epp.mcore.patching.patch_points import (
+    PatchPoint,
+    fingerprint_of,
+    is_patched,
+    without_layout,
+)
 from megatron_epp.mcore.patching.releases import RELEASES, Release, release_of
-from megatron_epp.mcore.patching.seams import Seam, fingerprint_of, is_patched, without_layout
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
@@ -45,8 +50,8 @@ class Checkout:
                 )
         if len(parts) != len(_VERSION_PARTS):
             raise ValueError(f"{self.root}/megatron/core/package_info.py: no version in it")
-        major, minor, patch, behind = (parts[name] for name in _VERSION_PARTS)
-        return f"{major}.{minor}.{patch}{behind}"
+        major, minor, patch, after = (parts[name] for name in _VERSION_PARTS)
+        return f"{major}.{minor}.{patch}{after}"
 
     def source(self, dotted: str) -> str:
         """The source of a function or class, as ``inspect.getsource`` gives it but for layout; ""
@@ -119,7 +124,7 @@ class Finding:
     """One seam in a checkout. ``release``: where its sources are the same; ``difference``: lines of
     a unified diff to what is known, where they are the same nowhere."""
 
-    seam: Seam
+    patch_point: PatchPoint
     fingerprint: str
     patched: bool
     release: Release | None
@@ -130,29 +135,29 @@ class Finding:
         return self.patched or self.release is not None
 
 
-def look(seams: Sequence[Seam], checkout: Checkout, known: Checkout) -> list[Finding]:
+def look(patch_points: Sequence[PatchPoint], checkout: Checkout, known: Checkout) -> list[Finding]:
     """How every seam stands in ``checkout``; differences are to ``known``."""
     findings = []
-    for seam in seams:
-        fingerprint = fingerprint_of(seam, checkout.source)
-        release = _release(seam, fingerprint, checkout)
-        patched = is_patched(seam, checkout.source)
-        difference = () if patched or release else tuple(_difference(seam, checkout, known))
-        findings.append(Finding(seam, fingerprint, patched, release, difference))
+    for patch_point in patch_points:
+        fingerprint = fingerprint_of(patch_point, checkout.source)
+        release = _release(patch_point, fingerprint, checkout)
+        patched = is_patched(patch_point, checkout.source)
+        difference = () if patched or release else tuple(_difference(patch_point, checkout, known))
+        findings.append(Finding(patch_point, fingerprint, patched, release, difference))
     return findings
 
 
-def _release(seam: Seam, fingerprint: str, checkout: Checkout) -> Release | None:
+def _release(patch_point: PatchPoint, fingerprint: str, checkout: Checkout) -> Release | None:
     """The checkout's own release where it has this fingerprint, else whichever has."""
     own = release_of(checkout.version)
-    if own is not None and own.fingerprints.get(seam.name) == fingerprint:
+    if own is not None and own.fingerprints.get(patch_point.name) == fingerprint:
         return own
-    matching = (one for one in RELEASES if one.fingerprints.get(seam.name) == fingerprint)
+    matching = (one for one in RELEASES if one.fingerprints.get(patch_point.name) == fingerprint)
     return next(matching, None)
 
 
-def _difference(seam: Seam, checkout: Checkout, known: Checkout) -> Iterator[str]:
-    for name in (seam.target, *seam.relies_on):
+def _difference(patch_point: PatchPoint, checkout: Checkout, known: Checkout) -> Iterator[str]:
+    for name in (patch_point.target, *patch_point.relies_on):
         there = checkout.source(name)
         if not there:
             yield f"{name} is gone"

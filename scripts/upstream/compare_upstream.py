@@ -127,11 +127,11 @@ def train(side: str, upstream: Path, place: Path, flags: list[str], processes: i
 def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
     """One process of one side: run the script as from the shell, and watch its log."""
     from megatron_epp.mcore.job import job_exit
-    from megatron_epp.mcore.patching import cpu_host, seams
+    from megatron_epp.mcore.patching import cpu_host, patch_points
 
     if cpu_host.install_cpu_host():
         flags = [*flags, *cpu_host.cpu_flags()]
-    seams.install(seams.ALWAYS_SEAMS)
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     from megatron.training import training
 
     plain_log, steps = training.training_log, []

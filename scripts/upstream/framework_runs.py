@@ -184,9 +184,9 @@ def attention(
 
     if packed_seq_params is None:
         return plain(query, key, value, *any, **others)
-    borders = packed_seq_params.cu_seqlens_q
+    boundaries = packed_seq_params.cu_seqlens_q
     place = torch.arange(len(query))
-    document = torch.bucketize(place, borders[1:], right=True)
+    document = torch.bucketize(place, boundaries[1:], right=True)
     mask = (place[:, None] >= place) & (document[:, None] == document)
     q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
     made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)

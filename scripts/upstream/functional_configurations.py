@@ -168,7 +168,7 @@ def main() -> int:
     from headline import heading, host, write
 
     from megatron_epp.mcore.patching import cpu_host
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     cpu_host.install_cpu_host()
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
@@ -190,7 +190,7 @@ def main() -> int:
         for what, count in reasons.most_common()
     ]
     headers = ("family", "accepted", "of"), ("refused by", *families, "all")
-    print(plain(headers[0], table), plain(headers[1], why), sep="\n\n")
+    print(text_table(headers[0], table), text_table(headers[1], why), sep="\n\n")
     made = f"{markdown(headers[0], table)}\n\n{markdown(headers[1], why)}\n"
     write(given.output, heading(host()) + made)
     return 0

@@ -199,20 +199,20 @@ def swift(checkout: Path, ranks: Ranks, random: Random) -> Case:
     step = forward_step(
         "swift.megatron", self=SimpleNamespace(args=SimpleNamespace(padding_free=True))
     )
-    borders = its.get_packed_seq_params(places)["cu_seq_lens_q"]
+    boundaries = its.get_packed_seq_params(places)["cu_seq_lens_q"]
     read = reader_for("ms-swift", ranks, step, {})(batch)
-    assert list(read.documents) == borders.diff().tolist(), "documents differ"
-    return batch, step, {}, int(borders[-1])
+    assert list(read.documents) == boundaries.diff().tolist(), "documents differ"
+    return batch, step, {}, int(boundaries[-1])
 
 
 def bridge(checkout: Path, ranks: Ranks, random: Random) -> Case:
     folder = "src/megatron/bridge/training/utils"
     names = ("get_packed_seq_params", "_squeeze_metadata", "_as_python_int")
     its = functions_of(checkout, f"{folder}/packed_seq_utils.py", *names)
-    borders = torch.tensor([0, *lengths(random)]).cumsum(0).int()
-    rows = int(borders[-1])
+    boundaries = torch.tensor([0, *lengths(random)]).cumsum(0).int()
+    rows = int(boundaries[-1])
     name = random.choice(("cu_seqlens_q", "cu_seqlens"))
-    told = functional.pad(borders, (0, 3), value=-1) if name == "cu_seqlens" else borders
+    told = functional.pad(boundaries, (0, 3), value=-1) if name == "cu_seqlens" else boundaries
     batch = {"tokens": torch.ones(1, rows), name: told[None], "max_seqlen": torch.tensor([rows])}
     step = forward_step("megatron.bridge.training.gpt_step")
     params = its.get_packed_seq_params({**batch, name: told})

@@ -181,7 +181,7 @@ def difference(ours: list, stock: list) -> float:
 
 def plans_of_any_order():
     """Our schedule, whose plans are drawn: any order that computes the right thing."""
-    from megatron_epp.certify.loops.micro_batches import arbitrary_whole_plan
+    from megatron_epp.certify.loops.micro_batches import arbitrary_unsliced_plan
     from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.settings import Settings
     from megatron_epp.planner.calls.call_options import CallOptions
@@ -191,7 +191,7 @@ def plans_of_any_order():
 
     def draw(shapes, layers, rates, options, forward_only):
         tokens = [shape.tokens for shape in shapes]
-        return arbitrary_whole_plan(tokens, layers, random, options.split, forward_only)
+        return arbitrary_unsliced_plan(tokens, layers, random, options.split, forward_only)
 
     settings = Settings(options=CallOptions(), observe=ran.append, make_plan=draw)
     return Installation(settings), ran

@@ -375,7 +375,7 @@ def main() -> int:
         return 0
     from headline import heading, host, write
 
-    from megatron_epp.show.table import markdown, plain
+    from megatron_epp.show.table import markdown, text_table
 
     table, failed = [], 0
     for name in args.names or RECIPES:
@@ -387,7 +387,7 @@ def main() -> int:
               f"({time.monotonic() - began:.0f} s)", flush=True)  # fmt: skip
         if found.first:
             print(f"    without {RECIPES[name].layout}: {found.first}", flush=True)
-    print(plain(HEADERS, table))
+    print(text_table(HEADERS, table))
     write(args.output, heading(f"{host()}, --pp {args.pp}") + markdown(HEADERS, table) + "\n")
     return 1 if failed else 0
 

@@ -136,12 +136,12 @@ def micro_batches(its: SimpleNamespace, number: int, packed: bool) -> list[Any]:
                 its.mpu.get_context_parallel_world_size(),
                 its.mpu.get_context_parallel_rank(),
             )
-            of_all, mine, params, _, borders = its.data._pack_sequences_for_megatron(
+            of_all, mine, params, _, boundaries = its.data._pack_sequences_for_megatron(
                 tokens, ends, 2 * ranks if ranks > 1 else 1, cp_rank=rank, cp_size=ranks
             )
             rows = {
                 "input_ids": of_all, "input_ids_cp_sharded": mine, "packed_seq_params": params,
-                "cu_seqlens_padded": borders,
+                "cu_seqlens_padded": boundaries,
             }  # fmt: skip
         else:
             mask = torch.ones(1, 1, shape[1], shape[1], dtype=torch.bool).triu(1)

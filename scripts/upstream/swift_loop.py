@@ -142,11 +142,11 @@ def wrapped(model: Any) -> Any:
     return DistributedDataParallel(model.config, settings, InItsPrecision())
 
 
-def rows_of_this_rank(inputs: torch.Tensor, borders: Any, dim: int) -> torch.Tensor:
+def rows_of_this_rank(inputs: torch.Tensor, boundaries: Any, dim: int) -> torch.Tensor:
     """In the place of mcore_bridge's: of every document [1, T] those of this rank."""
     from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
 
-    documents = inputs[0].split(borders.diff().tolist())
+    documents = inputs[0].split(boundaries.diff().tolist())
     return torch.cat([zigzag_part(one) for one in documents])[None]
 
 

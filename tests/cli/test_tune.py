@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cli.tune.script import layout_words
+from megatron_epp.cli.tune.script import layout_arguments
 from megatron_epp.frameworks.settings import settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
@@ -187,11 +187,13 @@ def test_the_script_says_how_experts_are_spread() -> None:
         *(Layout(1, 2, 2, 4), (24, 24), "epp", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1),
         ep=8,
     )
-    words = [word for group in layout_words(choice) for word in group]
+    words = [word for group in layout_arguments(choice) for word in group]
     parsed = megatrons_parser().parse_args([*words, "--num-experts", "128"])
     assert parsed.expert_model_parallel_size == 8 and parsed.expert_tensor_parallel_size == 1
     assert parsed.moe_token_dispatcher_type == "alltoall"
-    dense = [word for group in layout_words(dataclasses.replace(choice, ep=1)) for word in group]
+    dense = [
+        word for group in layout_arguments(dataclasses.replace(choice, ep=1)) for word in group
+    ]
     assert not any("expert" in word for word in dense)
     assert "ep" not in dataclasses.replace(choice, ep=1).facts()
 

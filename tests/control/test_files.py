@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.control.files import LOCK_NAME, BestEffort, claim, scratch_folder, write_whole
+from megatron_epp.control.files import (
+    LOCK_NAME,
+    BestEffort,
+    claim,
+    scratch_folder,
+    write_atomically,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_file_is_replaced_whole(tmp_path, monkeypatch) -> None:
     path = tmp_path / "deep" / "state.txt"
-    write_whole(path, "old\n")
-    write_whole(path, "new \u00e9\n")
+    write_atomically(path, "old\n")
+    write_atomically(path, "new \u00e9\n")
     assert path.read_text(encoding="utf-8") == "new \u00e9\n"
 
     def full(descriptor: int) -> None:
@@ -24,7 +30,7 @@ def test_a_file_is_replaced_whole(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "newer\n")
+        write_atomically(path, "newer\n")
     assert path.read_text(encoding="utf-8") == "new \u00e9\n"
     assert os.listdir(path.parent) == ["state.txt"]
 

@@ -65,17 +65,17 @@ def test_damaged_default_budgets_name_the_way_out(tmp_path, text, says) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.job.job_cost import DEFAULT_BUDGETS, kept_budgets
+    from megatron_epp.mcore.job.job_cost import DEFAULT_BUDGETS, saved_budgets
 
     (tmp_path / DEFAULT_BUDGETS).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=rf"{DEFAULT_BUDGETS}: no memory budgets \(.*{says}") as no:
-        kept_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1))
+        saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1))
     assert "; delete the file: " in str(no.value)
     (tmp_path / DEFAULT_BUDGETS).write_text("[3.5, 4]")
-    assert kept_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) == (3.5, 4)
-    assert kept_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1, 2)) is None
-    assert kept_budgets(SimpleNamespace(load=str(Path(tmp_path) / "no")), (0, 1)) is None
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) == (3.5, 4)
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1, 2)) is None
+    assert saved_budgets(SimpleNamespace(load=str(Path(tmp_path) / "no")), (0, 1)) is None
     # The file has a number for every stage; a budget is of the device of their rank.
     (tmp_path / DEFAULT_BUDGETS).write_text("[4, 3.5, 3.5, 4]")
-    assert kept_budgets(SimpleNamespace(load=str(tmp_path)), (1, 0, 0, 1)) == (3.5, 4)
-    assert kept_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) is None
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (1, 0, 0, 1)) == (3.5, 4)
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) is None

@@ -49,7 +49,7 @@ def test_policies_on_one_corpus(tmp_path: Path) -> None:
     assert whole.inputs.tolist() == [3, 1, 7, 5]
     assert whole.masks == masks.prefix
     assert whole.counts == Counts(
-        sequences=7, documents=4, tokens=16, skipped=1, untargeted=2, behind_targets=8
+        sequences=7, documents=4, tokens=16, skipped=1, untargeted=2, untargeted_tail=8
     )
 
     cut = masks.index(4, "truncate")
@@ -123,7 +123,7 @@ def test_every_policy_is_what_token_by_token_gives(
     assert counts.documents == len(expected)
     assert counts.tokens == sum(inputs for _, _, inputs in expected)
     all_inputs = sum(len(mask) - 1 for mask in masks[first:stop])
-    assert counts.tokens + counts.lost_tokens + counts.behind_targets == all_inputs
+    assert counts.tokens + counts.lost_tokens + counts.untargeted_tail == all_inputs
 
 
 def test_masks_of_ones_change_nothing(tmp_path: Path) -> None:

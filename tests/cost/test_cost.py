@@ -312,7 +312,7 @@ def test_the_peak_of_a_backward(cost: Cost, plan: Plan) -> None:
     load, table = cost.loads(plan.chunks, plan.documents), cost.table(plan)
     for stage in range(plan.stages):
         for c, chunk in enumerate(plan.chunks):
-            kept, gradients = load.kept_tokens(made.stores_last_slice)[c], 0.0
+            kept, gradients = load.cached_tokens(made.stores_last_slice)[c], 0.0
             if load.document[c] >= 0 and load.later[c] < 0:
                 context = plan.documents[load.document[c]] - load.cut_tokens[c]
                 gradients = made.kv_gradient_bytes_per_token * context / spread

@@ -116,8 +116,8 @@ def test_no_partition_is_faster(text: str) -> None:
     found = fastest_layers(cost, features)
     assert found is not None
     every = [
-        tuple(b - a for a, b in pairwise((0, *borders, 32)))
-        for borders in combinations(range(1, 32), 3)
+        tuple(b - a for a, b in pairwise((0, *boundaries, 32)))
+        for boundaries in combinations(range(1, 32), 3)
     ]
     assert slowest(found) == pytest.approx(min(map(slowest, every)), rel=1e-12)
     assert slowest(found) < slowest(cost.layout.layers)

@@ -169,7 +169,7 @@ def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
     cost = Cost(StageLayout(made, layers, 2, 4, 2, zero, 4, word), (1e15,) * stages)
     lengths = [random.randint(1, 900) for _ in range(random.randint(1, 5))]
     letters = draw(st.sampled_from(("kf", "kfmnbca", "kfo", "o")))
-    plan = arbitrary_plan(lengths, layers, random, letters=letters, split_backward=0.3)
+    plan = arbitrary_plan(lengths, layers, random, modes=letters, split_backward=0.3)
     return cost, plan
 
 
@@ -362,7 +362,7 @@ def test_kinds_with_the_same_figures_are_one() -> None:
     assert two.layout.kinds.number == 1
     _, apart = twins(1.0)
     assert apart.layout.kinds.number == 2 and apart.layout.kinds.counts.tolist() == [[4.0] * 4] * 2
-    plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), letters="kfmo")
+    plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), modes="kfmo")
     for other in (two, apart):
         tables = [cost.table(plan) for cost in (one, other)]
         for name in ("seconds", "held_bytes", "workspace_bytes", "comm_seconds"):

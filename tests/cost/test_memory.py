@@ -33,14 +33,14 @@ def test_the_context_is_all_but_the_last_slice() -> None:
     load = loads("0[0:5]", "0[5:9]", "0[9:12] 1[0:4]", "2[0:7]", documents=(12, 4, 7))
     assert load.context_tokens.tolist() == [9, 0, 0]
     # Lone slices with a later one need not save K and V themselves; the tail and packs do.
-    assert load.kept_tokens(stores_last_slice=False).tolist() == [5, 4, 0, 0]
-    assert load.kept_tokens(stores_last_slice=True).tolist() == [5, 4, 0, 0]
+    assert load.cached_tokens(stores_last_slice=False).tolist() == [5, 4, 0, 0]
+    assert load.cached_tokens(stores_last_slice=True).tolist() == [5, 4, 0, 0]
 
 
 def test_a_slice_beside_others_saves_its_own_rows() -> None:
     load = loads("0[0:5] 1[0:4]", "0[5:9]", documents=(9, 4))
-    assert load.kept_tokens(stores_last_slice=False).tolist() == [0, 0]
-    assert load.kept_tokens(stores_last_slice=True).tolist() == [0, 4]
+    assert load.cached_tokens(stores_last_slice=False).tolist() == [0, 0]
+    assert load.cached_tokens(stores_last_slice=True).tolist() == [0, 4]
 
 
 def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
@@ -119,7 +119,7 @@ def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 60), min_size=1, max_size=5))
 def test_a_backwards_peak_is_that_of_its_layers_one_by_one(seed, lengths) -> None:
     the_cost = cost(kv_gradient_bytes_per_token=300.0)
-    plan = arbitrary_plan(lengths, the_cost.layout.layers, Random(seed), letters="kfcmnab")
+    plan = arbitrary_plan(lengths, the_cost.layout.layers, Random(seed), modes="kfcmnab")
     table = the_cost.table(plan)
     load = the_cost.loads(plan.chunks, plan.documents)
     slices = slices_of(plan)

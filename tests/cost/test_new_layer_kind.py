@@ -133,8 +133,8 @@ def test_a_state_is_charged_by_border_whatever_the_tokens(scale: int, slices: in
     cost, part = toy_cost(), 1000 * scale
     chunks = [Chunk((Span(0, n * part, (n + 1) * part),)) for n in range(slices)]
     loads = cost.loads(chunks, (slices * part,))
-    borders, shards = slices - 1, cost.layout.tp * cost.layout.cp
-    assert loads.borders.tolist() == [borders]
+    boundaries, shards = slices - 1, cost.layout.tp * cost.layout.cp
+    assert loads.boundaries.tolist() == [boundaries]
     attention = Cost(
         StageLayout(cost.layout.profile.of_kind("full-heads-dense"), (1,), 2, 2), (1e15,)
     )
@@ -146,7 +146,9 @@ def test_a_state_is_charged_by_border_whatever_the_tokens(scale: int, slices: in
             GRADIENT_BYTES,
         ),
     ):
-        states = 3 * borders * each / shards  # a stage has three such layers, and one of attention
+        states = (
+            3 * boundaries * each / shards
+        )  # a stage has three such layers, and one of attention
         np.testing.assert_allclose(found - of_attention, states)
     assert (cost.seconds.of(Kind.FORWARD, loads) > 0).all()
 
@@ -173,7 +175,7 @@ def test_a_column_of_its_own_is_part_of_seconds() -> None:
     forward = made.kinds[SUM_KIND].column_seconds[BLOCKS][Kind.FORWARD]
     np.testing.assert_allclose(again, forward * blocks / cost.layout.shards, atol=1e-12)
     lengths = np.array([100, 1000, 257])
-    assert cost.layout.whole_features(lengths, 2.0).tolist()[2:] == [2.0, 1 + 4 + 2]
+    assert cost.layout.batch_features(lengths, 2.0).tolist()[2:] == [2.0, 1 + 4 + 2]
 
 
 def test_a_column_of_its_own_is_fitted_and_kept_in_files() -> None:
@@ -205,15 +207,15 @@ def test_it_is_planned_for(tmp_path) -> None:
         planned = PLANNERS[name](lengths, cost, Options())
         check(planned.plan)
         assert planned.fits
-    borders = cost.loads(planned.plan.chunks, planned.plan.documents).borders
-    assert borders.sum() > 0
+    boundaries = cost.loads(planned.plan.chunks, planned.plan.documents).boundaries
+    assert boundaries.sum() > 0
     # Larger states, the same orders: the peak grows by no less than those of one document.
     figures = dict(cost.layout.profile.kinds)
     figures[SUM_KIND] = dataclasses.replace(figures[SUM_KIND], border_bytes=1e9)
     heavier = cost.replace(profile=cost.layout.profile.with_kinds(figures))
     light, heavy = (play(planned.plan, one.table(planned.plan)) for one in (cost, heavier))
     grown = np.array(heavy.peak_bytes) - np.array(light.peak_bytes)
-    assert (grown > 0.9 * 3 * borders.max() * 1e9 / 4).all()
+    assert (grown > 0.9 * 3 * boundaries.max() * 1e9 / 4).all()
     path = str(tmp_path / "profile.json")
     cost.layout.profile.save(path)
     assert Profile.load(path) == cost.layout.profile

@@ -27,7 +27,7 @@ PROFILE = profile(MODEL, DEVICES["cpu"])
 
 def test_a_played_plan_has_no_residuals() -> None:
     cost = Cost(StageLayout(PROFILE, (2, 2)), (1e15, 1e15))
-    plan = arbitrary_plan([500, 900, 70], cost.layout.layers, Random(1), letters="kfcmnab")
+    plan = arbitrary_plan([500, 900, 70], cost.layout.layers, Random(1), modes="kfcmnab")
     table = cost.table(plan)
     found = residuals(plan, table, play(plan, table).records)
     assert len(found) == sum(map(len, plan.orders))

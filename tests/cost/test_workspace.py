@@ -63,7 +63,7 @@ def test_the_context_is_that_of_the_slice() -> None:
     text += "\nrecompute 0: 1k 1k 1k 1k 1k\nstage 0: F0 F1 F2 F3 F4 B4 B3 B2 B1 B0\n"
     plan = Plan.parse(text)
     loads = cost(Workspace()).loads(plan.chunks, plan.documents)
-    assert loads.behind_tokens.tolist() == [0, 100, 200, 300, 0]
+    assert loads.earlier_tokens.tolist() == [0, 100, 200, 300, 0]
 
 
 def test_it_is_charged_once_however_many_chunks_are_in_flight() -> None:

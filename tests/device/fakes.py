@@ -55,8 +55,8 @@ class CudaStream:
         world, rank = HERE.world, HERE.host.rank
         self.stream = stream or world.stream(rank, ("stream", len(world.streams)))
 
-    def issue(self, name: str, *behind: Task | None) -> Task:
-        return HERE.world.issue(self.stream, name, None, behind)
+    def issue(self, name: str, *after: Task | None) -> Task:
+        return HERE.world.issue(self.stream, name, None, after)
 
     def wait_event(self, event: CudaEvent) -> None:
         self.issue("wait", event.task)
@@ -108,7 +108,7 @@ class Group:
     def __init__(self, name: str, ranks: Sequence[int], backend: str = "nccl", lazy: bool = False):
         self.name, self.ranks, self.backend, self.lazy = name, tuple(ranks), backend, lazy
         self._issued: Counter = Counter()
-        self._spoken: set = set()
+        self._initialised: set = set()
 
     def size(self) -> int:
         return len(self.ranks)
@@ -125,8 +125,8 @@ class Group:
 
     def communicator(self, ranks: Sequence[int]) -> None:
         key = ("communicator", self.name, *sorted(ranks))
-        if self.lazy and key not in self._spoken:
-            self._spoken.add(key)
+        if self.lazy and key not in self._initialised:
+            self._initialised.add(key)
             world = HERE.world
             world.wait(world.issue(None, str(key), None, (), key, len(ranks)))
 
@@ -182,8 +182,8 @@ def _message(tensor: Tensor, group: Group, source: int, target: int) -> NcclWork
     key = ("message", group.name, source, target, count)
     name = f"message {count} {source}>{target} of {group.name}"
     HERE.world.free_memory()
-    behind = () if gloo else (HERE.host.current.last,)
-    task = HERE.world.issue(stream, name, _carry, behind, key, 2, part=(end, Ref(tensor)))
+    after = () if gloo else (HERE.host.current.last,)
+    task = HERE.world.issue(stream, name, _carry, after, key, 2, part=(end, Ref(tensor)))
     memory = memory_of(tensor)
     if memory is not None:
         memory.users.append(task)

@@ -23,7 +23,7 @@ def drawn(*seed: int, rows: int = WIDTH) -> Tensor:
 
 
 class Stage:
-    """``letters``: o for a layer whose saved tensors leave the device, k for one that keeps them.
+    """``modes``: o for a layer whose saved tensors leave the device, k for one that keeps them.
     ``host_store``: a HostStore; ``group``: ranks that compute every op together, None for nobody.
     ``at``: is called when an op begins."""
 
@@ -38,7 +38,7 @@ class Stage:
         at: Callable[[Op], object] = lambda op: None,
     ):
         self.plan, self.stage, self.device, self.host = plan, stage, device, host_store
-        self.letters, self.group, self.at = letters, group, at
+        self.modes, self.group, self.at = letters, group, at
         self.is_last, self.spread = stage == plan.stages - 1, plan.vocabulary_parallel
         self.weights = [
             drawn(1, stage, layer).to(device).requires_grad_() for layer in range(LAYERS)
@@ -77,7 +77,7 @@ class Stage:
                 self.device, non_blocking=True
             )
         x = y = received.requires_grad_()
-        for letter, weight in zip(self.letters, self.weights, strict=True):
+        for letter, weight in zip(self.modes, self.weights, strict=True):
             if letter == "o" and not self.plan.forward_only:
                 with self.host.layer(chunk, lambda tensor: False):
                     y = (y @ weight).tanh()

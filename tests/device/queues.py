@@ -61,18 +61,18 @@ class Task:
     """``act`` of ``parts``, one part of every host that takes part; ``missing``: hosts that have
     not issued theirs."""
 
-    __slots__ = ("act", "behind", "done", "lost", "missing", "name", "parts", "streams")
+    __slots__ = ("act", "after", "done", "lost", "missing", "name", "parts", "streams")
 
     def __init__(self, name: str, act: Callable[[Any], object] | None, missing: int = 1):
         self.name, self.act, self.missing = name, act, missing
-        self.behind: list[Task] = []
+        self.after: list[Task] = []
         self.streams: list[Stream] = []
         self.parts: dict[Hashable, Any] = {}
         self.done = 0  # the how many-th task it was
         self.lost = False
 
     def ready(self) -> bool:
-        return not self.missing and all(task.done for task in self.behind)
+        return not self.missing and all(task.done for task in self.after)
 
 
 class Stream:
@@ -193,7 +193,7 @@ class World:
         stream: Stream | None,
         name: str,
         act: Callable[[Any], object] | None = None,
-        behind: Iterable[Task | None] = (),
+        after: Iterable[Task | None] = (),
         meeting: Hashable = None,
         hosts: int = 1,
         part: Any = None,
@@ -207,7 +207,7 @@ class World:
             task = Task(name, act, hosts)
             if meeting is not None:
                 self._meetings[meeting] = task
-        causes = [*behind]
+        causes = [*after]
         if stream is not None:
             causes.append(stream.last)
             stream.last = task
@@ -216,7 +216,7 @@ class World:
             if self.order.one_queue and not stream.of_host:
                 causes.append(host.last)
                 host.last = task
-        task.behind += [cause for cause in causes if cause is not None and not cause.done]
+        task.after += [cause for cause in causes if cause is not None and not cause.done]
         task.parts[host.rank] = part
         task.missing -= 1
         for other in self.hosts:
@@ -261,7 +261,7 @@ class World:
                 continue
             if id(top) not in seen:
                 seen.add(id(top))
-                causes = [cause for cause in top.behind if not cause.done and id(cause) not in seen]
+                causes = [cause for cause in top.after if not cause.done and id(cause) not in seen]
                 if causes:
                     self.random.shuffle(causes)
                     stack += causes
@@ -274,7 +274,7 @@ class World:
     def _do(self, task: Task) -> None:
         self.count += 1
         task.done = self.count
-        act, task.act, task.behind = task.act, None, []
+        act, task.act, task.after = task.act, None, []
         if act is not None:
             with _disable_current_modes(), torch.no_grad():
                 act(task)

@@ -84,7 +84,7 @@ def drawn_case(seed: int, stages: int = 2, replicas: int = 2, **how: Any) -> Cas
                 random,
                 # W is last in one replica, B in another.
                 split_backward=(0.0, 1.0)[(replica + iteration) % 2],
-                letters="k",
+                modes="k",
             )
             for replica in range(replicas)
         )

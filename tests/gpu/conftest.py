@@ -63,7 +63,7 @@ def plainly(alone):
 
     import torch
 
-    from megatron_epp.layers.attention.reference import PlainKernel
+    from megatron_epp.layers.attention.reference import ReferenceKernel
     from megatron_epp.layers.attention.varlen import VarlenAttention
 
     scale = alone.args.kv_channels**-0.5
@@ -74,6 +74,6 @@ def plainly(alone):
             args.bf16, args.params_dtype, args.transformer_impl = False, dtype, "local"
             args.no_persist_layer_norm, args.apply_rope_fusion = True, False
             args.bias_swiglu_fusion = args.bias_dropout_fusion = False
-        return replace(alone, args=args, attention=VarlenAttention(PlainKernel(scale)))
+        return replace(alone, args=args, attention=VarlenAttention(ReferenceKernel(scale)))
 
     return of

@@ -23,14 +23,14 @@ def quantised(alone, engine, request):
     """In blocks, where a test does not say otherwise."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-    from megatron_epp.mcore.data.row_share import RowShare
+    from megatron_epp.mcore.data.row_shard import RowShard
 
     available, why = FP8GlobalStateManager.is_fp8_block_scaling_available()
     if not available:
         pytest.skip(why)
     args = copy.copy(alone.args)
     args.fp8, args.fp8_recipe = "hybrid", getattr(request, "param", "blockwise")
-    return replace(alone, args=args, share=RowShare.of(args))
+    return replace(alone, args=args, share=RowShard.of(args))
 
 
 def stages(world, count: int):

@@ -136,12 +136,12 @@ def test_swift() -> None:
 
 
 @pytest.mark.parametrize(
-    "borders",
+    "boundaries",
     [{"cu_seqlens_q": [0, 5, 17, 20]}, {"cu_seqlens": [0, 5, 17, 20, -1, -1]}],
 )
-def test_bridge(borders) -> None:
+def test_bridge(boundaries) -> None:
     step = closing_over("megatron.bridge.training.gpt_step")
-    batch = {"tokens": torch.zeros(1, 20)} | {k: torch.tensor([v]) for k, v in borders.items()}
+    batch = {"tokens": torch.zeros(1, 20)} | {k: torch.tensor([v]) for k, v in boundaries.items()}
     assert read(step, batch) == MicrobatchShape(20, 1, (5, 12, 3))
     assert read(step, {"tokens": torch.zeros(2, 20)}) == MicrobatchShape(20, 2)
 

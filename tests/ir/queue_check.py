@@ -88,7 +88,7 @@ def hanging_waits(programs: Sequence[Program], replicas: int = 1) -> tuple[Place
 
     ValueError: programs that never end, wherever they wait.
     """
-    behind: dict[Node, list[Node]] = {}
+    after: dict[Node, list[Node]] = {}
     places: dict[Node, list[Place]] = {}  # a message stands at both its ends
     stages = len(programs) // replicas
     for rank, program in enumerate(programs):
@@ -107,14 +107,14 @@ def hanging_waits(programs: Sequence[Program], replicas: int = 1) -> tuple[Place
                 node = rank // stages, item.message
                 streams_of.add(_stream(item.message))
             needs += [streams[stream] for stream in streams_of if stream in streams]
-            behind.setdefault(node, []).extend(needs)
+            after.setdefault(node, []).extend(needs)
             places.setdefault(node, []).append((rank, index))
             for stream in streams_of - {COMPUTE_STREAM} or streams_of:
                 streams[stream] = node
     furthest: dict[Node, list[int]] = {}
-    for node in _causes_first(behind):
+    for node in _causes_first(after):
         reach = [-1] * len(programs)
-        for other in behind[node]:
+        for other in after[node]:
             reach = list(map(max, reach, furthest[other]))
         for rank, index in places[node]:
             reach[rank] = max(reach[rank], index)
@@ -131,11 +131,11 @@ def hanging_waits(programs: Sequence[Program], replicas: int = 1) -> tuple[Place
     )
 
 
-def _causes_first[N](behind: Mapping[N, Sequence[N]]) -> Iterator[N]:
+def _causes_first[N](after: Mapping[N, Sequence[N]]) -> Iterator[N]:
     """Every node after those that it stands behind."""
-    ahead: dict[N, list[N]] = {node: [] for node in behind}
-    missing = {node: len(others) for node, others in behind.items()}
-    for node, others in behind.items():
+    ahead: dict[N, list[N]] = {node: [] for node in after}
+    missing = {node: len(others) for node, others in after.items()}
+    for node, others in after.items():
         for other in others:
             ahead[other].append(node)
     ready = [node for node, count in missing.items() if count == 0]
@@ -145,6 +145,6 @@ def _causes_first[N](behind: Mapping[N, Sequence[N]]) -> Iterator[N]:
             missing[other] -= 1
             if missing[other] == 0:
                 ready.append(other)
-    if len(ready) < len(behind):
+    if len(ready) < len(after):
         stuck = next(str(node) for node, count in missing.items() if count)
         raise ValueError(f"programs that never end: {stuck} waits for itself")

@@ -39,8 +39,8 @@ def test_plans_with_local_documents_go_to_text_and_back(plan: Plan, ranks: int, 
 def test_every_rank_has_the_rows_of_the_fullest(plan: Plan, ranks: int, seed: int) -> None:
     for chunk in with_local(plan, Random(seed), ranks).chunks:
         own = chunk.local_tokens(ranks)
-        assert chunk.spread_tokens + sum(own) == chunk.tokens
-        assert chunk.rows(ranks) == chunk.spread_tokens + ranks * max(own)
+        assert chunk.sharded_tokens + sum(own) == chunk.tokens
+        assert chunk.rows(ranks) == chunk.sharded_tokens + ranks * max(own)
         assert chunk.rows(ranks) >= chunk.tokens == chunk.rows(1)
 
 

@@ -12,13 +12,13 @@ from megatron_epp.ir import (
     PlanError,
     Step,
     check,
-    check_skeletons,
+    check_op_templates,
     lower,
     lower_rank,
     needs_of,
 )
 from megatron_epp.ir.random_plan import arbitrary_block
-from megatron_epp.ir.recompute import MLP_AGAIN
+from megatron_epp.ir.recompute import MLP_RECOMPUTED
 
 STEP = """\
 step v1
@@ -55,7 +55,7 @@ def test_text_and_back() -> None:
     assert str(step) == STEP and step.lockstep == 2
     assert step.plans[1].chunks[0] == Chunk(()) and not step.plans[1].chunks[0].tokens
     assert step.block(1) == step.plans
-    check_skeletons(step)
+    check_op_templates(step)
     for plan in step.plans:
         check(plan)
 
@@ -97,7 +97,7 @@ def test_an_empty_chunk_is_one_dash(text: str) -> None:
 def test_another_order_is_refused_with_the_place() -> None:
     step = _changed(1, stage=1, order="F0 F1 B1 F2 B0 B2")
     with pytest.raises(PlanError) as refusal:
-        check_skeletons(step)
+        check_op_templates(step)
     assert str(refusal.value).split("\n") == [
         "lockstep 2: replica 1 runs F2 on stage 1 where replica 0 runs B0; expected the same ops "
         "in the same order",
@@ -109,7 +109,7 @@ def test_another_order_is_refused_with_the_place() -> None:
 def test_a_split_backward_of_one_replica_is_refused() -> None:
     step = _changed(1, stage=0, order="F0 F1 F2 B1 B0 I2 W2")
     with pytest.raises(PlanError, match="replica 1 runs I2 on stage 0 where replica 0 runs B2"):
-        check_skeletons(step)
+        check_op_templates(step)
 
 
 def test_an_empty_chunk_that_skips_its_ops_is_refused() -> None:
@@ -118,13 +118,13 @@ def test_an_empty_chunk_that_skips_its_ops_is_refused() -> None:
     with pytest.raises(PlanError, match="stage 0: chunk 0 has ops none; expected F B or F I W"):
         check(step.plans[1])
     with pytest.raises(PlanError, match="replica 1 runs F1 on stage 0 where replica 0 runs F0"):
-        check_skeletons(step)
+        check_op_templates(step)
 
 
 def test_an_order_that_ends_early_is_refused() -> None:
     step = _changed(1, stage=1, order="F0 F1 B1 B0 F2")
     with pytest.raises(PlanError, match="replica 1 runs nothing on stage 1 where"):
-        check_skeletons(step)
+        check_op_templates(step)
 
 
 @pytest.mark.parametrize("letter", sorted("kfcmnabo"))
@@ -132,10 +132,10 @@ def test_layers_that_run_their_mlp_again_are_the_same(letter: str) -> None:
     text = STEP.replace("recompute 0: 2k 1m1n 2c", f"recompute 0: 2k 1{letter}1n 2c")
     step = Step.parse(text.replace("1n1n", "2n"))
     if letter in "fmb":
-        check_skeletons(step)
+        check_op_templates(step)
         return
     with pytest.raises(PlanError) as refusal:
-        check_skeletons(step)
+        check_op_templates(step)
     assert "of chunk 1 on stage 0, replica 0 1f1k; expected the same layers" in str(refusal.value)
 
 
@@ -145,7 +145,7 @@ def test_another_number_of_chunks_is_refused() -> None:
     text = text.replace("stage 0: F0 F1 F2 B1 B0 B2", "stage 0: F0 F1 B1 B0", 1)
     text = text.replace("stage 1: F0 F1 B1 B0 F2 B2", "stage 1: F0 F1 B1 B0", 1)
     with pytest.raises(PlanError, match="replica 1 has 3 chunks, replica 0 2; expected the same"):
-        check_skeletons(Step.parse(text))
+        check_op_templates(Step.parse(text))
 
 
 def _changed(replica: int, stage: int, order: str) -> Step:
@@ -166,13 +166,13 @@ def test_random_blocks(seed: int) -> None:
     width = random.choice((2, 3, 4))
     lengths = [[random.randint(1, 60) for _ in range(random.randint(1, 6))] for _ in range(width)]
     plans = arbitrary_block(
-        lengths, (2, 1), random, split_backward=random.choice((0.0, 0.5, 1.0)), letters="kfcmnabo"
+        lengths, (2, 1), random, split_backward=random.choice((0.0, 0.5, 1.0)), modes="kfcmnabo"
     )
     numbers = iter(range(sum(map(len, lengths))))
-    deals = tuple(tuple(next(numbers) for _ in each) for each in lengths)
-    step = Step(deals, plans, width)
+    assignments = tuple(tuple(next(numbers) for _ in each) for each in lengths)
+    step = Step(assignments, plans, width)
     assert Step.parse(str(step)) == step
-    check_skeletons(step)
+    check_op_templates(step)
     for plan in plans:
         check(plan)
     for stage in range(2):
@@ -185,14 +185,16 @@ def test_random_blocks(seed: int) -> None:
     order[at], order[at + 1] = order[at + 1], order[at]
     orders = tuple(tuple(order) if s == stage else o for s, o in enumerate(broken.orders))
     with pytest.raises(PlanError, match="expected the same ops in the same order"):
-        check_skeletons(Step(deals, (*plans[:-1], replace(broken, orders=orders)), width))
+        check_op_templates(Step(assignments, (*plans[:-1], replace(broken, orders=orders)), width))
     chunk = random.randrange(len(broken.chunks))
-    other = "k" if broken.recompute[stage][chunk][0] in MLP_AGAIN else "m"
+    other = "k" if broken.recompute[stage][chunk][0] in MLP_RECOMPUTED else "m"
     choices = [list(row) for row in broken.recompute]
     choices[stage][chunk] = other + choices[stage][chunk][1:]
     letters = tuple(map(tuple, choices))
     with pytest.raises(PlanError, match="expected the same layers to run their MLP again"):
-        check_skeletons(Step(deals, (*plans[:-1], replace(broken, recompute=letters)), width))
+        check_op_templates(
+            Step(assignments, (*plans[:-1], replace(broken, recompute=letters)), width)
+        )
 
 
 def test_an_empty_chunk_needs_what_others_need() -> None:

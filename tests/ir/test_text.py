@@ -24,7 +24,7 @@ from megatron_epp.ir import (
     parse_records,
 )
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.ir.recompute import LETTERS, format_recompute, offload_among, parse_recompute
+from megatron_epp.ir.recompute import MODES, format_recompute, offload_among, parse_recompute
 from tests.plans import EXAMPLE, any_plans, plans
 
 finite = st.floats(0, allow_nan=False, allow_infinity=False)
@@ -75,15 +75,15 @@ def test_blanks_comments_and_defaults() -> None:
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=8), st.integers(0, 2**32), st.data())
 def test_steps_go_to_text_and_back(lengths: list[int], seed: int, data: st.DataObject) -> None:
     dealt = data.draw(st.permutations(range(len(lengths))))
-    border = data.draw(st.integers(1, len(lengths) - 1))
-    deals = (tuple(dealt[:border]), tuple(dealt[border:]))
+    boundary = data.draw(st.integers(1, len(lengths) - 1))
+    assignments = (tuple(dealt[:boundary]), tuple(dealt[boundary:]))
     step = Step(
-        deals,
+        assignments,
         tuple(
             arbitrary_plan(
                 [lengths[d] for d in deal], (2, 1), Random(seed), replica=replica, replicas=2
             )
-            for replica, deal in enumerate(deals)
+            for replica, deal in enumerate(assignments)
         ),
     )
     assert Step.parse(str(step)) == step
@@ -92,12 +92,12 @@ def test_steps_go_to_text_and_back(lengths: list[int], seed: int, data: st.DataO
 
 def test_a_plan_alone_is_a_step() -> None:
     step = Step.parse(EXAMPLE)
-    assert step.deals == ((0, 1, 2),)
+    assert step.assignments == ((0, 1, 2),)
     assert step.lengths == (9000, 1500, 900)
     assert Step.parse(str(step)) == step
 
 
-@given(st.text(LETTERS, max_size=40))
+@given(st.text(MODES, max_size=40))
 def test_recompute_choices_go_to_text_and_back(choice: str) -> None:
     assert parse_recompute(format_recompute(choice)) == choice
 
@@ -233,7 +233,7 @@ def test_a_bad_step_is_named(head: str, error: str) -> None:
         f"plan v1\nreplica {r} of 2\ndocuments 5\nlayers 1\nchunk 0: 0[0:5]\nstage 0: F0 B0\n"
         for r in range(2)
     )
-    assert Step.parse("step v1\ndeal 0: 1\ndeal 1: 0\n" + body).deals == ((1,), (0,))
+    assert Step.parse("step v1\ndeal 0: 1\ndeal 1: 0\n" + body).assignments == ((1,), (0,))
     with pytest.raises(PlanError) as caught:
         Step.parse(head + body)
     assert error in str(caught.value)

@@ -41,8 +41,13 @@ def test_its_text_and_what_it_says() -> None:
     assert slices.earlier == (-1, 0, 1)
     assert slices.children == ((1,), (2,), ())
     first, second = slices.kept
-    assert (first.document, first.first, first.readers, first.borders) == (0, 0, (1, 2), (40,))
-    assert (second.document, second.first, second.readers, second.borders) == (1, 1, (2, 1), (5,))
+    assert (first.document, first.first, first.readers, first.boundaries) == (0, 0, (1, 2), (40,))
+    assert (second.document, second.first, second.readers, second.boundaries) == (
+        1,
+        1,
+        (2, 1),
+        (5,),
+    )
 
 
 def test_a_plan_without_prefixes_reads_as_before() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Chunk, Kind, Op, Plan, slices_of
 from megatron_epp.layers.attention.cpu import ChunkAttention
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.runtime.kv_store import Store
@@ -76,7 +76,7 @@ class Runner:
     def __init__(self, plan: Plan, given: Documents, multiple: int = 1):
         self.plan, self.given, self.multiple = plan, given, multiple
         self.slices = slices_of(plan)
-        self.store = Store({d: ends[-1] for d, ends in self.slices.borders.items()})
+        self.store = Store({d: ends[-1] for d, ends in self.slices.boundaries.items()})
         self.results = [
             tuple(torch.full_like(t, torch.nan) for t in (q, q, k, v)) for q, k, v, _ in given
         ]
@@ -137,7 +137,7 @@ class Runner:
 class Varlen(Runner):
     """The same by a kernel of GPUs. ``drop``: outputs are dropped, and made again for backward."""
 
-    kernel = PlainKernel(SCALE)
+    kernel = ReferenceKernel(SCALE)
     drop = False
 
     def __init__(self, plan, given, multiple: int = 1):
@@ -169,9 +169,9 @@ def plan_of(lengths: tuple[int, ...], chunks: list[str], order: str, recompute: 
 
 def sliced_plan(length: int, slices: int) -> Plan:
     """One document in slices of about the same size."""
-    borders = [length * i // slices for i in range(slices + 1)]
+    boundaries = [length * i // slices for i in range(slices + 1)]
     order = [f"F{i}" for i in range(slices)] + [f"B{i}" for i in reversed(range(slices))]
-    chunks = [f"0[{start}:{stop}]" for start, stop in pairwise(borders)]
+    chunks = [f"0[{start}:{stop}]" for start, stop in pairwise(boundaries)]
     return plan_of((length,), chunks, " ".join(order))
 
 

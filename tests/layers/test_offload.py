@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_epp.ir import Span
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import Operands, VarlenAttention
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.offload import entrance
@@ -41,7 +41,7 @@ class Layer(nn.Module):
         return hidden_states + self.out(attended.flatten(1)).tanh(), None
 
 
-class Keeping(PlainKernel):
+class Keeping(ReferenceKernel):
     """Keeps of its forward what kernels do: the output, which is no input of its backward here."""
 
     def forward(self, call: Operands, backward: bool):

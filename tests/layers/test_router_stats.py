@@ -46,7 +46,7 @@ def logits_of(document: int) -> Tensor:
     return (3 * made).requires_grad_()
 
 
-def whole_documents() -> tuple[list[Tensor], Tensor, Tensor]:
+def sees_full_documents() -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the logits, and the losses without their coefficients, written out."""
     gradients, auxiliary, z = [], torch.zeros(()), torch.zeros(())
     for document, tokens in enumerate(DOCUMENTS):
@@ -77,7 +77,7 @@ def passed(router_stats: RouterStats, logits: Tensor, chunk: ChunkState) -> Tens
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)])
 def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) -> None:
-    gradients, auxiliary, z = whole_documents()
+    gradients, auxiliary, z = sees_full_documents()
     router_stats = RouterStats(RULES, DOCUMENTS, 1)
     whole = [logits_of(document).detach() for document in range(len(DOCUMENTS))]
     inputs, outputs = {}, {}

@@ -75,14 +75,14 @@ class SparseRunner(Runner):
 
     def attention(self, state: ChunkState, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         q, key, *indexed = inputs
-        teaches = bool(self.how.weight) and state.training
-        if not teaches:
+        trains_indexer = bool(self.how.weight) and state.training
+        if not trains_indexer:
             indexed = [each.detach() for each in indexed]
-        inside = state, LAYER, self.how, teaches, self.drop
+        inside = state, LAYER, self.how, trains_indexer, self.drop
         out, loss, again = attend_chosen(q, key, Index(*indexed), *inside)
         assert again is None or torch.equal(again.value(), out)
         self.losses += float(loss)
-        return out if teaches else out + 0.0 * sum(each.sum() for each in inputs[2:])
+        return out if trains_indexer else out + 0.0 * sum(each.sum() for each in inputs[2:])
 
 
 class Dropping(SparseRunner):

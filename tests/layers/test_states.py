@@ -149,9 +149,9 @@ def layer(rows: Tensor, weights: tuple[Tensor, ...], states: CarriedStates) -> T
         front = states.front(number, mine)
         count = 0 if front is None else len(front)
         seen = mine if front is None else torch.cat((front, mine))
-        states.behind(number, seen)
+        states.after(number, seen)
         state, made = states.initial(number), []
-        starts = states.borders(number, count, rows.device).tolist()
+        starts = states.boundaries(number, count, rows.device).tolist()
         for start, stop in pairwise(starts):
             x, B, C = (
                 causal_conv(seen[start:stop], taps, None)[count if start == 0 else 0 :]

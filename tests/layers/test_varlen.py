@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.layers.attention.flash import FlashKernel
 from megatron_epp.layers.attention.padded import PaddedKernel
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from tests.layers.runner import (
@@ -29,7 +29,7 @@ HEADS, GROUPS = 4, 2
 def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
     calls: list[list[tuple[int, int]]] = []
 
-    class Counting(PlainKernel):
+    class Counting(ReferenceKernel):
         def forward(self, call, backward):
             calls.append(call.cu_seqlens.lengths)
             return super().forward(call, backward)
@@ -90,7 +90,7 @@ def test_torchs_kernels_take_what_they_are_given() -> None:
 # ------------------------------------------------------------------ the self-test at start
 
 
-class Upside(PlainKernel):
+class Upside(ReferenceKernel):
     """The mask aligned at the top left, as some kernels do it."""
 
     name = "upside"
@@ -104,7 +104,7 @@ class Upside(PlainKernel):
         return super()._attend(q_THD, k_SGD[keys], v_SGD[keys], short)
 
 
-class Forgetful(PlainKernel):
+class Forgetful(ReferenceKernel):
     name = "forgetful"
 
     def backward(self, grad_THD, call, kept):
@@ -112,7 +112,7 @@ class Forgetful(PlainKernel):
         return dq, dk, dv * 0
 
 
-class Lost(PlainKernel):
+class Lost(ReferenceKernel):
     name = "lost"
 
     def forward(self, call, backward):
@@ -125,7 +125,7 @@ def selftest(kernel, dtype=torch.bfloat16) -> None:
 
 def test_the_self_test_passes_what_is_right() -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        selftest(PlainKernel(SCALE), dtype)
+        selftest(ReferenceKernel(SCALE), dtype)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_self_test_names_what_is_wrong(kernel, says) -> None:
         selftest(kernel(SCALE))
 
 
-class OneSize(PlainKernel):
+class OneSize(ReferenceKernel):
     """As FlashAttention 2: heads of one size."""
 
     def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens):
@@ -149,7 +149,7 @@ class OneSize(PlainKernel):
         return super()._attend(q_THD, k_SGD, v_SGD, cu_seqlens)
 
 
-class OffByOne(PlainKernel):
+class OffByOne(ReferenceKernel):
     """A window that counts the query's own key."""
 
     name = "off by one"
@@ -161,7 +161,7 @@ class OffByOne(PlainKernel):
         return OffByOne(self.scale, before)
 
 
-class Sinkless(PlainKernel):
+class Sinkless(ReferenceKernel):
     name = "sinkless"
 
     def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens, sinks_H=None):
@@ -177,7 +177,7 @@ def test_the_self_test_tries_windows_and_sinks(before, sinks) -> None:
             torch.device("cpu"), 0, before, sinks,
         )  # fmt: skip
 
-    try_it(PlainKernel(SCALE))
+    try_it(ReferenceKernel(SCALE))
     if before is not None:
         with pytest.raises(ValueError, match="off by one, a document in windows: the output"):
             try_it(OffByOne(SCALE))
@@ -191,7 +191,7 @@ def test_kernels_of_one_size_take_others(sizes) -> None:
     """A size that is a multiple of 8, here 16."""
     size, value = sizes
     kernel, cpu = PaddedKernel(OneSize(SCALE), 16, 16), torch.device("cpu")
-    for judge in (PlainKernel(SCALE), kernel):
+    for judge in (ReferenceKernel(SCALE), kernel):
         require_right(judge, HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)
     with pytest.raises(AssertionError):
         require_right(OneSize(SCALE), HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)

@@ -11,7 +11,7 @@ from megatron_epp.ir import Kind
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.layers import window
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.layers.chunk_state import store_for
@@ -33,7 +33,7 @@ HEADS, GROUPS = 4, 2
 # Of CPUs, and what is around a kernel of GPUs.
 ATTENTIONS = {
     "parts": PartsAttention(SCALE),
-    "one call a slice": VarlenAttention(PlainKernel(SCALE)),
+    "one call a slice": VarlenAttention(ReferenceKernel(SCALE)),
 }
 
 
@@ -49,7 +49,7 @@ class Seeing(Runner):
         attention = ATTENTIONS[of]
         self.store = store_for(plan, self.slices, attention.stores_last_slice)
         if not known:
-            self.store.borders.clear()
+            self.store.boundaries.clear()
         self.sinks_H = None if sinks_H is None else sinks_H.clone().requires_grad_()
         self.attend = attention.of_layer(before, lambda: self.sinks_H)
 
@@ -146,22 +146,22 @@ def test_only_tails_are_kept(of) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_places_of_tails_are_those_of_a_list_of_rows(seed) -> None:
     random = Random(seed)
-    borders = tuple(sorted(random.sample(range(1, 60), random.randint(1, 8))))
+    boundaries = tuple(sorted(random.sample(range(1, 60), random.randint(1, 8))))
     before = random.randint(1, 20)
-    tails, buffer = Tails(before, borders), []
-    for start, stop in pairwise((0, *borders)):
+    tails, buffer = Tails(before, boundaries), []
+    for start, stop in pairwise((0, *boundaries)):
         if start:
             first, end = tails.seen(start)
             assert buffer[first:end] == list(range(max(0, start - before), start))
         place, count = tails.kept(start, stop)
         assert place == len(buffer) and count == min(before, stop - start)
         buffer += range(stop - count, stop)
-    first, end = tails.seen(borders[-1])
-    assert buffer[first:end] == list(range(max(0, borders[-1] - before), borders[-1]))
+    first, end = tails.seen(boundaries[-1])
+    assert buffer[first:end] == list(range(max(0, boundaries[-1] - before), boundaries[-1]))
     assert tails.capacity == len(buffer)
 
 
 def test_without_borders_everything_is_kept() -> None:
     tails = Tails(5, None)
     assert (tails.kept(8, 20), tails.seen(20), tails.capacity) == ((8, 12), (15, 20), None)
-    assert Store({0: 20}).borders == {}
+    assert Store({0: 20}).boundaries == {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_epp.mcore.job import job_exit, read_flags
-from megatron_epp.mcore.patching import cpu_host, releases, seams
+from megatron_epp.mcore.patching import cpu_host, patch_points, releases
 
 assert cpu_host.install_cpu_host()
 
@@ -126,7 +126,7 @@ def test_the_random_number_tracker_forks_the_cpus_generator(caplog):
 def test_the_index_builder_is_not_made_where_it_is_there(monkeypatch):
     from megatron.core.datasets import utils
 
-    seams.install([seams.INDEX_BUILDER])
+    patch_points.install([patch_points.INDEX_BUILDER])
     monkeypatch.setattr(subprocess, "run", lambda *args: pytest.fail("make was run"))
     utils.compile_helpers()
 
@@ -225,7 +225,9 @@ def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
 
 def test_a_mistake_is_a_value_error_of_ours():
     with pytest.raises(ValueError) as ours:
-        seams.install([seams.schedule_seam(lambda original: original), _gone()])
+        patch_points.install(
+            [patch_points.schedule_patch_point(lambda original: original), _gone()]
+        )
     assert job_exit.is_users_mistake(ours.value)
     with pytest.raises(ValueError) as torchs:
         torch.optim.SGD([], lr=1.0)
@@ -239,7 +241,7 @@ def test_a_mistake_is_a_value_error_of_ours():
 
 
 def _gone():
-    return seams.Seam(
+    return patch_points.PatchPoint(
         name="gone",
         target="megatron.core.datasets.utils.no_such_function",
         when="always",
@@ -249,18 +251,22 @@ def _gone():
 
 
 def test_the_installed_megatron_is_the_expected_one():
-    seams.check_seams()
+    patch_points.check_patch_points()
 
 
 def test_names_and_targets_are_told_apart():
-    assert len({seam.name for seam in seams.ALL_SEAMS}) == len(seams.ALL_SEAMS)
-    assert len({seam.target for seam in seams.ALL_SEAMS}) == len(seams.ALL_SEAMS)
-    assert all(seam.reason for seam in seams.ALL_SEAMS)
+    assert len({patch_point.name for patch_point in patch_points.ALL_PATCH_POINTS}) == len(
+        patch_points.ALL_PATCH_POINTS
+    )
+    assert len({patch_point.target for patch_point in patch_points.ALL_PATCH_POINTS}) == len(
+        patch_points.ALL_PATCH_POINTS
+    )
+    assert all(patch_point.reason for patch_point in patch_points.ALL_PATCH_POINTS)
 
 
 def test_a_missing_target_is_named():
     with pytest.raises(ValueError, match=r"datasets\.utils\.no_such_function does not"):
-        seams.check_seams([_gone()])
+        patch_points.check_patch_points([_gone()])
 
 
 def _changed(tmp_path, monkeypatch, name: str):
@@ -279,7 +285,7 @@ def test_a_changed_function_is_noticed(tmp_path, monkeypatch):
     changed = _changed(tmp_path, monkeypatch, "compile_helpers")
     monkeypatch.setattr(utils, "compile_helpers", changed)
     with pytest.raises(ValueError) as drift:
-        seams.install([seams.INDEX_BUILDER])
+        patch_points.install([patch_points.INDEX_BUILDER])
     assert "seam 'index builder'" in str(drift.value)
     assert "megatron.core.datasets.utils.compile_helpers" in str(drift.value)
     assert utils.compile_helpers is changed
@@ -291,16 +297,20 @@ def test_a_change_in_what_a_seam_relies_on_is_noticed(tmp_path, monkeypatch):
     changed = _changed(tmp_path, monkeypatch, "set_jit_fusion_options")
     monkeypatch.setattr(initialize, "set_jit_fusion_options", changed)
     with pytest.raises(ValueError, match=r"seam 'fusion warm-up'.*set_jit_fusion_options"):
-        seams.check_seams()
+        patch_points.check_patch_points()
 
 
 def test_every_seam_notices_any_change():
     """The fingerprints differ from one another and from that of an empty source."""
     for release in releases.RELEASES:
-        prints = [release.fingerprints[seam.name] for seam in seams.ALL_SEAMS]
+        prints = [
+            release.fingerprints[patch_point.name] for patch_point in patch_points.ALL_PATCH_POINTS
+        ]
         assert len(set(prints)) == len(prints)
-    for seam in seams.ALL_SEAMS:
-        assert all(seams._source(name) for name in (seam.target, *seam.relies_on)), seam
+    for patch_point in patch_points.ALL_PATCH_POINTS:
+        assert all(
+            patch_points._source(name) for name in (patch_point.target, *patch_point.relies_on)
+        ), patch_point
 
 
 def test_another_version_is_refused(monkeypatch):
@@ -308,34 +318,34 @@ def test_another_version_is_refused(monkeypatch):
 
     monkeypatch.setattr(megatron.core, "__version__", "0.20.1")
     with pytest.raises(ValueError, match=r"megatron-core 0\.20\.1 is installed.*0\.19\.0"):
-        seams.check_seams()
+        patch_points.check_patch_points()
 
 
 def test_installing_is_idempotent_and_can_be_taken_back():
     from megatron.training import initialize
 
     original = initialize._warmup_jit_function
-    seams.install(seams.EPP_SEAMS)
+    patch_points.install(patch_points.EPP_PATCH_POINTS)
     replaced = initialize._warmup_jit_function
-    seams.install(seams.EPP_SEAMS)
+    patch_points.install(patch_points.EPP_PATCH_POINTS)
     assert replaced is initialize._warmup_jit_function is not original
-    assert seams.is_installed(seams.FUSION_WARM_UP)
+    assert patch_points.is_installed(patch_points.FUSION_WARM_UP)
     initialize._warmup_jit_function(tp_size=1)  # without any arguments of Megatron's set
-    seams.remove(seams.EPP_SEAMS)
+    patch_points.remove(patch_points.EPP_PATCH_POINTS)
     assert initialize._warmup_jit_function is original
-    assert not seams.is_installed(seams.FUSION_WARM_UP)
+    assert not patch_points.is_installed(patch_points.FUSION_WARM_UP)
 
 
 def test_a_linear_multiplies_as_it_is_told_and_else_by_itself():
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind, seam in (
-            (ColumnParallelLinear, seams.COLUMN_LINEAR),
-            (RowParallelLinear, seams.ROW_LINEAR),
+        for kind, patch_point in (
+            (ColumnParallelLinear, patch_points.COLUMN_LINEAR),
+            (RowParallelLinear, patch_points.ROW_LINEAR),
         ):
             patch.setattr(kind, "_forward_impl", lambda self, input, weight, **others: "its own")
-            kind._forward_impl = seam.replacement(kind._forward_impl)
+            kind._forward_impl = patch_point.replacement(kind._forward_impl)
             module = kind.__new__(kind)
             torch.nn.Module.__init__(module)
             assert module._forward_impl(input=1, weight=2, bias=None) == "its own"
@@ -355,9 +365,9 @@ def test_the_schedule_starts_from_megatrons_own_each_time():
         given.append(original)
         return lambda **kwargs: len(given)
 
-    seams.apply_schedule_seam(factory)
-    seams.apply_schedule_seam(factory)
+    patch_points.apply_schedule_patch(factory)
+    patch_points.apply_schedule_patch(factory)
     assert given == [schedules.get_forward_backward_func] * 2
     assert training.get_forward_backward_func() == 2
-    seams.remove([seams.schedule_seam(factory)])
+    patch_points.remove([patch_points.schedule_patch_point(factory)])
     assert training.get_forward_backward_func is schedules.get_forward_backward_func

@@ -21,7 +21,7 @@ from megatron_epp.cost.cost import Cost  # noqa: E402
 from megatron_epp.cost.host_memory import host_peak_bytes  # noqa: E402
 from megatron_epp.cost.layout import StageLayout  # noqa: E402
 from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
-from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
+from megatron_epp.layers.attention.reference import ReferenceKernel  # noqa: E402
 from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
 from megatron_epp.sim.play import play  # noqa: E402
 from scripts.bench.single_stage import (  # noqa: E402
@@ -69,7 +69,7 @@ PLANS_OF_LATENTS = (
 )
 
 
-class Unseen(PlainKernel):
+class Unseen(ReferenceKernel):
     """Plain attention whose scores, alive while its backward runs, nobody counts: the kernels of a
     GPU have none."""
 

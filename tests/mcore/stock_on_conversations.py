@@ -20,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 from megatron.training.datasets import sft_dataset  # noqa: E402
 
 from megatron_epp.mcore.job import megatron_gpt  # noqa: E402
-from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.patching import patch_points  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 
@@ -65,6 +65,6 @@ datasets.is_distributed = True
 
 if __name__ == "__main__":
     # It draws from the generator from which layers with a state then draw theirs.
-    seams.install((seams.FUSION_WARM_UP,))
+    patch_points.install((patch_points.FUSION_WARM_UP,))
     hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
     entry.main(datasets=datasets, hybrid=hybrid)

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
 from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
-from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.mcore.patching import patch_points  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 
@@ -50,6 +50,6 @@ datasets.is_distributed = True
 
 if __name__ == "__main__":
     # It draws from the generator from which routers then draw their weights; --epp leaves it out.
-    seams.install((seams.FUSION_WARM_UP,))
+    patch_points.install((patch_points.FUSION_WARM_UP,))
     hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
     entry.main(datasets=datasets, hybrid=hybrid)

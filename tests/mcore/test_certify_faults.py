@@ -11,7 +11,7 @@ from megatron_epp.certify.batches import (
     RandomBatch,
     StepCoverage,
     draw,
-    letters_drawn,
+    modes_drawn,
     most_offloaded,
 )
 from megatron_epp.certify.command import BOUND, BatchVerdict
@@ -26,13 +26,13 @@ TABLE = FAULTS / "executor.py"
 WAYS = names(TABLE)
 HOST = ("leave layers where they are", "lay one layer aside at a time")
 ROUNDS = 2  # batches of each way to choose from
-FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True)
 
 
 def fragile(way: str, drawn: RandomBatch) -> bool:
     """Whether the way must show: some document is cut; to append again, an earlier slice of it is
     recomputed; to lose a border's label, the label of such a slice's last row counts."""
-    (plan,), (deal,) = drawn.step.plans, drawn.step.deals
+    (plan,), (deal,) = drawn.step.plans, drawn.step.assignments
     cut, later = slices_of(plan).document, slices_of(plan).later
     earlier = [chunk for chunk in range(len(plan.chunks)) if later[chunk] >= 0]
     if way == "append again":

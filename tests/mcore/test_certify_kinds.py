@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
@@ -207,7 +207,7 @@ def between_two_others(fault: str, drawn: RandomBatch) -> bool:
 
 def counts(drawn: RandomBatch, span) -> bool:
     """Whether ``span`` has targets."""
-    document = drawn.step.deals[0][span.document]
+    document = drawn.step.assignments[0][span.document]
     return bool(drawn.loss_masks[document][span.start : span.stop].any())
 
 
@@ -242,17 +242,17 @@ class Injection:
     model: str
     shows: Callable[[str, RandomBatch], bool]
     layers: int = 2
-    letters: str = EXECUTABLE
+    modes: str = EXECUTABLE
 
 
 INJECTIONS = {
     "mla": Injection(
         f"{V3} --num-layers 2 --epp-mla-keeps latents",
         cut_and_up_projected_again,
-        letters=EXECUTABLE + OF_LATENTS,
+        modes=EXECUTABLE + OF_LATENTS,
     ),
     "dsa": Injection(
-        f"{V3} {DSA} --num-layers 2", cut_beside_others, letters=EXECUTABLE + OF_LATENTS
+        f"{V3} {DSA} --num-layers 2", cut_beside_others, modes=EXECUTABLE + OF_LATENTS
     ),
     "ssm": Injection(f"{SSM}{PATTERN}MM-M", state_is_carried, layers=4),
     # Without the bias that moves with every batch, those with faults, too.
@@ -260,7 +260,7 @@ INJECTIONS = {
         f"{LLAMA} {HYBRID_MOE} {PATTERN}*-*E*-".replace("--moe-router-enable-expert-bias ", ""),
         cut,
         layers=6,
-        letters=EXECUTABLE + OF_EXPERTS,
+        modes=EXECUTABLE + OF_EXPERTS,
     ),
     "window": Injection(f"{LLAMA} --num-layers 2 {WINDOWS}", between_two_others),
     "mtp": Injection(
@@ -272,8 +272,8 @@ INJECTIONS = {
 @cache
 def judged(kind: str) -> Mapping[str, BatchVerdict]:
     of, table = INJECTIONS[kind], FAULTS / f"{kind}.py"
-    letters = letters_drawn(of.letters)
-    frame = Frame(61, (of.layers,), replicas=1, letters=letters, splits=True)
+    letters = modes_drawn(of.modes)
+    frame = Frame(61, (of.layers,), replicas=1, modes=letters, splits=True)
     return inject_alone(table, of.model, first_seed(table, frame, of.shows))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
 from megatron_epp.certify.command import BatchVerdict, row, verdict
-from megatron_epp.certify.compare import Shard, whole, worst_gradient
+from megatron_epp.certify.compare import Shard, assembled, worst_gradient
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import check
@@ -20,7 +20,7 @@ from megatron_epp.mcore.certify.scale_down import (
 )
 from megatron_epp.mcore.model.shape import stage_layers
 
-FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, letters="kfcmnab", splits=True)
+FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, modes="kfcmnab", splits=True)
 
 # ------------------------------------------------------------------ what is drawn
 
@@ -72,7 +72,7 @@ def test_what_has_no_target_counts_by_hand() -> None:
     drawn = draw(7, 1, FRAME)
     assert drawn.untargeted.replicas == 0
     masks = [numpy.zeros_like(mask) for mask in drawn.loss_masks]
-    masks[drawn.step.deals[0][0]][0] = 1
+    masks[drawn.step.assignments[0][0]][0] = 1
     blank = replace(drawn, loss_masks=tuple(masks)).untargeted
     chunks = sum(len(plan.chunks) for plan in drawn.step.plans)
     assert (blank.chunks, blank.replicas) == (chunks - 1, FRAME.replicas - 1)
@@ -256,7 +256,7 @@ def parts() -> list[Shard]:
 
 def test_equal_gradients_have_no_error() -> None:
     assert worst_gradient(parts(), REFERENCE).error == 0
-    assert all(numpy.array_equal(a, REFERENCE[key]) for key, a in whole(parts()).items())
+    assert all(numpy.array_equal(a, REFERENCE[key]) for key, a in assembled(parts()).items())
 
 
 def test_an_error_is_relative_to_the_largest_of_its_own_parameter() -> None:

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, modes_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
-from megatron_epp.mcore.data.row_share import RowShare, quantised_rows
+from megatron_epp.mcore.data.row_shard import RowShard, quantised_rows
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names, require_shown
 from tests.mcore.runs import flags, train, write_corpus
@@ -21,13 +21,13 @@ from tests.mcore.test_refusals import Wanted
 
 
 def test_rows_are_padded_and_every_rank_has_its_own() -> None:
-    shares = [RowShare(parts=3, part=part, splits=2) for part in range(3)]
+    shares = [RowShard(parts=3, part=part, splits=2) for part in range(3)]
     assert shares[0].multiple == 6
     assert [shares[0].padded(tokens) for tokens in (1, 6, 7)] == [6, 6, 12]
-    mine = [share.mine(12) for share in shares]
+    mine = [share.local(12) for share in shares]
     assert mine == [slice(0, 4), slice(4, 8), slice(8, 12)]
     assert shares[0].message(12) == 2
-    assert (RowShare().multiple, RowShare().padded(5), RowShare().mine(5)) == (1, 5, slice(0, 5))
+    assert (RowShard().multiple, RowShard().padded(5), RowShard().local(5)) == (1, 5, slice(0, 5))
 
 
 def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
@@ -43,9 +43,9 @@ def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
         fp8="e4m3", fp8_recipe="blockwise", sequence_parallel=True, tensor_model_parallel_size=2
     )
     assert quantised_rows(spread) == 128
-    share = RowShare(parts=2, part=1, splits=2, block=16)
+    share = RowShard(parts=2, part=1, splits=2, block=16)
     assert (share.multiple, share.padded(65), share.message(128)) == (64, 128, 32)
-    assert share.mine(128) == slice(64, 128)
+    assert share.local(128) == slice(64, 128)
 
 
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:
@@ -67,7 +67,7 @@ def test_the_certificate_takes_the_degree_from_its_flag_or_the_models() -> None:
 
 
 TABLE = FAULTS / "single_rank.py"
-FRAME = Frame(61, (2, 2), 1, letters_drawn(EXECUTABLE), splits=True, ranks=2)
+FRAME = Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), splits=True, ranks=2)
 
 
 def fragile(plan: Plan) -> bool:
@@ -75,7 +75,7 @@ def fragile(plan: Plan) -> bool:
     some, too."""
     for chunk in plan.chunks:
         ranks = [span.rank for span in chunk.spans if span.local]
-        if chunk.spread_tokens and set(ranks) == {0, 1} and len(ranks) > 2:
+        if chunk.sharded_tokens and set(ranks) == {0, 1} and len(ranks) > 2:
             return True
     return False
 

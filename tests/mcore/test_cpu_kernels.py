@@ -48,14 +48,14 @@ def _mamba(lengths: list[int]) -> torch.Tensor:
 def _delta(lengths: list[int]) -> torch.Tensor:
     q, k, v = (torch.randn(1, ROWS, 2, 8, requires_grad=True) for _ in range(3))
     g, beta = -torch.rand(1, ROWS, 2), torch.rand(1, ROWS, 2)
-    borders = torch.tensor([0, *lengths]).cumsum(0)
-    return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=borders)[0]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
+    return chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=boundaries)[0]
 
 
 def _conv(lengths: list[int]) -> torch.Tensor:
-    borders = torch.tensor([0, *lengths]).cumsum(0)
+    boundaries = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(1, ROWS, 16, requires_grad=True)
-    return causal_conv1d(rows, torch.randn(16, 4), cu_seqlens=borders)[0]
+    return causal_conv1d(rows, torch.randn(16, 4), cu_seqlens=boundaries)[0]
 
 
 @pytest.mark.parametrize("kernel", [_mamba, _delta, _conv])

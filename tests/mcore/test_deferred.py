@@ -15,16 +15,16 @@ from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, p
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 from tests.mcore.resumes import require_equal, tensors
 from tests.mcore.runs import flags, train, write_corpus
 
 
 @pytest.fixture(autouse=True)
 def linears_ask() -> Iterator[None]:
-    seams.install((seams.COLUMN_LINEAR, seams.ROW_LINEAR))
+    patch_points.install((patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR))
     yield
-    seams.remove((seams.COLUMN_LINEAR, seams.ROW_LINEAR))
+    patch_points.remove((patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR))
 
 
 def megatron_linear(fused: bool = False) -> ColumnParallelLinear:

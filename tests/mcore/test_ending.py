@@ -49,7 +49,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])
 def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, speaks):
     """Two ranks: the other acts in full as soon as this one is counted."""
-    counts = {job_exit._REFUSED: 0, job_exit._SPOKEN: 0}
+    counts = {job_exit._REFUSED: 0, job_exit._REPORTED: 0}
 
     class Store:
         def add(self, key: str, number: int) -> int:
@@ -57,16 +57,16 @@ def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, spea
             mine = counts[key]
             if key == job_exit._REFUSED and number and rank == 0:
                 counts[job_exit._REFUSED] += 1
-                counts[job_exit._SPOKEN] += 1  # the other's, which finds it taken or is first
+                counts[job_exit._REPORTED] += 1  # the other's, which finds it taken or is first
             elif key == job_exit._REFUSED and number:
-                counts[job_exit._SPOKEN] += 1  # rank 0's, before it is counted
+                counts[job_exit._REPORTED] += 1  # rank 0's, before it is counted
                 counts[job_exit._REFUSED] += 1
             return mine
 
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(job_exit, "_meeting_place", Store)
-    assert job_exit._may_speak() is speaks
+    assert job_exit._may_report() is speaks
 
 
 @pytest.mark.parametrize("group", [False, True])

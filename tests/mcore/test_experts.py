@@ -11,7 +11,7 @@ import torch
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.mcore.certify.kept_layers import small_kinds
+from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified

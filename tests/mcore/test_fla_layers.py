@@ -22,8 +22,8 @@ from tests.layers.test_states import PLAN
 HIDDEN, HEADS, KEYS, VALUES, TAPS = 6, 2, 3, 5, 4
 
 
-def sequences(borders: Tensor | None, rows: int) -> list[tuple[int, int]]:
-    return list(pairwise([0, rows] if borders is None else borders.tolist()))
+def sequences(boundaries: Tensor | None, rows: int) -> list[tuple[int, int]]:
+    return list(pairwise([0, rows] if boundaries is None else boundaries.tolist()))
 
 
 class ShortConvolution(nn.Module):
@@ -87,12 +87,12 @@ class KimiAttention(nn.Module):
     def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
         from fla.ops.kda import chunk_kda as rule
 
-        x, borders = hidden_states.transpose(0, 1), None
+        x, boundaries = hidden_states.transpose(0, 1), None
         if packed_seq_params is not None:
-            borders = packed_seq_params.cu_seqlens_q
-        q, _ = self.q_conv1d(x=self.q_proj(x), cu_seqlens=borders)
-        k, _ = self.k_conv1d(x=self.k_proj(x), cu_seqlens=borders)
-        v, _ = self.v_conv1d(x=self.v_proj(x), cu_seqlens=borders)
+            boundaries = packed_seq_params.cu_seqlens_q
+        q, _ = self.q_conv1d(x=self.q_proj(x), cu_seqlens=boundaries)
+        k, _ = self.k_conv1d(x=self.k_proj(x), cu_seqlens=boundaries)
+        v, _ = self.v_conv1d(x=self.v_proj(x), cu_seqlens=boundaries)
         q, k, v, f = (y.unflatten(-1, (HEADS, -1)) for y in (q, k, v, self.f_proj(x)))
         y, _ = rule(
             q=q,
@@ -106,7 +106,7 @@ class KimiAttention(nn.Module):
             output_final_state=False,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
-            cu_seqlens=borders,
+            cu_seqlens=boundaries,
         )
         y = F.rms_norm(y, (VALUES,)) * self.g_proj(x).sigmoid().unflatten(-1, (HEADS, -1))
         return self.o_proj(y.flatten(2)).transpose(0, 1), None

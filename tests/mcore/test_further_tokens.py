@@ -42,9 +42,9 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
     """Of documents shorter than the depths, too."""
     document, predictions, length = OneDocument(), Predictions(8, 0.3), len(MASK)
     counts = target_counts(document, 0, length, predictions)
-    borders = (0, *cut, length)
+    boundaries = (0, *cut, length)
     tokens, labels, weights, means = [], [], [], []
-    for start, stop in pairwise(borders):
+    for start, stop in pairwise(boundaries):
         targets = TargetRows(predictions, stop - start)
         targets.fill(slice(0, stop - start), document, 0, (start, stop), length, lambda: counts)
         tokens.append(mtp_tokens(document, 0, (start, stop), length, predictions.depths))

@@ -31,7 +31,7 @@ def test_nothing_happens_on_import():
     done = in_a_process(
         "-c",
         "import os, torch; before = dict(os.environ), torch.zeros, torch.compile\n"
-        "import megatron_epp.mcore.patching.cpu_host, megatron_epp.mcore.patching.seams\n"
+        "import megatron_epp.mcore.patching.cpu_host, megatron_epp.mcore.patching.patch_points\n"
         "import megatron_epp.mcore.job.job_exit\n"
         "import megatron_epp.mcore.trainer.entry, megatron_epp.pretrain_gpt, sys\n"
         "assert before == (dict(os.environ), torch.zeros, torch.compile)\n"

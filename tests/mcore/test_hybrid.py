@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
-from megatron_epp.mcore.certify.kept_layers import small_kinds
+from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape

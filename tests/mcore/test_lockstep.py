@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, StepCoverage, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, StepCoverage, draw, modes_drawn
 from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.ir import Step, check_skeletons
+from megatron_epp.ir import Step, check_op_templates
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.fault_injection import FAULTS, inject, names
@@ -49,8 +49,8 @@ TRIALS = {
         Degrees(pp=1, tp=2, dp=2), spread(BY_DEFAULT, 2), batches=2
     ),
 }
-LETTERS = letters_drawn(EXECUTABLE + OF_EXPERTS)
-FRAME = Frame(61, (2,), replicas=4, letters=LETTERS, splits=True, lockstep=4)
+MODES = modes_drawn(EXECUTABLE + OF_EXPERTS)
+FRAME = Frame(61, (2,), replicas=4, modes=MODES, splits=True, lockstep=4)
 
 
 KINDS = ("packed", "split", "hybrid", "empty", "recomputed", "selective", "halved")
@@ -174,7 +174,7 @@ def test_plans_of_training_are_in_lockstep(three) -> None:
     assert len(steps) == 3
     for step in steps:
         assert step.lockstep == 2
-        check_skeletons(step)
+        check_op_templates(step)
         assert step.plans[0].predicted.seconds == step.plans[1].predicted.seconds
     assert len(logged("z_loss", run.output)) == 3
     assert "validation loss at iteration 2" in run.output

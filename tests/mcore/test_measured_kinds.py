@@ -22,7 +22,7 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
-from megatron_epp.mcore.data.row_share import RowShare  # noqa: E402
+from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
 from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
@@ -38,7 +38,7 @@ class MadeUpLayers:
     """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
 
     first, last, head_tokens, stores_last_slice = True, True, 0, False
-    early_head, computes_alone = True, False
+    fused_head, computes_alone = True, False
     device = torch.device("cpu")
     config = SimpleNamespace(
         tensor_model_parallel_size=1, context_parallel_size=1, kv_channels=16, num_query_groups=2,
@@ -190,7 +190,7 @@ class SpreadOrLocal(MadeUpLayers):
     that in backward."""
 
     EXCHANGE = 5e-7
-    share = RowShare(parts=2)
+    row_shard = RowShard(parts=2)
     config = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
 
     def of_layer(self, at: int) -> "SpreadOrLocal":
@@ -241,7 +241,7 @@ def test_blocks_of_the_end_are_of_all_context_ranks(groups, monkeypatch) -> None
     both = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
     monkeypatch.setattr(MadeUpLayers, "config", both)
     share = SimpleNamespace(parts=2, padded=lambda tokens: tokens)
-    monkeypatch.setattr(MadeUpLayers, "share", share, raising=False)
+    monkeypatch.setattr(MadeUpLayers, "row_shard", share, raising=False)
     assert measured(groups, ("local",))[0].last_workspace_tokens == 512
 
 

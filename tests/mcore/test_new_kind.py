@@ -395,7 +395,7 @@ def owed(kind: LayerKind) -> list[str]:
     owes = ["sizes"] * (kind.PRICED not in (AttentionKind.PRICED, None) and not kind.ABSENT)
     missing = [name for name in owes if getattr(type(kind), name) is getattr(LayerKind, name)]
     # A framework's own layer has neither price nor letter.
-    names = ("NAME", "LETTER") if kind.PRICED else ("NAME",)
+    names = ("NAME", "SYMBOL") if kind.PRICED else ("NAME",)
     missing += [name for name in names if kind.SLOT and not getattr(kind, name)]
     if not kind.SLOT:
         return missing
@@ -410,7 +410,7 @@ def test_every_kind_gives_its_answers() -> None:
     assert [(kind, owed(kind)) for kind in LAYER_KINDS if owed(kind)] == []
 
 
-@pytest.mark.parametrize("answer", ["sizes", "NAME", "LETTER"])
+@pytest.mark.parametrize("answer", ["sizes", "NAME", "SYMBOL"])
 def test_an_answer_that_is_forgotten_is_named(answer: str, monkeypatch) -> None:
     monkeypatch.delattr(MoEKind, answer)
     assert owed(MoEKind()) == [answer]

@@ -126,7 +126,7 @@ def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:
     asked = partial(SimpleNamespace, epp_host_memory_gib=8)
     assert job_cost.host_budget_bytes(asked()) == 8 * GIB
     assert job_cost.host_budget_bytes(asked(epp_host_memory_gib=None)) == (
-        job_cost.CPU_HOST_SHARE * 5 * GIB
+        job_cost.CPU_HOST_FRACTION * 5 * GIB
     )
     with pytest.raises(ValueError) as refused:
         job_cost.host_budget_bytes(asked(epp_host_memory_gib=8.5))

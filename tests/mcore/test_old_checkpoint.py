@@ -43,7 +43,7 @@ JOB = {
     "epp": True,
 }
 # Written again by the run that resumes, as they were.
-KEPT = {
+PARTITION_FILE = {
     "flat": {
         "epp-budget.txt",
         "epp-cost-model.from-000002.json",
@@ -144,9 +144,9 @@ def resume(corpus: Path, name: str, tmp_path: Path, planned: bool = True, **how:
         assert recorded_plans(tmp_path / "plans") == recorded_plans(DATA / name / "plans")
         require_losses(run, name)
     files = {path.name for path in DATA.joinpath(name).glob("epp-*")}
-    assert files - {"epp-cost-model.json"} == KEPT[name]
-    assert (new / "epp-choices.json").exists() and KEPT[name] >= CHOICES
-    for file in sorted(KEPT[name] - CHOICES):
+    assert files - {"epp-cost-model.json"} == PARTITION_FILE[name]
+    assert (new / "epp-choices.json").exists() and PARTITION_FILE[name] >= CHOICES
+    for file in sorted(PARTITION_FILE[name] - CHOICES):
         text, old_text = (new / file).read_text(), (DATA / name / file).read_text()
         assert text == old_text if planned else text.startswith(old_text), file
     return run

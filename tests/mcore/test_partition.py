@@ -25,10 +25,10 @@ from megatron_epp.mcore.choose.kept import (
     kept_vocabulary,
 )
 from megatron_epp.mcore.flags.config import PLACING_FLAGS
-from megatron_epp.mcore.hybrid.pattern import with_borders
+from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.mcore.kinds.registry import require_pattern
-from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
 from megatron_epp.mcore.placing.placeholder import placeholder
+from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
 
@@ -270,7 +270,7 @@ def test_until_it_is_chosen_stages_are_even() -> None:
     hybrid = wanted(hybrid_layer_pattern="*-*-*", num_layers=None, num_experts=None)
     assert placeholder(hybrid) == {}
     require_pattern(hybrid)
-    assert with_borders("*-|*-*/*", (1, 4)) == "*|-*-*/*"
+    assert with_boundaries("*-|*-*/*", (1, 4)) == "*|-*-*/*"
 
 
 PLACED = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}

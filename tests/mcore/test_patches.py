@@ -87,7 +87,7 @@ def test_where_the_patches_are_applied_nothing_is_replaced(tree):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    seams = [line.split(" | ") for line in done.stdout.splitlines() if " | " in line]
-    assert seams
-    for name, when, patched in seams:
+    patch_points = [line.split(" | ") for line in done.stdout.splitlines() if " | " in line]
+    assert patch_points
+    for name, when, patched in patch_points:
         assert patched == str(when != "cpu host"), name

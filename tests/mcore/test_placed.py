@@ -16,8 +16,8 @@ from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.choose.kept import CHOICES_FILE
 from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
-from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
 from megatron_epp.mcore.placing.placeholder import placeholder
+from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.sim.play import play
 from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
@@ -85,14 +85,14 @@ def test_the_command_line_names_placements() -> None:
 class Stage:
     """Notes behind which other a stage's reductions start."""
 
-    behind: Any = field(default=None)
+    after: Any = field(default=None)
 
-    def reduce_behind(self, other: Any) -> None:
-        self.behind = other
+    def reduce_after(self, other: Any) -> None:
+        self.after = other
 
 
 @pytest.mark.parametrize(
-    ("ran", "behind"),
+    ("ran", "after"),
     [
         ("F0 F3 B3 B0", {0: None, 3: None}),
         ("F0 F3 I3 B0 W3", {0: 3, 3: None}),  # the last stage's W comes last
@@ -100,12 +100,12 @@ class Stage:
         ("F0 F2 F4 I4 W4 I2 B0 W2", {0: 2, 2: None, 4: None}),
     ],
 )
-def test_reductions_start_in_the_order_of_stages(ran: str, behind: dict[int, int | None]) -> None:
+def test_reductions_start_in_the_order_of_stages(ran: str, after: dict[int, int | None]) -> None:
     """Each letter and stage of chunk 0."""
-    stages: dict[int, Any] = {stage: Stage() for stage in behind}
+    stages: dict[int, Any] = {stage: Stage() for stage in after}
     reduce_in_turn(stages, [(int(op[1:]), Op.parse(f"{op[0]}0")) for op in ran.split()])
-    waits = {stage: None if of is None else stages[of] for stage, of in behind.items()}
-    assert all(one.behind is waits[stage] for stage, one in stages.items())
+    waits = {stage: None if of is None else stages[of] for stage, of in after.items()}
+    assert all(one.after is waits[stage] for stage, one in stages.items())
 
 
 def require_recorded_in_simulated_order(folder: Path, iteration: int, place: tuple) -> None:

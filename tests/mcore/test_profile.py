@@ -93,7 +93,7 @@ def test_another_device_or_format_is_refused() -> None:
 
 def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> None:
     """A rank takes its rows block by block: over two context ranks that is a block of each."""
-    monkeypatch.setattr(job_cost, "early_head", lambda args: True)
+    monkeypatch.setattr(job_cost, "fused_head", lambda args: True)
     blocks = [
         job_cost.analytic(args(context_parallel_size=cp)).last_workspace_tokens for cp in (1, 2, 4)
     ]

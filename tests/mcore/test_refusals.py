@@ -14,7 +14,7 @@ from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
-from megatron_epp.ir.recompute import LETTERS
+from megatron_epp.ir.recompute import MODES
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
 from megatron_epp.mcore.capabilities.refusals import (
     refuse,
@@ -50,7 +50,7 @@ def test_every_letter_of_plans_runs() -> None:
     )
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
-    assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(LETTERS)
+    assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(MODES)
     with pytest.raises(PlanError, match="is for 1 data-parallel replicas; this job has 2"):
         accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=2)
 
@@ -62,7 +62,7 @@ EXPERTS = {
 }
 
 SPARSE = {"experimental_attention_variant": "dsa"}
-FURTHER = {
+MTP_SEPARATOR = {
     "mtp_num_layers": 1,
     "untie_embeddings_and_output_weights": True,
     "pipeline_model_parallel_size": 3,
@@ -148,9 +148,15 @@ class Wanted:
         (EXPERTS | {"moe_token_dispatcher_type": "flex"}, "alltoall or allgather"),
         (EXPERTS | {"moe_shared_expert_overlap": True}, "overlap"),
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
-        (FURTHER | {"untie_embeddings_and_output_weights": False}, "tied embeddings"),
-        (FURTHER | {"pipeline_model_parallel_layout": "Et|tt|mL"}, "in front of the L, behind a t"),
-        (FURTHER | {"mtp_detach_heads": True, "epp_vocab_parallel": "on"}, "one of the two out"),
+        (MTP_SEPARATOR | {"untie_embeddings_and_output_weights": False}, "tied embeddings"),
+        (
+            MTP_SEPARATOR | {"pipeline_model_parallel_layout": "Et|tt|mL"},
+            "in front of the L, behind a t",
+        ),
+        (
+            MTP_SEPARATOR | {"mtp_detach_heads": True, "epp_vocab_parallel": "on"},
+            "one of the two out",
+        ),
         ({"mla_down_proj_fusion": True}, "one product for both latents"),
         ({"cache_mla_latents": True}, "for inference"),
         ({"qk_clip": True}, "largest logit"),
@@ -167,7 +173,7 @@ class Wanted:
         ({**FP8, "fp8_recipe": "custom"}, "from what, nobody knows"),
         ({**FP8, "transformer_impl": "local"}, "fp8 in Megatron's local layers"),
         ({**FP8, "fp8_dot_product_attention": True}, "fp8 beyond linears of layers"),
-        ({**FP8, **FURTHER, **EXPERTS}, "further tokens predicted by experts in fp8"),
+        ({**FP8, **MTP_SEPARATOR, **EXPERTS}, "further tokens predicted by experts in fp8"),
         ({"recompute_granularity": "full"}, "--epp-memory-budget-gib"),
         ({"cpu_offloading_num_layers": 2}, "offloading"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
@@ -186,7 +192,7 @@ class Wanted:
         (SPARSE | {"dsa_kernel_backend": "tilelang"}, "torch's products"),
         (SPARSE | {"dsa_indexer_topk_freq": 4}, "every layer chooses its own"),
         (SPARSE | {**FP8, "fp8_recipe": "blockwise"}, "sparse attention in fp8"),
-        (SPARSE | FURTHER, "builds no such depth"),
+        (SPARSE | MTP_SEPARATOR, "builds no such depth"),
         (SPARSE | {"window_size": (128, 0)}, "sparse attention within a window"),
         ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),
     ],

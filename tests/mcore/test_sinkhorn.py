@@ -22,7 +22,7 @@ MODEL = (
     f"{LLAMA} --num-layers 2 --sequence-parallel --num-experts 8 --moe-router-topk 2 "
     "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type sinkhorn"
 )
-FRAME = Frame(61, (2,), replicas=1, letters="k", splits=True, whole=True)
+FRAME = Frame(61, (2,), replicas=1, modes="k", splits=True, whole=True)
 
 
 def shows(fault: str, drawn: RandomBatch) -> bool:
@@ -71,7 +71,7 @@ def test_a_plan_that_cuts_is_refused() -> None:
     made, job = SourcedStep(step, str(step)), {"layers": (1,), "replica": 0, "replicas": 1}
     accept(made, [5, 3], False, **job)
     with pytest.raises(PlanError, match=r"chunk 0 has 0\[0:2\], and .+ expected whole documents"):
-        accept(made, [5, 3], False, whole=True, **job)
+        accept(made, [5, 3], False, full_documents=True, **job)
 
 
 # ------------------------------------------------------------------ inside the trainer

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
@@ -14,7 +14,7 @@ from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 
 TABLE = FAULTS / "trees.py"
-FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True, trees=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:

@@ -9,7 +9,7 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Heads
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
 from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
@@ -57,7 +57,7 @@ def test_a_planned_batch_finds_every_graph_built() -> None:
     assert needed <= {call.graph for call in calls(context, alone=False)}
 
 
-class Engine(PlainKernel):
+class Engine(ReferenceKernel):
     """Draws with every call, as Transformer Engine does."""
 
     name = "te"
@@ -94,7 +94,7 @@ def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:
 
 def test_documents_of_one_rank_are_run_over_all_heads(one_rank, monkeypatch) -> None:
     kernel, of_whole = Engine(), Engine()
-    attention = VarlenAttention(kernel, whole=of_whole)
+    attention = VarlenAttention(kernel, uncut=of_whole)
     whole = dataclasses.replace(HEADS, query=8, key=4)
     assert warm_up(attention, HEADS, whole, 100, CPU) == 10 + 4
     assert of_whole.ran == [(size, size) for size in buckets(100)]
@@ -128,4 +128,4 @@ def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> No
 
 def test_other_kernels_have_nothing_to_build() -> None:
     assert warm_up(PartsAttention(0.5), HEADS, HEADS, 100, CPU) == 0
-    assert warm_up(VarlenAttention(PlainKernel(0.5)), HEADS, HEADS, 100, CPU) == 0
+    assert warm_up(VarlenAttention(ReferenceKernel(0.5)), HEADS, HEADS, 100, CPU) == 0

@@ -17,7 +17,7 @@ from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
@@ -48,9 +48,9 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
     assert chunking.count == 3 and (chunking.document.max() >= 0) == cut
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking_window(chunking.sizes, 2)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, 2)
     ours = min(
-        list_schedule(work, policy_of(style, work, chunking.sizes, law)).seconds
+        list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit)).seconds
         for style in policies(False, many=True)
     )
     layers = cost.layout.layers
@@ -82,13 +82,18 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     chunking = build_chunks(ChunkingParams(8.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     alone = list_schedule(
-        work, policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, law)
+        work,
+        policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, in_flight_limit),
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
     rows = ilp.memory_rows(
-        law, work.backward_order, work.ops.moved_bytes, freed_bytes(cost, loads, "kf"), budget
+        in_flight_limit,
+        work.backward_order,
+        work.ops.moved_bytes,
+        freed_bytes(cost, loads, "kf"),
+        budget,
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layout.layers))
@@ -137,10 +142,10 @@ def test_dealing_against_every_dealing(seed) -> None:
         return float(sums.max()) if (np.bincount(owner, minlength=replicas) > 0).all() else np.inf
 
     best = min(slowest(owner) for owner in itertools.product(range(replicas), repeat=7))
-    deals = balance_replicas(lengths, cost, replicas)
-    assert sorted(d for held in deals for d in held) == list(range(7))
+    assignments = balance_replicas(lengths, cost, replicas)
+    assert sorted(d for held in assignments for d in held) == list(range(7))
     owner = np.empty(7, dtype=int)
-    for replica, held in enumerate(deals):
+    for replica, held in enumerate(assignments):
         owner[list(held)] = replica
     assert best - 1e-12 <= slowest(owner) <= 4 / 3 * best + 1e-12
 
@@ -187,7 +192,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     chunking = build_chunks(ChunkingParams(40.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
     most = np.full(chunking.count + cost.layout.stages - 1, min(cost.layout.layers))
@@ -195,7 +200,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     def solved() -> np.ndarray:
         found = ilp.solve_order(
             solver,
-            law,
+            in_flight_limit,
             work.backward_order,
             work.ops.moved_bytes,
             freed,
@@ -214,7 +219,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
         on_demand[0], work.backward_order, cost.layout.stages
     )
     missing, _ = ilp._missing(
-        law, work.backward_order, work.ops.moved_bytes, saved, work.headroom_bytes
+        in_flight_limit, work.backward_order, work.ops.moved_bytes, saved, work.headroom_bytes
     )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
@@ -257,9 +262,9 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     loads = loads_of(chunking, batch.lengths)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     for style in policies(True, many=True):
-        schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, law))
+        schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, in_flight_limit))
         again = replayed(plain, schedule)
         assert again.seconds == schedule.seconds
         assert (again.start == schedule.start).all() and (again.stop == schedule.stop).all()

@@ -21,7 +21,12 @@ from megatron_epp.planner.order.emit_block import emit_block
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
-from megatron_epp.planner.order.warmup import constant, group_by_group, pipelines, shrinking_window
+from megatron_epp.planner.order.warmup import (
+    constant,
+    group_by_group,
+    pipelines,
+    shrinking_in_flight,
+)
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.engine import OpArrays
@@ -82,11 +87,11 @@ def test_each_pipeline_pays_its_warm_up(sizes, stages, data) -> None:
 def test_a_shrinking_window_costs_no_time(sizes, stages) -> None:
     """One pipeline, no barrier, less in flight than with a constant window."""
     work = balanced(sizes, stages, 1.0, 2.0)
-    law = shrinking_window(np.array(sizes), stages)
-    schedule = list_schedule(work, strict(law))
+    in_flight_limit = shrinking_in_flight(np.array(sizes), stages)
+    schedule = list_schedule(work, strict(in_flight_limit))
     assert schedule.seconds == 3.0 * (sum(sizes) + stages - 1)
-    assert (law <= constant(np.array(sizes), stages)).all()
-    assert (law >= group_by_group(np.array(sizes), stages)).all()
+    assert (in_flight_limit <= constant(np.array(sizes), stages)).all()
+    assert (in_flight_limit >= group_by_group(np.array(sizes), stages)).all()
 
 
 @given(SIZES, st.integers(1, 6), st.data())
@@ -99,8 +104,11 @@ def test_recompute_on_diagonals_costs_its_sum(sizes, stages, data) -> None:
     seconds = work.ops.seconds.copy()
     seconds[B] += added
     longer = dataclasses.replace(work, ops=work.ops._replace(seconds=seconds))
-    law = strict(constant(np.array(sizes), stages))
-    plain, recomputing = list_schedule(work, law), list_schedule(longer, law)
+    in_flight_limit = strict(constant(np.array(sizes), stages))
+    plain, recomputing = (
+        list_schedule(work, in_flight_limit),
+        list_schedule(longer, in_flight_limit),
+    )
     assert recomputing.seconds - plain.seconds == pytest.approx(0.25 * layers.sum(), abs=1e-9)
 
 
@@ -124,10 +132,10 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layout.layers], float
     )
     work = problem_of(cost, chunking, loads, {(0, FULL): grid})
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
-        schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
+        schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
         draft = Draft(chunking, {(0, FULL): grid}, schedule.kinds, schedule.chunks)
         (planned,) = emit_block("test", batch, draft, cost, Options()).planned
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
@@ -143,9 +151,9 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(ChunkingParams(12), batch.lengths, rates_of(cost), 50_000)
     work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
-    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
+    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
     kinds = merge_iw(schedule, work)
     apart, merged = (

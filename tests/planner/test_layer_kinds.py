@@ -22,9 +22,9 @@ from megatron_epp.planner.order.problem import (
     problem_of,
     rates_of,
 )
-from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
-from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, whole_layers
+from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, full_layers
 from megatron_epp.planner.recompute.uniform import strict
 from tests.planner.cases import mixture
 
@@ -42,21 +42,32 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(3)])
     chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = group_by_group(chunking.sizes, cost.layout.stages)
+    in_flight_limit = group_by_group(chunking.sizes, cost.layout.stages)
     assert cost.layout.kinds.number == 2 and chunking.count <= 4
 
     def within(counts, budget) -> bool:
         moved = problem_of(cost, chunking, loads, counts).ops.moved_bytes
-        return bool(ilp.within(law, chunking.backward, moved, budget).all())
+        return bool(ilp.within(in_flight_limit, chunking.backward, moved, budget).all())
 
     kept = problem_of(cost, chunking, loads, {})
     free, _ = ilp._missing(
-        law, kept.backward_order, kept.ops.moved_bytes, np.zeros(law.shape), np.zeros(1)
+        in_flight_limit,
+        kept.backward_order,
+        kept.ops.moved_bytes,
+        np.zeros(in_flight_limit.shape),
+        np.zeros(1),
     )
     budget = np.array([free.max() * random.uniform(0.5, 0.95)])
-    steps = whole_layers(cost)
+    steps = full_layers(cost)
     found = diagonal_counts(
-        ilp.Solver(), cost, loads, kept, law, integer=True, headroom_bytes=budget, steps=steps
+        ilp.Solver(),
+        cost,
+        loads,
+        kept,
+        in_flight_limit,
+        integer=True,
+        headroom_bytes=budget,
+        steps=steps,
     )
     # What the program reckons with: bytes from F to B alone, so that is what judges, too.
     freed = [freed_bytes(cost, loads, letters, kind)[0] for kind, letters in enumerate(steps)]
@@ -64,7 +75,9 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
 
     def enough(grids) -> bool:
         saved = sum(grid * per for grid, per in zip(grids, freed, strict=True))
-        missing, _ = ilp._missing(law, kept.backward_order, kept.ops.moved_bytes, saved, budget)
+        missing, _ = ilp._missing(
+            in_flight_limit, kept.backward_order, kept.ops.moved_bytes, saved, budget
+        )
         return bool((missing <= 0).all())
 
     best = np.inf
@@ -90,14 +103,16 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     batch = SortedBatch.of([20_000, 15_000, 9_000, 8_000])
     chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     kept = problem_of(cost, chunking, loads, {})
     full = every_layer("f", left_layers(cost, {}, chunking.count))
-    least = list_schedule(problem_of(cost, chunking, loads, full), strict(law)).peak_bytes
-    most = list_schedule(kept, strict(law)).peak_bytes
+    least = list_schedule(
+        problem_of(cost, chunking, loads, full), strict(in_flight_limit)
+    ).peak_bytes
+    most = list_schedule(kept, strict(in_flight_limit)).peak_bytes
     budget = least + np.array([0.02, 1, 1, 1]) * (most - least)
     found = diagonal_counts(
-        ilp.Solver(), cost, loads, kept, law, integer=False, headroom_bytes=budget
+        ilp.Solver(), cost, loads, kept, in_flight_limit, integer=False, headroom_bytes=budget
     )
     assert found is not None
     dense = cost.layout.kinds.names.index("dense")

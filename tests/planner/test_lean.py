@@ -5,7 +5,7 @@ import pytest
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PLANNERS, TRAINING_LEVERS, Options
-from megatron_epp.planner.epp.lean import TIE
+from megatron_epp.planner.epp.least_memory import TIE
 
 K = 1024
 

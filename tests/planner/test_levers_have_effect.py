@@ -104,8 +104,10 @@ def test_replicas_have_the_same_layers(batch: list[int], same: bool) -> None:
     """Whether each alone wants the same ones or others."""
     cost = machine(pp=4, head_seconds=True)
     options = Options(levers=ALL, effort=0, open_layers=True)
-    deals = balance_replicas(batch, cost, 2)
-    alone = {PLANNERS["epp"]([batch[d] for d in held], cost, options).plan.layers for held in deals}
+    assignments = balance_replicas(batch, cost, 2)
+    alone = {
+        PLANNERS["epp"]([batch[d] for d in held], cost, options).plan.layers for held in assignments
+    }
     assert (len(alone) == 1) == same
     made = plan_step(batch, cost, options, "epp", 2)
     even = plan_step(batch, cost, dataclasses.replace(options, open_layers=False), "epp", 2)

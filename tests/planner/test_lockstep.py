@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.ir import Step, check, check_skeletons
+from megatron_epp.ir import Step, check, check_op_templates
 from megatron_epp.planner import (
     ALL,
     COMPARED,
@@ -25,11 +25,11 @@ from megatron_epp.planner.block_table import block_seconds
 from megatron_epp.planner.chunks.block import BlockChunking, build_block, folded
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
 from megatron_epp.planner.order.emit import Draft, SortedBatch
-from megatron_epp.planner.order.emit_block import block_peaks, shares_of, tables_in_step
+from megatron_epp.planner.order.emit_block import block_peaks, member_plans, tables_in_step
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
-from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from tests.planner.cases import LENGTHS, machine, machines, mixture
@@ -41,7 +41,7 @@ WIDTHS = st.integers(2, 4)
 def require_runs(step: Step, lengths: list[int], width: int) -> None:
     assert step.lockstep == width and step.lengths == tuple(lengths)
     assert Step.parse(str(step)) == step
-    check_skeletons(step)
+    check_op_templates(step)
     for plan in step.plans:
         check(plan)
     for block in range(0, len(step.plans), width):
@@ -161,12 +161,12 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
         grid[stage] = [random.randint(0, int(layers)) for _ in range(chunking.count)]
     counts = {(0, letter): grid}
     work = problem_of(cost, chunking, loads, counts)
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
-    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)
     exact = block_peaks(batch, draft, cost, options) - np.array(cost.memory.states_bytes)
     assert (exact <= schedule.peak_bytes * (1 + 1e-9) + 16 * chunking.count).all()
-    shares = shares_of(batch, draft, cost, options)
+    shares = member_plans(batch, draft, cost, options)
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         assert play(share.plan, table).seconds == pytest.approx(schedule.seconds, rel=1e-9)
 

@@ -22,9 +22,9 @@ from megatron_epp.planner.order.problem import (
     loads_of,
     problem_of,
     rates_of,
-    with_kept,
+    with_unrecomputed,
 )
-from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from tests.planner.cases import LENGTHS, ROOMS_GIB, machine
@@ -57,7 +57,7 @@ def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chu
     layers = np.array(cost.layout.layers, float)[:, None]
 
     def seconds(aside: np.ndarray) -> np.ndarray:
-        table = cost.table_of(loads, with_kept(cost, {(0, OFFLOAD): aside}, loads.chunks))
+        table = cost.table_of(loads, with_unrecomputed(cost, {(0, OFFLOAD): aside}, loads.chunks))
         return np.stack([table.seconds[kind] for kind in (Kind.FORWARD, *BACKWARDS)])
 
     hidden = offload.hidden_layers(cost, loads)[0, OFFLOAD]
@@ -78,7 +78,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
     chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking_window(chunking.sizes, cost.layout.stages)
+    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     layers = np.array(cost.layout.layers, float)[:, None]
     aside = (
         offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
@@ -89,10 +89,12 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         return problem_of(cost, chunking, loads, {(0, OFFLOAD): aside, **again})
 
     def fits(work: ScheduleProblem) -> bool:
-        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.headroom_bytes).all()
+        return ilp.within(
+            in_flight_limit, work.backward_order, work.ops.moved_bytes, work.headroom_bytes
+        ).all()
 
     found = diagonal_counts(
-        ilp.Solver(), cost, loads, work({}), law, integer=False, steps=("knf",),
+        ilp.Solver(), cost, loads, work({}), in_flight_limit, integer=False, steps=("knf",),
         layers=[layers - aside],
     )  # fmt: skip
     assert (found is not None) == fits(work({(0, "f"): layers - aside}))

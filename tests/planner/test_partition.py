@@ -31,8 +31,8 @@ def slowest(seconds: np.ndarray, layers: tuple[int, ...]) -> float:
 
 
 def every_partition(layers: int, stages: int):
-    for borders in combinations(range(1, layers), stages - 1):
-        yield tuple(b - a for a, b in zip((0, *borders), (*borders, layers), strict=True))
+    for boundaries in combinations(range(1, layers), stages - 1):
+        yield tuple(b - a for a, b in zip((0, *boundaries), (*boundaries, layers), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.ir import check_skeletons, slices_of
+from megatron_epp.ir import check_op_templates, slices_of
 from megatron_epp.planner import COMPARED, PLANNERS, TRAINING_LEVERS, Options, plan_step
 from tests.planner.cases import machine
 
@@ -18,7 +18,7 @@ def test_no_document_is_cut(planner, width) -> None:
             cost = machine(pp=4, room_gib=room_gib)
             options = Options(levers=levers, effort=1, lockstep=width, whole=True)
             made = plan_step(LENGTHS, cost, options, planner, width)
-            check_skeletons(made.step)
+            check_op_templates(made.step)
             assert all(found.fits for found in made.planned)
             assert all(max(slices_of(plan).document) < 0 for plan in made.step.plans)
     cut = plan_step(LENGTHS, machine(), Options(effort=1), "epp")

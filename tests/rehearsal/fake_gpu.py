@@ -183,10 +183,10 @@ def _check_flash(
     _require(k.shape == v.shape and k.shape[2] == size, f"{k.shape} {v.shape}")
     _require(heads % k.shape[1] == 0, f"{heads} heads in {k.shape[1]} groups")
     _require(all(other.shape == q.shape for other in others), "an output of another shape")
-    for borders, rows, most in ((queries, len(q), most_queries), (keys, len(k), most_keys)):
-        _require(borders.device == DEVICE and borders.dtype == torch.int32, "the borders")
-        _require(borders.dim() == 1 and borders.is_contiguous(), "the borders")
-        values = value_of(borders)
+    for boundaries, rows, most in ((queries, len(q), most_queries), (keys, len(k), most_keys)):
+        _require(boundaries.device == DEVICE and boundaries.dtype == torch.int32, "the borders")
+        _require(boundaries.dim() == 1 and boundaries.is_contiguous(), "the borders")
+        values = value_of(boundaries)
         _require(values is not None, "borders whose values the host never knew")
         _require(int(values[0]) == 0 and int(values[-1]) == rows, f"{values} for {rows} rows")
         _require(int(values.diff().max()) == most, f"{values}, said to be at most {most}")

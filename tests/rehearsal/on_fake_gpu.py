@@ -43,7 +43,7 @@ from megatron_epp.mcore.model import (  # noqa: E402
     attention,
     forward,
 )
-from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
+from megatron_epp.mcore.model.layer_spec import fix_layer_spec  # noqa: E402
 from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 from scripts.bench import single_stage  # noqa: E402
@@ -126,7 +126,7 @@ def world_of(tensor: int, context: int) -> Iterator[single_stage.SingleProcess]:
         def description(args: Any) -> Any:
             made = described(args)
             if args.context_parallel_size > 1:
-                mend_layer_spec(made)
+                fix_layer_spec(made)
             return made
 
         patch.setattr(argument_utils, "gpt_config_from_args", description)

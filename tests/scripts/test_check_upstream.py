@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.releases import MAIN, NEWEST, RELEASES, STABLE, release_of
 
 ROOT = Path(__file__).parents[2]
@@ -72,15 +72,15 @@ def test_the_installed_one_holds() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"all {len(seams.ALL_SEAMS)} seams hold: {STABLE}" in done.stdout
+    assert f"all {len(patch_points.ALL_PATCH_POINTS)} seams hold: {STABLE}" in done.stdout
 
 
 def test_its_sources_are_those_that_run() -> None:
     """What is read from files is what ``inspect`` says of the functions that were imported."""
     checkout = Checkout(installed())
-    for seam in seams.ALL_SEAMS:
-        for name in (seam.target, *seam.relies_on):
-            assert checkout.source(name) == seams._source(name) != ""
+    for patch_point in patch_points.ALL_PATCH_POINTS:
+        for name in (patch_point.target, *patch_point.relies_on):
+            assert checkout.source(name) == patch_points._source(name) != ""
     assert checkout.version == NEWEST
 
 
@@ -141,10 +141,12 @@ def knows_better(name: str) -> bool:
 def test_patches_count_as_holding(tree) -> None:
     patches = sorted((ROOT / "patches").glob("*.patch"))
     subprocess.run(["git", "apply", *map(str, patches)], cwd=tree, check=True)
-    findings = look(seams.ALL_SEAMS, Checkout(tree), Checkout(installed()))
+    findings = look(patch_points.ALL_PATCH_POINTS, Checkout(tree), Checkout(installed()))
     assert all(one.holds for one in findings)
-    assert [one.seam.name for one in findings if one.patched] == [
-        seam.name for seam in seams.ALL_SEAMS if seam.when != "cpu host"
+    assert [one.patch_point.name for one in findings if one.patched] == [
+        patch_point.name
+        for patch_point in patch_points.ALL_PATCH_POINTS
+        if patch_point.when != "cpu host"
     ]
 
 
@@ -162,7 +164,9 @@ def test_what_is_no_checkout_is_refused_in_one_line(tmp_path, broken, check) -> 
 
 def test_every_release_names_every_seam() -> None:
     for release in RELEASES:
-        assert set(release.fingerprints) == {seam.name for seam in seams.ALL_SEAMS}
+        assert set(release.fingerprints) == {
+            patch_point.name for patch_point in patch_points.ALL_PATCH_POINTS
+        }
         for version in release.versions:
             assert release_of(version) is release_of(f"{version}+d98e8a64") is release
 

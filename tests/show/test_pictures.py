@@ -29,7 +29,7 @@ from megatron_epp.show.svg import to_svg
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import idle, timeline, timeline_of
 from megatron_epp.show.trace import to_trace
-from megatron_epp.show.units import bytes_text, share_text
+from megatron_epp.show.units import bytes_text, fraction_text
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
 from tests.show.plans import (
@@ -310,7 +310,7 @@ def test_what_is_to_be_read_of_a_wide_plan_stands_at_the_left(stages, chunks):
     drawing = draw_timeline(run)
     assert drawing.width > 1500
     for stage in range(stages):
-        share = share_text(1 - run.busy[stage] / run.seconds)
+        share = fraction_text(1 - run.busy[stage] / run.seconds)
         for words in (f"stage {stage}", f"{share} idle", f" of {bytes_text(40e9)}"):
             assert any(label.text.endswith(words) and label.x < 200 for label in labels(drawing))
     numbers = {

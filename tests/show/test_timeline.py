@@ -8,7 +8,7 @@ from megatron_epp.ir import Kind, Message, Op, Payload, Plan, PlanError, Timed, 
 from megatron_epp.show.reasons import LATE
 from megatron_epp.show.timeline import (
     chunk_names,
-    local_share,
+    local_fraction,
     memory_curve,
     offloaded_ratio,
     offloaded_share,
@@ -101,8 +101,8 @@ def test_a_chunk_is_named_with_the_ranks_of_its_local_documents():
         "slice 2 of 2 of document 0 and 1 whole document (1 local, to rank 1)",
         "1 whole document (1 local, to rank 0)",
     )
-    assert local_share(plan) == pytest.approx(2400 / 11400)
-    assert local_share(example()) == 0
+    assert local_fraction(plan) == pytest.approx(2400 / 11400)
+    assert local_fraction(example()) == 0
 
 
 def test_what_is_offloaded_is_not_recomputed():

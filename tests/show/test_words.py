@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from megatron_epp.show.table import markdown, plain
+from megatron_epp.show.table import markdown, text_table
 from megatron_epp.show.units import (
     bytes_text,
+    fraction_text,
     seconds_text,
-    share_text,
     ticks,
     time_ticks,
     tokens_text,
@@ -34,7 +34,7 @@ def test_seconds(seconds, text):
 def test_other_units():
     assert bytes_text(10.5 * 2**30) == "10.50 GiB"
     assert bytes_text(3.25 * 2**20) == "3.25 MiB"
-    assert share_text(0.1234) == "12.3%"
+    assert fraction_text(0.1234) == "12.3%"
     assert [tokens_text(n) for n in (12, 9000, 1_550_000)] == ["12", "9.0K", "1.55M"]
 
 
@@ -58,11 +58,11 @@ def test_time_ticks_name_their_unit_once():
 
 
 def test_a_plain_table():
-    assert plain(["planner", "seconds"], [["epp", "1.5"], ["infinipipe", "12.25"]]) == (
+    assert text_table(["planner", "seconds"], [["epp", "1.5"], ["infinipipe", "12.25"]]) == (
         "planner     seconds\n----------  -------\nepp             1.5\ninfinipipe    12.25\n"
     )
     with pytest.raises(ValueError, match="a row of 1 cells; expected 2"):
-        plain(["a", "b"], [["1"]])
+        text_table(["a", "b"], [["1"]])
 
 
 def test_a_markdown_table():

@@ -9,7 +9,7 @@ from megatron_epp.ir import Plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.sim.play import play
-from megatron_epp.sim.resident import beside_ratio, resident_ratios
+from megatron_epp.sim.resident import extra_ratio, resident_ratios
 from megatron_epp.sim.unit_table import unit_table
 
 TWO = Plan.parse("""\
@@ -36,7 +36,7 @@ stage 1: F0 B0 F1 B1
     ],
 )
 def test_beside(ops: list, held: list, share: float) -> None:
-    assert beside_ratio(ops, held) == pytest.approx(share)
+    assert extra_ratio(ops, held) == pytest.approx(share)
 
 
 def test_a_plan_by_hand() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
 from megatron_epp.certify.command import OWN_BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
@@ -179,7 +179,7 @@ def test_adapters_around_its_linears_are_refused() -> None:
 # ------------------------------------------------------------------ faults
 
 OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
-FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True)
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:

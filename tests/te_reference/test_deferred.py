@@ -34,13 +34,13 @@ KINDS = {
 @pytest.fixture(scope="module", autouse=True)
 def host() -> Iterator[None]:
     """Before the first import of Transformer Engine."""
-    from megatron_epp.mcore.patching import cpu_host, seams
+    from megatron_epp.mcore.patching import cpu_host, patch_points
 
     cpu_host.install_cpu_host()
-    linears = seams.COLUMN_LINEAR, seams.ROW_LINEAR
-    seams.install(linears)
+    linears = patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR
+    patch_points.install(linears)
     yield
-    seams.remove(linears)
+    patch_points.remove(linears)
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
 from megatron_epp.certify.command import BOUND, OWN_BOUND, QUANTISED_BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial
@@ -34,7 +34,7 @@ E4M3 = " --fp8-format e4m3 --fp8-recipe blockwise"
 MXFP8 = " --fp8-format e4m3 --fp8-recipe mxfp8"
 TENSORS = " --fp8-format hybrid --fp8-recipe tensorwise"
 HELD = " --use-distributed-optimizer --fp8-param-gather"
-FURTHER = " --mtp-num-layers 1"
+MTP_SEPARATOR = " --mtp-num-layers 1"
 DENSE = f"{LLAMA} --num-layers 2{HYBRID}"
 
 EVERY_DEGREE = {
@@ -44,7 +44,7 @@ EVERY_DEGREE = {
             DENSE,
             DEEPSEEK + GROUPED + HYBRID,
             EXPERTS + E4M3,
-            V3 + FURTHER + E4M3,
+            V3 + MTP_SEPARATOR + E4M3,
             EXPERTS + GROUPED + TENSORS,
         ),
         batches=10,
@@ -101,7 +101,7 @@ def test_what_is_not_certified_is_refused(loop, fp8, says) -> None:
 
 # ------------------------------------------------------------------ faults
 
-FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True)
 
 
 def shows(fault: str, drawn: RandomBatch) -> bool:

@@ -194,9 +194,9 @@ def turned(x: Tensor, position: int, angles: Tensor) -> Tensor:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rotary_positions_count_from_0_in_every_sequence(ranks) -> None:
     table = drawn(16, 2).repeat(1, 2)[:, None, None]
-    borders = torch.tensor([0, 8, 12], dtype=torch.int32)
+    boundaries = torch.tensor([0, 8, 12], dtype=torch.int32)
     x = drawn(12 // ranks, 3, 6)
-    options = (None, enums.NVTE_QKV_Format.NVTE_THD, False, borders, ranks, ranks - 1)
+    options = (None, enums.NVTE_QKV_Format.NVTE_THD, False, boundaries, ranks, ranks - 1)
     found = rotary.fused_rope_forward(x, table, *options)
     positions = [*range(8), *range(4)] if ranks == 1 else [2, 3, 4, 5, 1, 2]
     expected = [turned(row, p, table[:, 0, 0]) for row, p in zip(x, positions, strict=True)]

@@ -24,21 +24,21 @@ class LoopReference(Reference):
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
         """The largest error of what was returned of a micro-batch, in training and in a pass of
         forwards, at its place; infinite where one is missing."""
-        worst, told = 0.0, set()
+        worst, replicas = 0.0, set()
         for one in computed:
             if not one.values:
                 continue
-            told.add(one.replica)
+            replicas.add(one.replica)
             of_values, of_sums = zip(*self.units[one.replica], strict=True)
-            for found, wanted, unit in (
+            for losses, wanted, unit in (
                 (one.values, self.values[one.replica], of_values),
                 (one.collected, self.sums[one.replica], of_sums),
             ):
-                if len(found) != len(wanted):
+                if len(losses) != len(wanted):
                     return float("inf")
-                errors = [abs(a - b) / u for a, b, u in zip(found, wanted, unit, strict=True)]
+                errors = [abs(a - b) / u for a, b, u in zip(losses, wanted, unit, strict=True)]
                 worst = max(worst, *errors)
-        return worst if told == set(range(len(self.values))) else float("inf")
+        return worst if replicas == set(range(len(self.values))) else float("inf")
 
 
 @dataclass(frozen=True, slots=True)

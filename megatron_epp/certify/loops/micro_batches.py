@@ -76,7 +76,7 @@ class LoopFrame:
         generator = numpy.random.default_rng([seed, number, 7])
         losses = COUNTED if self.per_token else LOSSES
         loss = losses[number % len(losses)]
-        made = []
+        calls = []
         for replica in range(self.model.replicas):
             if replica % self.model.lockstep == 0:  # replicas that share experts call alike
                 count = random.randint(2, 6)
@@ -87,8 +87,8 @@ class LoopFrame:
                     _begin_alike(one, random)
             if self.parts > 1:  # in both of the forms in which ranks take their parts
                 drawn[1::2] = [_in_a_row(one, self.multiple) for one in drawn[1::2]]
-            made.append(tuple(drawn))
-        return DrawnMicroBatches(tuple(made), loss)
+            calls.append(tuple(drawn))
+        return DrawnMicroBatches(tuple(calls), loss)
 
     def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopResult]) -> LoopCoverage:
         count = sum(map(len, drawn.micro_batches))
@@ -156,8 +156,8 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
         name: torch.cat([batch[name][b : b + 1, :n] for b, n in enumerate(rows)], 1)
         for name in ("tokens", "labels", "position_ids", "loss_mask")
     }
-    borders = torch.tensor([0, *rows]).cumsum(0)
-    return {**row, "cu_seqlens": borders, "side by side": batch, "loss": batch["loss"]}
+    boundaries = torch.tensor([0, *rows]).cumsum(0)
+    return {**row, "cu_seqlens": boundaries, "side by side": batch, "loss": batch["loss"]}
 
 
 # ------------------------------------------------------------------ the loop's own functions
@@ -212,7 +212,7 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
 # ------------------------------------------------------------------ plans
 
 
-def arbitrary_whole_plan(
+def arbitrary_unsliced_plan(
     tokens: Sequence[int],
     layers: Sequence[int],
     random: Random,
@@ -234,14 +234,14 @@ def arbitrary_sliced_plan(
     random: Random,
     split: bool,
     forward_only: bool,
-    letters: str,
+    modes: str,
     parents: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
     micro-batch each. lengths[micro-batch] of its documents; parents, where there are any: of each
     the one of its micro-batch that it continues, or -1."""
     firsts = list(accumulate(map(len, lengths), initial=0))
-    made, prefixes = [], []
+    numbered, prefixes = [], []
     for number, of in enumerate(lengths):
         within = [
             None if parent < 0 else Span(parent, 0, of[parent])
@@ -252,13 +252,13 @@ def arbitrary_sliced_plan(
             if any(within)
             else arbitrary_chunks(of, random, firsts[number])
         )
-        made += [(chunk, number) for chunk in chunks]
+        numbered += [(chunk, number) for chunk in chunks]
         prefixes += [p and replace(p, document=firsts[number] + p.document) for p in within]
-    random.shuffle(made)
+    random.shuffle(numbered)
     documents = [length for of in lengths for length in of]
-    bare = _bare(documents, layers, [chunk for chunk, _ in made], random, letters)
+    bare = _bare(documents, layers, [chunk for chunk, _ in numbered], random, modes)
     bare = replace(bare, prefixes=tuple(prefixes))
-    return _ordered(bare, [number for _, number in made], random, split, forward_only)
+    return _ordered(bare, [number for _, number in numbered], random, split, forward_only)
 
 
 def _bare(
@@ -266,11 +266,11 @@ def _bare(
     layers: Sequence[int],
     chunks: Sequence[Chunk],
     random: Random,
-    letters: str,
+    modes: str,
 ) -> Plan:
     """Plan without orders yet."""
     recompute = tuple(
-        tuple("".join(random.choices(letters, k=count)) for _ in chunks) for count in layers
+        tuple("".join(random.choices(modes, k=count)) for _ in chunks) for count in layers
     )
     orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
     return Plan(tuple(documents), tuple(layers), tuple(chunks), recompute, orders)
@@ -291,10 +291,10 @@ def _ordered(
     """
     if forward_only:
         forwards, every = _forward_walk(bare, random), range(bare.stages)
-        made = replace(bare, orders=(forwards,) * bare.stages)
+        plan = replace(bare, orders=(forwards,) * bare.stages)
         turns = sorted((at + stage, stage) for at in range(len(forwards)) for stage in every)
-        return placed(made, place, [stage for _, stage in turns])
-    share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
+        return placed(plan, place, [stage for _, stage in turns])
+    fraction = random.choice((0.0, 0.5, 1.0)) if split else 0.0
     mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
 
     def forwards_done(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
@@ -302,9 +302,9 @@ def _ordered(
             return True
         return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
 
-    walked = list(random_walk(bare, random, share, forwards_done))
-    made = replace(bare, orders=by_stage(bare, walked))
-    return placed(made, place, [stage for stage, _ in walked])
+    walked = list(random_walk(bare, random, fraction, forwards_done))
+    plan = replace(bare, orders=by_stage(bare, walked))
+    return placed(plan, place, [stage for stage, _ in walked])
 
 
 def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:

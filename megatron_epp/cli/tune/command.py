@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             "of one device; compare layouts of devices that differ with `compare`"
         )
     the_model, the_device = model(arguments.model), device(arguments.device)
-    if the_model.further_layers:
+    if the_model.mtp_layers_count:
         raise UsageError(
             f"{the_model.name} predicts further tokens, of which the settings that are printed say "
             "nothing; tune it without, or compare layouts with `compare`"
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if pp is None and len(arguments.memory_budget_gib or ()) > 1:  # one for every pipeline rank
         pp = len(arguments.memory_budget_gib)
     wanted = JobRequest(arguments.tp, arguments.cp, pp, arguments.dp)
-    found = list(layouts(the_model, devices, node_devices, documents, wanted))
-    if not found:
+    candidates = list(layouts(the_model, devices, node_devices, documents, wanted))
+    if not candidates:
         raise UsageError(
             f"{devices} devices: no tp x cp x pp x dp fills them for {the_model.name} with "
             f"{documents} documents in a global batch; expected a --global-batch-size that many "
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = Options(arguments.context, parse_levers(arguments.levers))
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
-    made = survey(
-        found,
+    result = survey(
+        candidates,
         drawn,
         cost_for,
         options,
@@ -73,27 +73,27 @@ def run(arguments: argparse.Namespace) -> int:
         placement=arguments.placement == machine.AUTO_PLACEMENT,
         progress=bar,
     )
-    if not made.choices:
-        reasons = "; ".join(f"{layout}: {why}" for layout, why in list(made.refused.items())[:3])
+    if not result.choices:
+        reasons = "; ".join(f"{layout}: {why}" for layout, why in list(result.refused.items())[:3])
         raise ValueError(f"no layout of the {devices} devices works ({reasons})")
-    first = made.choices[0]
+    first = result.choices[0]
     played: list[Choice] = []
     if arguments.dry_run_corpus:
         played = _dry_run(first, batches, cost_for(first.layout), options, arguments)
     context = arguments.context or int(batches.corpus.inputs.max())
-    said: list[str] = []
+    settings_lines: list[str] = []
     if arguments.framework is not None:
-        stock, job = stock_choice(made, drawn, cost_for, options, context)
-        said = settings_of(arguments.framework, job)
-    if arguments.script is not None and said:
-        write_file(arguments.script, "\n".join(said) + "\n")
+        stock, job = stock_choice(result, drawn, cost_for, options, context)
+        settings_lines = settings_of(arguments.framework, job)
+    if arguments.script is not None and settings_lines:
+        write_file(arguments.script, "\n".join(settings_lines) + "\n")
     elif arguments.script is not None:
         text = launch_script(the_model, first, arguments, node_devices, documents, context)
         write_file(arguments.script, text)
     if arguments.json:
-        facts = _facts(made, arguments.top)
-        if said:
-            facts["settings"] = {"framework": arguments.framework, "lines": said}
+        facts = _facts(result, arguments.top)
+        if settings_lines:
+            facts["settings"] = {"framework": arguments.framework, "lines": settings_lines}
             facts["settings"]["choice"] = stock.facts()
         if played:
             facts["dry_run"] = [each.facts() for each in played]
@@ -103,11 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{the_model.name} on {arguments.nodes} nodes of {node_devices} x {the_device.name}, "
         f"{documents} documents a batch, {arguments.batches} batches"
     )
-    print(tuning_lines(made, str(batches), machines, arguments.top), end="")
-    if said:
+    print(tuning_lines(result, str(batches), machines, arguments.top), end="")
+    if settings_lines:
         rate = f"{stock.tokens_per_second:.4g} tokens/s"
         print(f"\n{stock.layout} by Megatron's own schedule, {rate}, for {arguments.framework}:")
-        print("\n".join(f"    {line}" for line in said))
+        print("\n".join(f"    {line}" for line in settings_lines))
     if played:
         print(spread(played), end="")
     if arguments.script is not None:
@@ -130,17 +130,17 @@ def _require_framework(arguments: argparse.Namespace) -> None:
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
     """The topology that was named, of nodes of that size."""
     name = arguments.topology or str(machine.AS_TRAINED["topology"])
-    found = topology(name)
-    if found is None:
+    named = topology(name)
+    if named is None:
         return FLAT
-    if arguments.devices_per_node or not found.node_devices:
-        return dataclasses.replace(found, node_devices=node_devices)
-    if found.node_devices != node_devices:
+    if arguments.devices_per_node or not named.node_devices:
+        return dataclasses.replace(named, node_devices=node_devices)
+    if named.node_devices != node_devices:
         raise UsageError(
-            f"--topology {name}: its nodes have {found.node_devices} devices; give "
-            f"--devices-per-node {found.node_devices}"
+            f"--topology {name}: its nodes have {named.node_devices} devices; give "
+            f"--devices-per-node {named.node_devices}"
         )
-    return found
+    return named
 
 
 def _cost(arguments: argparse.Namespace, layout: Layout, joined: str | Topology) -> Cost:
@@ -165,10 +165,10 @@ def _dry_run(
     numbers = range(arguments.dry_run_corpus)
     levers = options.levers | {"offload"} if first.offload else options.levers - {"offload"}
     options = dataclasses.replace(options, levers=levers)
-    made = []
+    choices = []
     for number in bar(numbers, len(numbers), "iterations"):
         try:
-            made.append(
+            choices.append(
                 choice_of(
                     *(first.layout, cost, first.layers, [batches[number]], options, first.planner),
                     cut=first.vocabulary_parallel,
@@ -177,13 +177,13 @@ def _dry_run(
             )
         except ValueError as error:
             raise ValueError(f"iteration {number} of {first.layout}: {error}") from error
-    return made
+    return choices
 
 
-def _facts(made: Survey, top: int) -> dict:
-    choices: Sequence[Choice] = made.choices[:top]
+def _facts(result: Survey, top: int) -> dict:
+    choices: Sequence[Choice] = result.choices[:top]
     return {
         "choices": [choice.facts() for choice in choices],
-        "refused": {str(layout): why for layout, why in made.refused.items()},
-        "bounded": [str(layout) for layout in made.bounded],
+        "refused": {str(layout): why for layout, why in result.refused.items()},
+        "bounded": [str(layout) for layout in result.bounded],
     }

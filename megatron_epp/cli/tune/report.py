@@ -8,8 +8,8 @@ from megatron_epp.cli.compare import COLUMNS, PAYS
 from megatron_epp.planner.choose.choice import placement_name
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, Choice, Survey
-from megatron_epp.show.table import plain
-from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
+from megatron_epp.show.table import text_table
+from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "layers", "runs", "tokens/s", "seconds", "idle", "redo"),
@@ -26,16 +26,16 @@ GiB       the most that a device holds\
 """
 
 
-def tuning_lines(made: Survey, batches: str, machines: str, top: int) -> str:
-    lines = [*_verdict(made), "", f"lengths  {batches}", f"machine  {machines}", ""]
+def tuning_lines(result: Survey, batches: str, machines: str, top: int) -> str:
+    lines = [*_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
-    text += "\n" + plain(_HEADERS, [_row(n, c) for n, c in enumerate(made.choices[:top], 1)])
+    text += "\n" + text_table(_HEADERS, [_row(n, c) for n, c in enumerate(result.choices[:top], 1)])
     text += "\n" + _LEGEND + "\n"
-    if made.bounded:
-        text += f"{len(made.bounded)} layouts were ruled out by a bound.\n"
-    if made.refused:
-        text += f"{len(made.refused)} layouts cannot run, such as\n"
-        for layout, why in list(made.refused.items())[:3]:
+    if result.bounded:
+        text += f"{len(result.bounded)} layouts were ruled out by a bound.\n"
+    if result.refused:
+        text += f"{len(result.refused)} layouts cannot run, such as\n"
+        for layout, why in list(result.refused.items())[:3]:
             line = f"  {layout}: {why}"
             text += textwrap.fill(line, COLUMNS, subsequent_indent="    ") + "\n"
     return text
@@ -50,9 +50,9 @@ def _row(number: int, choice: Choice) -> list[str]:
         _runs(choice),
         f"{choice.tokens_per_second:.4g}",
         f"{choice.seconds:.4g}",
-        share_text(choice.bubble_ratio),
-        share_text(choice.recompute_ratio),
-        share_text(choice.comm_ratio),
+        fraction_text(choice.bubble_ratio),
+        fraction_text(choice.recompute_ratio),
+        fraction_text(choice.comm_ratio),
         f"{choice.exchange_seconds:.3g}",
         f"{choice.peak_bytes / GIB:.1f}",
     ]
@@ -79,18 +79,18 @@ def _runs(choice: Choice) -> str:
     return ", ".join(filter(None, runs))
 
 
-def _verdict(made: Survey) -> list[str]:
-    first = made.choices[0]
-    said = (
+def _verdict(result: Survey) -> list[str]:
+    first = result.choices[0]
+    summary = (
         f"Best: {first.layout}, {_runs(first)}: {seconds_text(first.seconds)} an iteration, "
         f"{tokens_text(round(first.tokens_per_second))} tokens a second."
     )
-    lines = [said, *_why(made.choices)]
+    lines = [summary, *_why(result.choices)]
     flags = [] if first.place else layout_flags(first.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
-    elastic = next((c for c in made.choices if c.planner == ELASTIC), None)
-    stock = next((c for c in made.choices if c.planner == STOCK), None)
+    elastic = next((c for c in result.choices if c.planner == ELASTIC), None)
+    stock = next((c for c in result.choices if c.planner == STOCK), None)
     if first.layout.pp == 1:
         lines.append(
             "No pipeline is best here: with one stage nothing waits and no stage carries the "
@@ -117,17 +117,20 @@ def _why(choices: Sequence[Choice]) -> list[str]:
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []
     for other in others[:2]:
-        behind = other.seconds / first.seconds - 1
-        if behind < PAYS:
-            lines.append(f"As good: {other.layout}, {100 * behind:.1f}% behind.")
+        after = other.seconds / first.seconds - 1
+        if after < PAYS:
+            lines.append(f"As good: {other.layout}, {100 * after:.1f}% behind.")
             continue
-        mine, theirs = first.shares, other.shares
-        apart = {name: theirs[name] * other.seconds - mine[name] * first.seconds for name in mine}
+        ramp_fractions, other_shares = first.shares, other.shares
+        apart = {
+            name: other_shares[name] * other.seconds - ramp_fractions[name] * first.seconds
+            for name in ramp_fractions
+        }
         most = max(apart, key=lambda name: apart[name])
         lines.append(
-            f"{100 * behind:.1f}% ahead of {other.layout}, mostly by {most}: "
-            f"{seconds_text(mine[most] * first.seconds)} against "
-            f"{seconds_text(theirs[most] * other.seconds)} of an iteration."
+            f"{100 * after:.1f}% ahead of {other.layout}, mostly by {most}: "
+            f"{seconds_text(ramp_fractions[most] * first.seconds)} against "
+            f"{seconds_text(other_shares[most] * other.seconds)} of an iteration."
         )
     return lines
 
@@ -144,4 +147,4 @@ def spread(played: Sequence[Choice]) -> str:
     ):
         rows.append([name, *(f"{f(values):.4g}" for f in (min, statistics.median, max))])
     head = f"\nThe first choice over {len(played)} iterations of the corpus:\n"
-    return head + plain(("", "least", "median", "most"), rows) + "\n"
+    return head + text_table(("", "least", "median", "most"), rows) + "\n"

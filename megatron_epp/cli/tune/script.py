@@ -54,7 +54,7 @@ def launch_script(
         for group in (
             *model_flags(model),
             ["--seq-length", str(context), "--max-position-embeddings", str(context)],
-            *layout_words(choice),
+            *layout_arguments(choice),
             *training_flags(documents),
             *elastic_flags(choice, arguments),
         )
@@ -90,7 +90,7 @@ def model_flags(model: Model) -> list[list[str]]:
     return flags
 
 
-def layout_words(choice: Choice) -> list[list[str]]:
+def layout_arguments(choice: Choice) -> list[list[str]]:
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
     if layout.tp > 1:
@@ -103,8 +103,8 @@ def layout_words(choice: Choice) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if not choice.place and (found := layout_flags(choice.layers)):
-        flags.append(found)
+    if not choice.place and (layout_options := layout_flags(choice.layers)):
+        flags.append(layout_options)
     return flags
 
 

@@ -42,12 +42,12 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
     return float(value)
 
 
-def _by_size(name: str, given: Any) -> dict[int, float]:
+def _by_size(name: str, table: Any) -> dict[int, float]:
     """Rates by group size; JSON has its sizes as texts."""
-    if not isinstance(given, Mapping):
+    if not isinstance(table, Mapping):
         raise ValueError(f"{name}: expected a rate by group size")
     rates = {}
-    for size, rate in given.items():
+    for size, rate in table.items():
         where = f"{name} of a group of {size!r}"
         devices = int(size) if str(size).isdecimal() else 0
         if not 2 <= devices <= MOST_DEVICES:
@@ -168,13 +168,13 @@ _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a
 def device_runs(text: str) -> tuple[tuple[str, int], ...]:
     """(name or file, ranks) of every part of ``h100-80g*4,a100-80g*4``; a part without a number is
     one rank."""
-    found = []
+    runs = []
     for part in text.split(","):
         match = _RUN.fullmatch(part)
         if match is None:
             raise ValueError(f"device {text!r}: {part!r} is no device with a number; {_LIST}")
-        found.append((match[1], int(match[2] or 1)))
-    return tuple(found)
+        runs.append((match[1], int(match[2] or 1)))
+    return tuple(runs)
 
 
 def differ_by_rank(text: str) -> bool:
@@ -188,9 +188,9 @@ def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
     if not differ_by_rank(text):
         return (device(text),) * ranks
     runs = device_runs(text)
-    if (given := sum(count for _, count in runs)) != ranks:
+    if (named := sum(count for _, count in runs)) != ranks:
         raise ValueError(
-            f"device {text!r}: of {given} ranks, and the pipeline has {ranks}; {_LIST}"
+            f"device {text!r}: of {named} ranks, and the pipeline has {ranks}; {_LIST}"
         )
     return tuple(each for name, count in runs for each in (device(name),) * count)
 

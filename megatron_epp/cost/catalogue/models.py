@@ -90,7 +90,7 @@ class Model:
         return {kind: Layer(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
 
     @property
-    def further_layers(self) -> int:
+    def mtp_layers_count(self) -> int:
         """Layers behind the others that predict further tokens, all on the last stage."""
         shapes = self.shapes
         predicts = [shapes[kind].heads > 0 for kind in self.layer_kinds]
@@ -149,10 +149,10 @@ def _deepseek_v3() -> Model:
                  pattern="3*dense 58*experts")  # fmt: skip
 
 
-def _of_letters(letters: str, **kinds: str) -> str:
+def _of_symbols(symbols: str, **kinds: str) -> str:
     """The pattern of layers that each are of one letter's kind, as a HybridModel's is written;
     ``a`` stands for ``*``, ``m`` for ``-``."""
-    return format_kinds([kinds[letter] for letter in letters.replace("*", "a").replace("-", "m")])
+    return format_kinds([kinds[symbol] for symbol in symbols.replace("*", "a").replace("-", "m")])
 
 
 def _mamba(heads: int) -> LayerShape:
@@ -173,33 +173,33 @@ def _nemotron_h_8b() -> Model:
         "mlp": LayerShape(attention=False),
         "attention": LayerShape(mlp=False),
     }
-    letters = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
+    symbols = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
     return Model("nemotron-h-8b", 52, 4096, 21504, 32, 8, 128, 131_072, kinds=kinds,
-                 pattern=_of_letters(letters, M="mamba", m="mlp", a="attention"))  # fmt: skip
+                 pattern=_of_symbols(symbols, M="mamba", m="mlp", a="attention"))  # fmt: skip
 
 
 def _nemotron_3(
-    name: str, hidden: int, letters: str, mamba_heads: int, ffn: int, experts: LayerShape
+    name: str, hidden: int, symbols: str, mamba_heads: int, ffn: int, experts: LayerShape
 ) -> Model:
     kinds = {
         "mamba": _mamba(mamba_heads),
         "experts": experts,
         "attention": LayerShape(mlp=False),
     }
-    return Model(name, len(letters), hidden, ffn, 32, 2, 128, 131_072, kinds=kinds,
-                 pattern=_of_letters(letters, M="mamba", E="experts", a="attention"))  # fmt: skip
+    return Model(name, len(symbols), hidden, ffn, 32, 2, 128, 131_072, kinds=kinds,
+                 pattern=_of_symbols(symbols, M="mamba", E="experts", a="attention"))  # fmt: skip
 
 
 def _nemotron_3_nano() -> Model:
-    letters = 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+    symbols = 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
     experts = LayerShape(
         attention=False, experts=128, active_experts=6, expert_hidden=1856, shared_hidden=3712
     )
-    return _nemotron_3("nemotron-3-nano", 2688, letters, 64, 1856, experts)
+    return _nemotron_3("nemotron-3-nano", 2688, symbols, 64, 1856, experts)
 
 
 def _nemotron_3_super() -> Model:
-    letters = "MEMEMEM*E" + 2 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+    symbols = "MEMEMEM*E" + 2 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
     experts = LayerShape(
         attention=False,
         experts=512,
@@ -208,7 +208,7 @@ def _nemotron_3_super() -> Model:
         expert_latent=1024,
         shared_hidden=5376,
     )
-    return _nemotron_3("nemotron-3-super", 4096, letters, 128, 2688, experts)
+    return _nemotron_3("nemotron-3-super", 4096, symbols, 128, 2688, experts)
 
 
 def _qwen3_next_80b() -> Model:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from megatron_epp.cost.columns import Column, WindowPairs
 from megatron_epp.cost.fitting.regression import Quality, fit
 from megatron_epp.cost.profile import (
-    LETTERS,
+    MODES,
     Bytes,
     LayerCoefficients,
     Profile,
@@ -59,8 +59,8 @@ class Sample:
     def __post_init__(self):
         if self.kinds and len(self.kinds) != len(self.choice):
             raise ValueError(f"kinds {self.kinds} of the layers with choices {self.choice!r}")
-        if not set(self.choice) <= set(LETTERS):
-            raise ValueError(f"recompute choice {self.choice!r}: expected of {' '.join(LETTERS)}")
+        if not set(self.choice) <= set(MODES):
+            raise ValueError(f"recompute choice {self.choice!r}: expected of {' '.join(MODES)}")
         if self.tokens < 1 or not 0 <= self.cut_tokens <= self.tokens:
             raise ValueError(f"{self.tokens} tokens, {self.cut_tokens} of a cut document")
 
@@ -68,12 +68,12 @@ class Sample:
     def layers(self) -> int:
         return len(self.choice)
 
-    def letters_of(self, kind: str) -> str:
+    def modes_of(self, kind: str) -> str:
         """The recompute letters of the layers of ``kind``."""
         if not self.kinds:
             return self.choice
         return "".join(
-            letter for letter, one in zip(self.choice, self.kinds, strict=True) if one == kind
+            mode for mode, one in zip(self.choice, self.kinds, strict=True) if one == kind
         )
 
     def number(self, column: Column) -> float:
@@ -134,7 +134,7 @@ def fit_profile(
 
 
 # Of a chunk's constant seconds, what its tokens are given where the fit left them none.
-_TOKENS_SHARE = 1e-3
+_TOKENS_FRACTION = 1e-3
 
 
 def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
@@ -142,7 +142,7 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     ``tokens`` cost, and a profile in which they cost nothing is refused."""
     if seconds.per_token or seconds.per_pair:
         return seconds
-    return dataclasses.replace(seconds, per_token=_TOKENS_SHARE * seconds.per_chunk / tokens)
+    return dataclasses.replace(seconds, per_token=_TOKENS_FRACTION * seconds.per_chunk / tokens)
 
 
 def _load(sample: Sample, coefficients: LayerCoefficients) -> tuple[float, float, int]:
@@ -156,12 +156,12 @@ class FitColumns:
     """Columns of a fit: what seconds of one kind of op are linear in.
 
     coefficients   by name, of the kinds of layers
-    letters   (kind, letter) of what is run again
+    modes   (kind, letter) of what is run again
     """
 
     op: Kind
     coefficients: Mapping[str, LayerCoefficients]
-    letters: tuple[tuple[str, str], ...]
+    modes: tuple[tuple[str, str], ...]
 
     @classmethod
     def of(cls, profile: Profile, op: Kind, rows: Sequence[Sample]) -> "FitColumns":
@@ -169,49 +169,47 @@ class FitColumns:
         known = profile.kinds
         seen = {kind for row in rows for kind in row.kinds}
         coefficients = {kind: known[kind] for kind in known if kind in seen or len(known) == 1}
-        letters = tuple(
-            (kind, letter)
+        modes = tuple(
+            (kind, mode)
             for kind in coefficients
-            for letter in LETTERS
-            if letter != KEEP
-            and op in BACKWARDS
-            and any(letter in row.letters_of(kind) for row in rows)
+            for mode in MODES
+            if mode != KEEP and op in BACKWARDS and any(mode in row.modes_of(kind) for row in rows)
         )
-        return cls(op, coefficients, letters)
+        return cls(op, coefficients, modes)
 
     def row(self, sample: Sample) -> list[float]:
-        made: list[float] = []
+        row: list[float] = []
         for kind, coefficients in self.coefficients.items():
-            count = len(sample.letters_of(kind))
-            made += [float(count * feature) for feature in _load(sample, coefficients)]
-            made += [float(count * sample.number(column)) for column in _fitted(coefficients)]
+            count = len(sample.modes_of(kind))
+            row += [float(count * feature) for feature in _load(sample, coefficients)]
+            row += [float(count * sample.number(column)) for column in _fitted(coefficients)]
         for end in (sample.first, sample.last):
-            made += [float(end * sample.tokens), float(end)]
-        for kind, letter in self.letters:
-            count = sample.letters_of(kind).count(letter)
+            row += [float(end * sample.tokens), float(end)]
+        for kind, mode in self.modes:
+            count = sample.modes_of(kind).count(mode)
             load = _load(sample, self.coefficients[kind])
-            made += [float(count * feature) for feature in load]
-        return made
+            row += [float(count * feature) for feature in load]
+        return row
 
-    def told(self, profile: Profile) -> list[float]:
+    def coefficients_row(self, profile: Profile) -> list[float]:
         """The coefficients that ``profile`` has for them."""
-        made: list[float] = []
+        figures_row: list[float] = []
         for kind in self.coefficients:
             of = profile.kinds[kind]
-            made += dataclasses.astuple(of.layer_seconds[self.op])
-            made += [of.column_seconds[column].get(self.op, 0.0) for column in _fitted(of)]
+            figures_row += dataclasses.astuple(of.layer_seconds[self.op])
+            figures_row += [of.column_seconds[column].get(self.op, 0.0) for column in _fitted(of)]
         for end in (profile.first_seconds[self.op], profile.last_seconds[self.op]):
-            made += [end.per_token, end.per_chunk]
-        for kind, letter in self.letters:
-            made += dataclasses.astuple(profile.kinds[kind].recompute_seconds[letter])
-        return made
+            figures_row += [end.per_token, end.per_chunk]
+        for kind, mode in self.modes:
+            figures_row += dataclasses.astuple(profile.kinds[kind].recompute_seconds[mode])
+        return figures_row
 
     def again(self, profile: Profile, sample: Sample) -> float:
         """Seconds, beside the columns', that whole layers run their further columns again."""
         if self.op not in BACKWARDS:
             return 0.0
         return sum(
-            sample.letters_of(kind).count(FULL)
+            sample.modes_of(kind).count(FULL)
             * sample.number(column)
             * profile.kinds[kind].column_seconds[column].get(Kind.FORWARD, 0.0)
             for kind, coefficients in self.coefficients.items()
@@ -249,7 +247,7 @@ def _fit_seconds(
         columns = FitColumns.of(template, op, rows)
         # What is known of a row is taken off it, but for a share: a measurement is above 0.
         values = [max(row.value - columns.again(template, row), 0.1 * row.value) for row in rows]
-        prior = columns.told(template) if near else None
+        prior = columns.coefficients_row(template) if near else None
         result = fit([columns.row(row) for row in rows], values, prior)
         quality[f"seconds of {op.value}"] = result.quality
         numbers = iter(result.coefficients)
@@ -264,11 +262,11 @@ def _fit_seconds(
             end = Seconds(per_token=next(numbers), per_chunk=next(numbers))
             if seen:
                 grid[op] = end
-        for kind, letter in columns.letters:
+        for kind, mode in columns.modes:
             again = Seconds(next(numbers), next(numbers), next(numbers))
-            count = sum(letter in row.letters_of(kind) for row in rows)
-            if count > learnt.get((kind, letter), 0):
-                recompute[kind][letter], learnt[kind, letter] = again, count
+            count = sum(mode in row.modes_of(kind) for row in rows)
+            if count > learnt.get((kind, mode), 0):
+                recompute[kind][mode], learnt[kind, mode] = again, count
     missing = [op for op in (Kind.BACKWARD, *_HALVES) if not samples.get(op)]
     grids = [(layer[kind], known[kind].layer_seconds) for kind in known]
     grids += [(first, template.first_seconds), (last, template.last_seconds)]
@@ -276,12 +274,12 @@ def _fit_seconds(
         _fill(grid, old, missing)
     for kind, each in known.items():
         for column in _fitted(each):
-            made, before = (
+            seconds_of, before = (
                 {op: Seconds(per_token=s) for op, s in of[column].items()}
                 for of in (further[kind], each.column_seconds)
             )
-            _fill(made, before, missing)
-            further[kind][column] = {op: seconds.per_token for op, seconds in made.items()}
+            _fill(seconds_of, before, missing)
+            further[kind][column] = {op: seconds.per_token for op, seconds in seconds_of.items()}
     coefficients_of = {
         kind: dataclasses.replace(
             layer_coefficients(each),
@@ -305,13 +303,13 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
             grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
 
 
-def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:
-    """``whole`` in the proportion of ``part_before`` to ``whole_before``, field by field; the
+def _share(total: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:
+    """``total`` in the proportion of ``part_before`` to ``whole_before``, field by field; the
     share is ``unknown`` where nothing was there before."""
 
     def share(name: str) -> float:
         before = getattr(whole_before, name)
-        return getattr(whole, name) * (getattr(part_before, name) / before if before else unknown)
+        return getattr(total, name) * (getattr(part_before, name) / before if before else unknown)
 
     return Seconds(*(share(field.name) for field in dataclasses.fields(Seconds)))
 
@@ -326,12 +324,10 @@ def _pair(sample: Sample) -> tuple[float, float]:
 
 
 def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Quality]) -> dict:
-    letters = tuple(letter for letter in LETTERS if any(letter in row.choice for row in samples))
+    modes = tuple(mode for mode in MODES if any(mode in row.choice for row in samples))
     rows = []
     for sample in samples:
-        row = [
-            sample.choice.count(letter) * tokens for letter in letters for tokens in _pair(sample)
-        ]
+        row = [sample.choice.count(mode) * tokens for mode in modes for tokens in _pair(sample)]
         for end in (sample.first, sample.last):
             row += [end * tokens for tokens in _pair(sample)]
         rows.append(row)
@@ -339,11 +335,11 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
     quality["held bytes"] = result.quality
     numbers = iter(result.coefficients)
     saved = dict(template.saved_bytes)
-    for letter in letters:
-        saved[letter] = _seen(
+    for mode in modes:
+        saved[mode] = _seen(
             Bytes(next(numbers), next(numbers)),
-            [row for row in samples if letter in row.choice],
-            saved[letter],
+            [row for row in samples if mode in row.choice],
+            saved[mode],
         )
     first = Bytes(next(numbers), next(numbers))
     last = Bytes(next(numbers), next(numbers))
@@ -375,9 +371,9 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
     """``fitted``, but ``before``'s coefficient for tokens of a sort that no row holds."""
-    whole = any(row.tokens > row.cut_tokens for row in rows)
+    has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(
-        fitted.per_token if whole else before.per_token,
+        fitted.per_token if has_uncut else before.per_token,
         fitted.per_cut_token if cut else before.per_cut_token,
     )

@@ -11,11 +11,11 @@ from megatron_epp.cost.catalogue.devices import device as named_device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.fitting.fit import fit_profile, line_above
 from megatron_epp.cost.fitting.readings import (
-    BEHIND_TOKENS,
-    OWN_LETTERS,
+    AFTER_CONTEXT_TOKENS,
+    OWN_MODES,
     Peak,
     Readings,
-    letters_of,
+    modes_of,
 )
 from megatron_epp.cost.fitting.slowness import rank_slowness
 from megatron_epp.cost.fitting.split_seconds import with_split
@@ -55,18 +55,20 @@ def measured_profile(
             kind: [one.of_fastest(slowness[one.rank]) for one in every]
             for kind, every in of_kinds.items()
         }
-        said = ", ".join(f"{factor:.2f}" for factor in slowness)
-        source = f"{origin.source}; pipeline ranks take {said} times as long as the fastest"
+        factors = ", ".join(f"{factor:.2f}" for factor in slowness)
+        source = f"{origin.source}; pipeline ranks take {factors} times as long as the fastest"
         origin = dataclasses.replace(origin, source=source)
-    made = {kind: _fitted(every, model, kind, origin, where) for kind, every in of_kinds.items()}
-    whole = dataclasses.replace(next(iter(made.values())), rank_slowness=slowness)
-    if len(made) == 1:
-        return whole
-    of_each = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
-    provenance = dataclasses.replace(whole.provenance, source="; ".join(of_each))
-    stores_last_slice = any(each.stores_last_slice for each in made.values())
+    profiles = {
+        kind: _fitted(every, model, kind, origin, where) for kind, every in of_kinds.items()
+    }
+    profile = dataclasses.replace(next(iter(profiles.values())), rank_slowness=slowness)
+    if len(profiles) == 1:
+        return profile
+    of_each = (f"{kind}: {each.provenance.source}" for kind, each in profiles.items())
+    provenance = dataclasses.replace(profile.provenance, source="; ".join(of_each))
+    stores_last_slice = any(each.stores_last_slice for each in profiles.values())
     return dataclasses.replace(
-        whole.with_kinds(made), provenance=provenance, stores_last_slice=stores_last_slice
+        profile.with_kinds(profiles), provenance=provenance, stores_last_slice=stores_last_slice
     )
 
 
@@ -104,8 +106,8 @@ def _fitted(
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile, template),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in letters_of(layer) else KEEP]
-            for letter in profile.saved_bytes
+            mode: profile.saved_bytes[mode if mode in modes_of(layer) else KEEP]
+            for mode in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
@@ -151,20 +153,20 @@ def workspaces(
     ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
     """
 
-    def of(kind: Kind, letter: str, end: bool) -> list[Peak]:
-        what = (kind, letter, end)
-        return [p for p in peaks if (p.kind, p.letter, p.end) == what and not p.context]
+    def of(kind: Kind, mode: str, end: bool) -> list[Peak]:
+        what = (kind, mode, end)
+        return [p for p in peaks if (p.kind, p.mode, p.end) == what and not p.context]
 
     layer, last = {}, {}
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         points = [(p.tokens, p.bytes) for p in of(kind, KEEP, False)]
         slope, constant = line_above(points, goes_on=True)
-        behind = [
+        after = [
             (p.context, p.bytes)
             for p in peaks
-            if (p.kind, p.letter, p.end, p.tokens) == (kind, KEEP, False, BEHIND_TOKENS)
+            if (p.kind, p.mode, p.end, p.tokens) == (kind, KEEP, False, AFTER_CONTEXT_TOKENS)
         ]
-        per_context, _ = line_above(behind)
+        per_context, _ = line_above(after)
         layer[kind] = Workspace(slope, slope, per_context, constant)
         beyond = [
             (
@@ -175,22 +177,22 @@ def workspaces(
         ]
         slope, constant = line_above(beyond)
         last[kind] = Workspace(slope, slope, 0.0, constant)
-    again = {letter: Bytes() for letter in (KEEP, FULL, *SELECTIVE)}
-    plain = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
-    kept = {p.tokens: p.bytes for p in plain}  # of several ranks the least
-    for letter in (FULL, *SELECTIVE):
+    again = {mode: Bytes() for mode in (KEEP, FULL, *SELECTIVE)}
+    uncut_peaks = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
+    kept = {p.tokens: p.bytes for p in uncut_peaks}  # of several ranks the least
+    for mode in (FULL, *SELECTIVE):
         # Beyond what the same chunk takes without recompute: constants are in both.
-        largest = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
+        largest = sorted(of(Kind.BACKWARD, mode, False), key=lambda p: p.tokens)[-2:]
         alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in largest), default=0.0)
-        again[letter] = _alike(Bytes(max(0.0, alive)))
+        again[mode] = _alike(Bytes(max(0.0, alive)))
     forward = {}
-    for letter in (FULL, *SELECTIVE):
+    for mode in (FULL, *SELECTIVE):
         # What a recomputed layer does not hold from F to B lives as long as its F runs.
-        passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
+        passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, mode, False)]
         slope, constant = line_above(passing, goes_on=True)
         coefficient = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
         if passing and coefficient != layer[Kind.FORWARD]:
-            forward[letter] = coefficient
+            forward[mode] = coefficient
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
         # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
@@ -210,8 +212,8 @@ def _recompute_seconds(
     """
     forward = profile.layer_seconds[Kind.FORWARD]
     ratios = sorted(
-        more / plain for readings in every for letter, _, more, plain in readings.again
-        if letter == FULL
+        more / without for readings in every for mode, _, more, without in readings.again
+        if mode == FULL
     )  # fmt: skip
     ratio = ratios[len(ratios) // 2] if ratios else 1.0
     measured = [readings.module_seconds for readings in every if readings.module_seconds]
@@ -219,23 +221,23 @@ def _recompute_seconds(
         name: Seconds(per_token=max(seconds[name] for seconds in measured)) for name in measured[0]
     }
     modules["core_attn"] = Seconds(per_pair=forward.per_pair)
-    for own in OWN_LETTERS:
+    for own in OWN_MODES:
         longer = [
             more / tokens
             for readings in every
-            for letter, tokens, more, _ in readings.again
-            if letter == own
+            for mode, tokens, more, _ in readings.again
+            if mode == own
         ]
         (name,) = SELECTIVE[own]
         modules[name] = Seconds(per_token=median(longer) if longer else 0.0)
     slower = _slower(profile, template)
-    for letter, names in SELECTIVE.items():
+    for mode, names in SELECTIVE.items():
         if len(names) == 1 and modules[names[0]] == Seconds():
-            known = dataclasses.replace(template.recompute_seconds[letter], per_chunk=0.0)
+            known = dataclasses.replace(template.recompute_seconds[mode], per_chunk=0.0)
             modules[names[0]] = known * slower
     seconds = {KEEP: Seconds(), FULL: forward * (ratio or 1.0)}
-    for letter, names in SELECTIVE.items():
-        seconds[letter] = Seconds(
+    for mode, names in SELECTIVE.items():
+        seconds[mode] = Seconds(
             sum(modules[name].per_token for name in names),
             sum(modules[name].per_pair for name in names),
         )

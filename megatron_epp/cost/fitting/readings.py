@@ -10,13 +10,13 @@ from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 # Behind contexts so many tokens are weighed: a backward makes the gradients of all its keys at
 # once, which shows only where they are more than what a weight's gradient takes.
-BEHIND_TOKENS = 1024
-OWN_LETTERS = "".join(part.LETTERS for part in PARTS)  # of layers of some kinds alone
+AFTER_CONTEXT_TOKENS = 1024
+OWN_MODES = "".join(part.MODES for part in PARTS)  # of layers of some kinds alone
 
 
-def letters_of(layer: Layer) -> str:
+def modes_of(layer: Layer) -> str:
     """The recompute letters that make a difference to ``layer``, and KEEP."""
-    return KEEP + FULL + "".join(x for x in SELECTIVE if x not in OWN_LETTERS) + layer.letters
+    return KEEP + FULL + "".join(x for x in SELECTIVE if x not in OWN_MODES) + layer.modes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Peak:
     """
 
     kind: Kind
-    letter: str
+    mode: str
     end: bool
     tokens: int
     context: int
@@ -74,8 +74,8 @@ class Readings:
             forward=timed(self.forward),
             backward=timed(self.backward),
             again=[
-                (letter, tokens, more / factor, plain / factor)
-                for letter, tokens, more, plain in self.again
+                (mode, tokens, more / factor, without / factor)
+                for mode, tokens, more, without in self.again
             ],
             module_seconds={name: each / factor for name, each in self.module_seconds.items()},
             split=[

@@ -10,7 +10,7 @@ from megatron_epp.cost.fitting.fit import FitColumns, Sample, fit_profile
 from megatron_epp.cost.profile import Profile, layer_coefficients
 from megatron_epp.ir import Kind
 
-JUDGES = 4  # every fourth op judges
+HELD_OUT_EVERY = 4  # every fourth op judges
 BETTER = 0.9  # its errors must shrink at least to this share
 LEAST = 40  # ops; of fewer nothing is learnt
 
@@ -28,13 +28,16 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
     """A better profile, or None where there is none. ``samples``: measured seconds of ops."""
     if sum(map(len, samples.values())) < LEAST:
         return None
-    seen = {kind: [s for i, s in enumerate(rows) if i % JUDGES] for kind, rows in samples.items()}
-    judges = {kind: rows[::JUDGES] for kind, rows in samples.items()}
+    seen = {
+        kind: [s for i, s in enumerate(rows) if i % HELD_OUT_EVERY]
+        for kind, rows in samples.items()
+    }
+    held_out = {kind: rows[::HELD_OUT_EVERY] for kind, rows in samples.items()}
     learnt = fit_profile(
         profile, profile.provenance, tp=profile.tp, cp=profile.cp, seconds=seen, near=True
     ).profile
     learnt = _with_seconds(profile, learnt)
-    before, after = _error(profile, judges), _error(learnt, judges)
+    before, after = _error(profile, held_out), _error(learnt, held_out)
     if not after <= BETTER * before:
         return None
     return Refit(learnt, before, after)
@@ -62,8 +65,8 @@ def _error(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> float:
     errors = []
     for op, rows in samples.items():
         columns = FitColumns.of(profile, op, rows)
-        told = columns.told(profile)
+        known = columns.coefficients_row(profile)
         for row in rows:
-            seconds = sum(a * b for a, b in zip(columns.row(row), told, strict=True))
+            seconds = sum(a * b for a, b in zip(columns.row(row), known, strict=True))
             errors.append(abs((seconds + columns.again(profile, row)) / row.value - 1))
     return statistics.median(errors)

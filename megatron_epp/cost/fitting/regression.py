@@ -7,7 +7,7 @@ import numpy as np
 
 ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
 HOLD_OUT = 4  # every fourth row judges
-_STILL_TOLD = 0.1  # of all that the rows tell of any coefficients, without the judging rows
+_STILL_DETERMINED = 0.1  # of all that the rows tell of any coefficients, without the judging rows
 _SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows weigh alike
 _PULL = 0.03  # towards the prior, of what all rows together tell of a coefficient
 
@@ -67,7 +67,7 @@ def fit(
         prior_N = np.asarray(prior, np.float64)
         prior_N = prior_N / np.median(np.maximum(rows_RN @ prior_N, 1e-30) / values_R)
     coefficients = _robust(rows_RN, values_R, prior_N)
-    judges_R = _judges(rows_RN / values_R[:, None])
+    judges_R = _held_out(rows_RN / values_R[:, None])
     judged = int(judges_R.sum())
     if judged:
         judge = _robust(rows_RN[~judges_R], values_R[~judges_R], prior_N)
@@ -84,7 +84,7 @@ def fit(
     return Fit(tuple(map(float, coefficients)), quality)
 
 
-def _judges(rows_RN: np.ndarray) -> np.ndarray:
+def _held_out(rows_RN: np.ndarray) -> np.ndarray:
     """[R] rows to hold out: one of four, while more rows than coefficients remain.
 
     Held out blindly, all rows of one sort may go (the only ones with a certain recompute choice,
@@ -104,7 +104,7 @@ def _judges(rows_RN: np.ndarray) -> np.ndarray:
         if len(rows_RN) - judges_R.sum() - 1 <= basis_RK.shape[1]:
             break
         without_KK = told_KK - np.outer(direction_K, direction_K)
-        if np.linalg.eigvalsh(without_KK).min(initial=1.0) >= _STILL_TOLD:
+        if np.linalg.eigvalsh(without_KK).min(initial=1.0) >= _STILL_DETERMINED:
             told_KK, judges_R[row] = without_KK, True
     return judges_R
 

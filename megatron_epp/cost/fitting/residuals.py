@@ -27,7 +27,7 @@ class Residual:
 
 def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residual]:
     """The residual of every op among ``records``; transfers are left out, and what took no time."""
-    found = []
+    result = []
     for record in records:
         op = record.op
         if not isinstance(op, Op) or record.seconds <= 0:
@@ -37,12 +37,12 @@ def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residu
             seconds += float(table.recompute_seconds[record.stage][op.chunk])
         chunk = plan.chunks[op.chunk]
         context = max((span.start for span in chunk.spans), default=0)
-        found.append(
+        result.append(
             Residual(
                 record.stage, op.kind, op.chunk, chunk.tokens, context, seconds, record.seconds
             )
         )
-    return found
+    return result
 
 
 class ErrorTable:
@@ -53,8 +53,8 @@ class ErrorTable:
     def __init__(self):
         self._errors: dict[tuple[int, str, int, int], list[float]] = {}
 
-    def add(self, found: Iterable[Residual]) -> None:
-        for one in found:
+    def add(self, added: Iterable[Residual]) -> None:
+        for one in added:
             key = one.stage, one.kind.value, _power(one.tokens), _power(one.context)
             self._errors.setdefault(key, []).append(one.error)
 

@@ -30,10 +30,10 @@ def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ..
             row[rank] += 1
             rows.append(row)
             sides.append(offset)
-    found = np.linalg.lstsq(np.array(rows), np.array(sides), rcond=None)[0]
-    if np.ptp(found) < math.log(DIFFER):
+    logs = np.linalg.lstsq(np.array(rows), np.array(sides), rcond=None)[0]
+    if np.ptp(logs) < math.log(DIFFER):
         return ()
-    factors = np.exp(_joined(found))
+    factors = np.exp(_joined(logs))
     return tuple(round(float(factor), 3) for factor in factors / factors.min())
 
 

@@ -51,14 +51,14 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
     layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
     ends = [s for s in timed if s.end]
     if ends:
-        share = median(s.weight / s.whole for s in ends)
-        whole = last[Kind.BACKWARD]
-        last[Kind.WEIGHT] = Seconds(per_token=share * whole.per_token)
-        last[Kind.INPUT] = _rest(whole, 1.0, 0.0, last[Kind.WEIGHT])
+        fraction = median(s.weight / s.whole for s in ends)
+        backward = last[Kind.BACKWARD]
+        last[Kind.WEIGHT] = Seconds(per_token=fraction * backward.per_token)
+        last[Kind.INPUT] = _rest(backward, 1.0, 0.0, last[Kind.WEIGHT])
     weighed = [s for s in splits if not s.whole]
     # Of the largest chunk, where what has a constant size counts least.
     largest = max(s.tokens for s in weighed)
-    between, behind = (
+    between, after = (
         max(
             (
                 s.weight_input_bytes / s.tokens
@@ -77,7 +77,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
         layer_seconds=layer,
         last_seconds=last,
         weight_input_bytes=Bytes(between, between),
-        last_weight_input_bytes=Bytes(behind, behind),
+        last_weight_input_bytes=Bytes(after, after),
         workspace_bytes={
             **profile.workspace_bytes,
             Kind.INPUT: Workspace(while_i, while_i, unsplit.per_context_token, constant),
@@ -85,10 +85,10 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
     )
 
 
-def _rest(whole: Seconds, factor: float, more: float, part: Seconds) -> Seconds:
-    """``factor`` times ``whole``, ``more`` per chunk, without ``part``."""
+def _rest(total: Seconds, factor: float, more: float, part: Seconds) -> Seconds:
+    """``factor`` times ``total``, ``more`` per chunk, without ``part``."""
     return Seconds(
-        max(0.0, factor * whole.per_token - part.per_token),
-        factor * whole.per_pair,
-        max(0.0, factor * whole.per_chunk + more - part.per_chunk),
+        max(0.0, factor * total.per_token - part.per_token),
+        factor * total.per_pair,
+        max(0.0, factor * total.per_chunk + more - part.per_chunk),
     )

@@ -141,7 +141,7 @@ class Part:
     MIXER     whether it moves something between tokens; else it works token by token
     PLAIN     whether layers have it that nobody described: names of kinds leave it out
     WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
-    LETTERS   recompute letters that only layers with it have
+    MODES   recompute letters that only layers with it have
     LAUNCHES  how many times a dense layer's constant a chunk takes
     COLUMNS   its further columns, by which profile files that name them are read
     CP        whether it runs under context parallelism
@@ -153,7 +153,7 @@ class Part:
     WORD: ClassVar[str]
     ALONE: ClassVar[str]
     PLAIN: ClassVar[bool] = False
-    LETTERS: ClassVar[str] = ""
+    MODES: ClassVar[str] = ""
     LAUNCHES: ClassVar[int] = 1
     COLUMNS: ClassVar[tuple[type[Column], ...]] = ()
     CP: ClassVar[bool] = True

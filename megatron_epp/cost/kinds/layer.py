@@ -73,15 +73,15 @@ class LayerShape(
         """Words for its name: how far it sees, its mixer, its feed-forward part; one alone of a
         layer of one part."""
         there = [part for part in PARTS if part.there(self)]
-        *said, last = self._words([part for part in there if not part.BESIDE])
-        return *said, "-".join((last, *(part.WORD for part in there if part.BESIDE)))
+        *names, last = self._words([part for part in there if not part.BESIDE])
+        return *names, "-".join((last, *(part.WORD for part in there if part.BESIDE)))
 
     def _words(self, there: Sequence[type[Part]]) -> tuple[str, ...]:
         reach = "window" if self.window else "full"
         mixers = [part for part in there if part.MIXER]
         if len(mixers) == len(there):
-            said = [reach] * (reach != "full") + [p.WORD for p in mixers if not p.PLAIN]
-            return ("-".join(said) or mixers[0].ALONE,)
+            names = [reach] * (reach != "full") + [p.WORD for p in mixers if not p.PLAIN]
+            return ("-".join(names) or mixers[0].ALONE,)
         if not mixers:
             return ("-".join(part.ALONE for part in there),)
         others = [part.WORD for part in there if not part.MIXER]
@@ -119,9 +119,9 @@ class Layer:
         return self.shape.experts
 
     @property
-    def letters(self) -> str:
+    def modes(self) -> str:
         """Recompute letters that layers with its parts alone have."""
-        return "".join(part.LETTERS for part in self.parts)
+        return "".join(part.MODES for part in self.parts)
 
     @property
     def launches(self) -> int:
@@ -184,17 +184,17 @@ class Layer:
         """Parts that its recompute letters leave alone."""
         return tuple(part for part in self.parts if part.BESIDE)
 
-    def stored(self, letter: str) -> int:
+    def stored(self, mode: str) -> int:
         """Channels among those saved with that recompute choice that lie in a cut document's own
         buffer; a window's tail is a copy."""
         if self.shape.window:
             return 0
-        return self._sum(lambda part: part.stored(SELECTIVE.get(letter, ())))
+        return self._sum(lambda part: part.stored(SELECTIVE.get(mode, ())))
 
     def recomputed(self, module: str) -> tuple[RecomputedModule, ...]:
         """``module`` of every part that has it."""
-        found = (part.recomputed.get(module) for part in self.parts)
-        return tuple(each for each in found if each is not None)
+        modules = (part.recomputed.get(module) for part in self.parts)
+        return tuple(each for each in modules if each is not None)
 
     @property
     def heads(self) -> int:

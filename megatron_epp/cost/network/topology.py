@@ -137,9 +137,9 @@ class Network:
 
     def _away(self, nodes: int) -> float:
         """A device's part of its node's link in an all-to-all over so many nodes."""
-        whole = nodes * self.node_devices
-        if self.across_bytes_per_second and whole >= min(self.across_bytes_per_second):
-            known = max(size for size in self.across_bytes_per_second if size <= whole)
+        spanned = nodes * self.node_devices
+        if self.across_bytes_per_second and spanned >= min(self.across_bytes_per_second):
+            known = max(size for size in self.across_bytes_per_second if size <= spanned)
             return self.across_bytes_per_second[known] * (known - self.node_devices) / known
         if self.topology.between == RINGS:
             return self.share_bytes_per_second / max(1.0, nodes / 4)

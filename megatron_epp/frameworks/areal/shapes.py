@@ -12,9 +12,9 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 def areal_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:
-        borders = micro_batch.padded_mb.get("cu_seqlens")
-        if borders is None or "pixel_values" in micro_batch.padded_mb:
+        boundaries = micro_batch.padded_mb.get("cu_seqlens")
+        if boundaries is None or "pixel_values" in micro_batch.padded_mb:
             return None
-        return MicrobatchShape(int(borders[-1]), 1, lengths_between(borders))
+        return MicrobatchShape(int(boundaries[-1]), 1, lengths_between(boundaries))
 
     return read

@@ -14,10 +14,10 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 def bridge_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["tokens"].shape
-        borders = micro_batch.get("cu_seqlens_q")
-        borders = micro_batch.get("cu_seqlens") if borders is None else borders
-        if borders is None:
+        boundaries = micro_batch.get("cu_seqlens_q")
+        boundaries = micro_batch.get("cu_seqlens") if boundaries is None else boundaries
+        if boundaries is None:
             return MicrobatchShape(rows, samples)
-        return MicrobatchShape(rows * samples, 1, lengths_between(borders))
+        return MicrobatchShape(rows * samples, 1, lengths_between(boundaries))
 
     return read

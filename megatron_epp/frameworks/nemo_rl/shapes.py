@@ -13,9 +13,9 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 def nemo_rl_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch.input_ids.shape
-        borders = micro_batch.cu_seqlens_padded
-        if borders is None or samples > 1:  # models that pack by themselves are given samples
+        boundaries = micro_batch.cu_seqlens_padded
+        if boundaries is None or samples > 1:  # models that pack by themselves are given samples
             return MicrobatchShape(rows, samples)
-        return MicrobatchShape(rows, 1, lengths_between(borders))
+        return MicrobatchShape(rows, 1, lengths_between(boundaries))
 
     return read

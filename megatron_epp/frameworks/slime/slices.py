@@ -48,10 +48,10 @@ class SlimeSamples(TokenSamples):
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         function = loss_function_of(self._loops_own, micro_batch, self._model)
-        mine = [zigzag_part(one) for one in outputs]
+        local_outputs = [zigzag_part(one) for one in outputs]
         if self._args.loss_type == "value_loss":
-            return function(torch.cat(mine)[None])
-        return _called_with(function, *log_probs_and_entropies(mine))
+            return function(torch.cat(local_outputs)[None])
+        return _called_with(function, *log_probs_and_entropies(local_outputs))
 
     @property
     def _has_entropies(self) -> bool:

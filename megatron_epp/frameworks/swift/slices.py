@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import found_prefixes, loss_function_of, parts_of
+from megatron_epp.mcore.loops.adapter import loss_function_of, parts_of, shared_prefixes_of
 from megatron_epp.mcore.loops.adapters.packed import documents_of
 from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
@@ -35,18 +35,18 @@ class SwiftPacks:
         self.share_from = share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        return tuple(stop - start for start, stop in documents_of(_with_borders(micro_batch)))
+        return tuple(stop - start for start, stop in documents_of(_with_boundaries(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        return found_prefixes(self, micro_batch, self.share_from)
+        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        whole = _with_borders(micro_batch)
-        first, _ = documents_of(whole)[document]
-        mine = slice(None), slice(first + start, first + stop)
-        return parts_of(whole, ("input_ids", "labels"), mine)
+        packed = _with_boundaries(micro_batch)
+        first, _ = documents_of(packed)[document]
+        rows = slice(None), slice(first + start, first + stop)
+        return parts_of(packed, ("input_ids", "labels"), rows)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
         """ValueError: another trainer's, or arguments, that slices do not serve."""
@@ -81,7 +81,7 @@ class SwiftPacks:
         return loss_function_of(self._loops_own, source, self._model)(mine_1T)
 
 
-def _with_borders(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
+def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
     """Tokens and labels, shifted as swift shifts them, with their documents' borders."""
     tokens = micro_batch["input_ids"]
     positions = micro_batch.get("text_position_ids")

@@ -32,7 +32,7 @@ class VerlSamples(TokenSamples):
         super().__init__(_tokens_of, share_from)
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
 
-    def behind(self, samples: Sequence[Tensor], number: int) -> int:
+    def after(self, samples: Sequence[Tensor], number: int) -> int:
         """As verl shifts labels along a pack: padding, or the next sample's first token; the
         sample's own first one where context-parallel ranks share it, unless it is short."""
         length = len(samples[number])
@@ -49,12 +49,12 @@ class VerlSamples(TokenSamples):
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        made = super().rows(micro_batch, document, start, stop)
+        tensors = super().rows(micro_batch, document, start, stop)
         temperature = micro_batch["temperature"]
         if isinstance(temperature, Tensor):  # of every sample
             temperature = float(temperature.flatten()[document])
         divisor = torch.full((1, stop - start), float(temperature), dtype=torch.float64)
-        return {**made, "temperature": divisor}
+        return {**tensors, "temperature": divisor}
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
         """ValueError: an engine whose settings, or outputs, slices do not serve."""
@@ -84,18 +84,20 @@ class VerlSamples(TokenSamples):
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         lengths = [len(one) for one in outputs]
-        made = dict(zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True))
+        model_output = dict(
+            zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True)
+        )
         if not _setting(micro_batch, "calculate_entropy"):
-            del made["entropy"]
+            del model_output["entropy"]
         nested = {
-            name: torch.nested.as_nested_tensor(list(whole.split(lengths)), layout=torch.jagged)
-            for name, whole in made.items()
-            if whole is not None
+            name: torch.nested.as_nested_tensor(list(joined.split(lengths)), layout=torch.jagged)
+            for name, joined in model_output.items()
+            if joined is not None
         }
-        made = self._finish(nested, data=micro_batch.to(this_device()))
-        if len(made) == 2:
-            return made
-        loss, tokens, report = made  # of every rank a share of what is counted once
+        model_output = self._finish(nested, data=micro_batch.to(this_device()))
+        if len(model_output) == 2:
+            return model_output
+        loss, tokens, report = model_output  # of every rank a share of what is counted once
         return loss, tokens * self._context_ranks, report
 
 
@@ -129,8 +131,8 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
 
 def _setting(micro_batch: Any, name: str) -> Any:
     """A value of verl's that is no tensor, or None."""
-    found = micro_batch.get(name, None)
-    return getattr(found, "data", found)
+    value = micro_batch.get(name, None)
+    return getattr(value, "data", value)
 
 
 def _require_text(micro_batch: Any) -> None:

@@ -64,13 +64,13 @@ def _programs(
     programs: list[list[Item]] = [[] for _ in range(plan.ranks)]
     rank_of, shares_ranks = plan.rank_of, plan.shares_ranks
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
-    made: dict[tuple[int, Op], list[Message]] = {}  # by producer
+    messages_of: dict[tuple[int, Op], list[Message]] = {}  # by producer
     for message, producer, consumer in _messages(plan, rules):
         source, target = message.link
         if target in ranks and source != target:
             wanted.setdefault((message.target, consumer), []).append(message)
         if source in ranks or target in ranks:
-            made.setdefault((message.source, producer), []).append(message)
+            messages_of.setdefault((message.source, producer), []).append(message)
     posted: dict[tuple[int, int], deque[Message]] = {}
     waited: set[Message] = set()
     for place in sequence(plan, rules, block):
@@ -84,7 +84,7 @@ def _programs(
                     waited.add(arriving)
                     program.append(Transfer(Kind.RECEIVE, arriving))
             program.append(StageOp(stage, op) if shares_ranks else op)
-        for message in made.get(place, ()):
+        for message in messages_of.get(place, ()):
             _, target = message.link
             if target == rank:
                 programs[rank].append(HandOver(message))

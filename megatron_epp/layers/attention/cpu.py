@@ -94,9 +94,9 @@ class ChunkAttention(torch.autograd.Function):
         # would keep the queries and keys of before the rotary embedding alive with it.
         v_TGD = v_TGD.contiguous()
         for rows in state.rows:
-            mine = slice(rows.start, rows.stop)
+            local = slice(rows.start, rows.stop)
             if rows.cut and not rows.last and before is None:
-                store.append(layer, rows.span.document, rows.span.start, k_TGD[mine], v_TGD[mine])
+                store.append(layer, rows.span.document, rows.span.start, k_TGD[local], v_TGD[local])
             elif rows.cut and not rows.last:
                 seeing.tails(state, layer, rows).keep(k_TGD, v_TGD)
         out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
@@ -137,28 +137,28 @@ class ChunkAttention(torch.autograd.Function):
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
         for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
-            mine = slice(rows.start, rows.stop)
-            grad, q, out = grad_THD[mine], q_THD[mine], out_THD[mine]
-            lse_HT = lse_TH[mine].transpose(0, 1)
+            local = slice(rows.start, rows.stop)
+            grad, q, out = grad_THD[local], q_THD[local], out_THD[local]
+            lse_HT = lse_TH[local].transpose(0, 1)
             span = rows.span
             if seeing.before is not None:
-                made = _window_backward(
-                    grad, q, k_TGD[mine], v_TGD[mine], out, lse_HT, state, layer, rows, seeing
+                gradients = _window_backward(
+                    grad, q, k_TGD[local], v_TGD[local], out, lse_HT, state, layer, rows, seeing
                 )
-                dq_THD[mine], dk_TGD[mine], dv_TGD[mine] = made
+                dq_THD[local], dk_TGD[local], dv_TGD[local] = gradients
                 continue
             dq, dk, dv = attend_backward(
-                grad, q, k_TGD[mine], v_TGD[mine], out, lse_HT, True, scale
+                grad, q, k_TGD[local], v_TGD[local], out, lse_HT, True, scale
             )
-            dq_THD[mine], dk_TGD[mine], dv_TGD[mine] = dq, dk, dv
+            dq_THD[local], dk_TGD[local], dv_TGD[local] = dq, dk, dv
             if rows.cut and not rows.last:
                 dk_later, dv_later = store.gradient(layer, span.document, span.start, span.stop)
-                dk_TGD[mine] += dk_later
-                dv_TGD[mine] += dv_later
+                dk_TGD[local] += dk_later
+                dv_TGD[local] += dv_later
             for document, stop in rows.context:
                 k, v = store.context(layer, document, stop)
                 dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
-                dq_THD[mine] += dq
+                dq_THD[local] += dq
                 store.add_gradient(layer, document, dk, dv)
             if rows.cut and span.start == 0:
                 store.release(layer, span.document)
@@ -242,8 +242,8 @@ def _attend_rows(
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)
     for rows in state.rows:
-        mine = slice(rows.start, rows.stop)
-        q, k, v = q_THD[mine], k_TGD[mine], v_TGD[mine]
+        local = slice(rows.start, rows.stop)
+        q, k, v = q_THD[local], k_TGD[local], v_TGD[local]
         if seeing.before is not None:
             out, lse = _window(q, k, v, state, layer, rows, seeing)
         else:
@@ -253,7 +253,7 @@ def _attend_rows(
                 out, lse = merged(out, lse, *attend(q, *context, False, seeing.scale))
         if seeing.sinks_H is not None:
             out, lse = with_sinks(out, lse, seeing.sinks_H)
-        out_THD[mine] = out
-        lse_TH[mine] = lse.transpose(0, 1)
+        out_THD[local] = out
+        lse_TH[local] = lse.transpose(0, 1)
     out_THD[state.used :] = 0  # padding
     return out_THD, lse_TH

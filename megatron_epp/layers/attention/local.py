@@ -25,7 +25,7 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None]]
 
 
-def spread_rows(state: ChunkState, ulysses: Ulysses) -> int:
+def sharded_rows(state: ChunkState, ulysses: Ulysses) -> int:
     """s: of this rank's rows those that are exchanged, the first ones."""
     return state.tokens // ulysses.group.size()
 
@@ -38,28 +38,28 @@ def attention_parts(
     qkv = q_tHD, k_tGD, v_tGD
     if state.local is None:
         return ulysses.to_heads(*qkv)
-    spread = spread_rows(state, ulysses)
-    if not spread:
+    sharded_count = sharded_rows(state, ulysses)
+    if not sharded_count:
         return qkv
     # A view of the local rows would keep those alive that have been exchanged.
-    local = (x[spread:].clone() for x in qkv)
-    return (*ulysses.to_heads(*(x[:spread] for x in qkv)), *local)
+    local = (x[sharded_count:].clone() for x in qkv)
+    return (*ulysses.to_heads(*(x[:sharded_count] for x in qkv)), *local)
 
 
 def attend_parts(
     parts: Sequence[Tensor],
     state: ChunkState,
     ulysses: Ulysses | None,
-    spread: Attend,
+    sharded: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """The output of this rank's rows [t, H, D], by ``spread`` and ``local``, from the ``parts`` of
+    """The output of this rank's rows [t, H, D], by ``sharded`` and ``local``, from the ``parts`` of
     :func:`attention_parts`; from Q, K and V as they are where there is no exchange."""
     if ulysses is None:
-        return spread(*parts)
+        return sharded(*parts)
     if state.local is not None and not state.tokens:
         return local(*parts)
-    out_THD, recompute = spread(*parts[:3])
+    out_THD, recompute = sharded(*parts[:3])
     out_sHD = ulysses.to_rows(out_THD)
     recompute = None if recompute is None else RowsRecompute(ulysses, recompute)
     if state.local is None:
@@ -74,11 +74,11 @@ def attend_parts(
 class _JoinedRecompute:
     """The handle of an output of both parts."""
 
-    def __init__(self, spread: RecomputeHandle, local: RecomputeHandle):
-        self._spread, self._local = spread, local
+    def __init__(self, sharded: RecomputeHandle, local: RecomputeHandle):
+        self._sharded_rows, self._local = sharded, local
         self._value: Tensor | None = None
 
     def value(self) -> Tensor:
         if self._value is None:
-            self._value = torch.cat((self._spread.value(), self._local.value()))
+            self._value = torch.cat((self._sharded_rows.value(), self._local.value()))
         return self._value

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 
 
-class PlainKernel:
+class ReferenceKernel:
     """A :class:`~megatron_epp.layers.attention.varlen.Kernel` on any device."""
 
     name = "plain"
@@ -20,7 +20,7 @@ class PlainKernel:
     def __init__(self, scale: float, before: int | None = None):
         self.scale, self.before = scale, before
 
-    def of_layers(self, before: int | None, sinks: bool) -> "PlainKernel":
+    def of_layers(self, before: int | None, sinks: bool) -> "ReferenceKernel":
         return type(self)(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:

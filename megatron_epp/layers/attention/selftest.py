@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import CuSeqlens, Kernel, Operands
 
 # (queries, keys) of the documents of a call.
@@ -56,17 +56,19 @@ def require_right(
     """
     sizes = head_size, value_size or head_size
     for what, lengths in _calls(before).items():
-        ours, plain = errors(
+        kernel_errors, reference_errors = errors(
             kernel, lengths, heads, groups, sizes, scale, dtype, device, before, sinks
         )
-        for name, mine, theirs in zip(NAMES, ours, plain, strict=False):
+        for name, error, reference_error in zip(
+            NAMES, kernel_errors, reference_errors, strict=False
+        ):
             if name == OF_SINKS:
-                theirs = max(theirs, LUCK * torch.finfo(dtype).eps)
-            if not mine <= ALLOWANCE * theirs:  # nan is wrong, too
+                reference_error = max(reference_error, LUCK * torch.finfo(dtype).eps)
+            if not error <= ALLOWANCE * reference_error:  # nan is wrong, too
                 raise ValueError(
-                    f"attention back end {kernel.name}, {what}: the {name} is off by {mine:.2g} "
+                    f"attention back end {kernel.name}, {what}: the {name} is off by {error:.2g} "
                     f"of its size, plain attention in {str(dtype).removeprefix('torch.')} by "
-                    f"{theirs:.2g}; expected at most {ALLOWANCE:g} times that"
+                    f"{reference_error:.2g}; expected at most {ALLOWANCE:g} times that"
                 )
 
 
@@ -105,8 +107,8 @@ def errors(
     generator = torch.Generator().manual_seed(20260117)
 
     def draw(rows: int, count: int, width: int) -> Tensor:
-        made = torch.randn(rows, count, width, generator=generator, device="cpu")
-        return made.to(device, dtype)
+        tensor = torch.randn(rows, count, width, generator=generator, device="cpu")
+        return tensor.to(device, dtype)
 
     q, grad = draw(sum(queries), heads, size), draw(sum(queries), heads, value)
     k, v = draw(sum(keys), groups, size), draw(sum(keys), groups, value)
@@ -116,15 +118,15 @@ def errors(
         of_sinks = None if offsets is None else offsets.to(to)
         return Operands(q.to(to), k.to(to), v.to(to), cu_seqlens, of_sinks)
 
-    right, ours, plain = (
+    right, outputs, reference = (
         _run(judge, grad.to(to), call(to))
         for judge, to in (
-            (PlainKernel(scale, before), torch.float64),
+            (ReferenceKernel(scale, before), torch.float64),
             (kernel, dtype),
-            (PlainKernel(scale, before), dtype),
+            (ReferenceKernel(scale, before), dtype),
         )
     )
-    return _distances(ours, right), _distances(plain, right)
+    return _distances(outputs, right), _distances(reference, right)
 
 
 def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
@@ -132,7 +134,7 @@ def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
     return out, *kernel.backward(grad, call, kept)
 
 
-def _distances(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
+def _distances(outputs: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
     return [
-        float((a.double() - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)
+        float((a.double() - b).norm() / b.norm()) for a, b in zip(outputs, right, strict=True)
     ]  # fmt: skip

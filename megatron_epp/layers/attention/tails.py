@@ -25,36 +25,36 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Rows kept of a document cut at ``borders`` (where its slices but the last end), for a window
-    of ``before`` inputs in front of each."""
+    """Rows kept of a document cut at ``boundaries`` (where its slices but the last end), for a
+    window of ``before`` inputs in front of each."""
 
     before: int
-    borders: tuple[int, ...] | None
+    boundaries: tuple[int, ...] | None
 
     @property
     def capacity(self) -> int | None:
         """Rows of the buffer; None: as many as the document's context."""
-        return None if self.borders is None else sum(self._sizes(self.borders))
+        return None if self.boundaries is None else sum(self._sizes(self.boundaries))
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
         """(place in the buffer, rows) of what slice [start, stop) leaves: its last rows."""
-        if self.borders is None:
+        if self.boundaries is None:
             return start, stop - start
-        places = list(accumulate(self._sizes(self.borders), initial=0))
-        return places[self.borders.index(stop)], min(self.before, stop - start)
+        places = list(accumulate(self._sizes(self.boundaries), initial=0))
+        return places[self.boundaries.index(stop)], min(self.before, stop - start)
 
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
         """[from, to) in the buffer of what the slice from ``start`` on sees of earlier ones: at
         ``most`` so many rows, default all within the window."""
         most = self.before if most is None else most
-        if self.borders is None:
+        if self.boundaries is None:
             return max(0, start - most), start
-        sizes = self._sizes(self.borders)
-        end = sum(sizes[: self.borders.index(start) + 1])
+        sizes = self._sizes(self.boundaries)
+        end = sum(sizes[: self.boundaries.index(start) + 1])
         return end - min(most, start), end
 
-    def _sizes(self, borders: Sequence[int]) -> list[int]:
-        return [min(self.before, stop - start) for start, stop in pairwise((0, *borders))]
+    def _sizes(self, boundaries: Sequence[int]) -> list[int]:
+        return [min(self.before, stop - start) for start, stop in pairwise((0, *boundaries))]
 
 
 def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -75,18 +75,18 @@ class SliceTails:
     before: int
 
     def _tails_of(self, document: int) -> Tails:
-        return Tails(self.before, self.store.borders.get(document))
+        return Tails(self.before, self.store.boundaries.get(document))
 
     @property
     def _seen(self) -> list[tuple[int, int, int]]:
         """(document, from, to) in the buffers of what the slice sees of other spans, in the order
         of their positions."""
-        found, left = [], self.before
+        parts, left = [], self.before
         for document, inputs in reversed(self.rows.context):
             if left > 0:
-                found.append((document, *self._tails_of(document).seen(inputs, left)))
+                parts.append((document, *self._tails_of(document).seen(inputs, left)))
                 left -= inputs
-        return found[::-1]
+        return parts[::-1]
 
     def keep(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Leave the end of the slice's rows of the chunk's k and v to later ones, if there are."""
@@ -121,8 +121,8 @@ class SliceTails:
             begin = 0
             for document, first, end in self._seen:
                 part = slice(begin, begin + end - first)
-                mine = (gradient_PGD[part] for gradient_PGD in front_PGD)
-                self.store.add_window_gradient(self.layer, document, first, *mine)
+                gradients = (gradient_PGD[part] for gradient_PGD in front_PGD)
+                self.store.add_window_gradient(self.layer, document, first, *gradients)
                 begin = part.stop
         if self.rows.cut and span.start == 0:
             self.store.release(self.layer, span.document)

@@ -165,8 +165,8 @@ class _Sources:
     def pack(self, tensor: Tensor) -> Any:
         """An index in place of q, k or v."""
         index = self._places.get(tensor.data_ptr())
-        whole = index is not None and tensor.shape == self._shapes[index]
-        return index if whole else self._hooks.pack(tensor)
+        is_input = index is not None and tensor.shape == self._shapes[index]
+        return index if is_input else self._hooks.pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
         return self.now[packed] if isinstance(packed, int) else self._hooks.unpack(packed)

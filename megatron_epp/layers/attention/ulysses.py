@@ -75,17 +75,17 @@ class _ToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        whole = [x.new_empty(group.size() * len(x), *x.shape[1:]) for x in tensors]
-        for into, part in zip(whole, tensors, strict=True):
+        gathered = [x.new_empty(group.size() * len(x), *x.shape[1:]) for x in tensors]
+        for into, part in zip(gathered, tensors, strict=True):
             dist.all_gather_into_tensor(into, part.contiguous(), group=group)
-        return tuple(whole)
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         group = ctx.group
         parts = [x.new_empty(len(x) // group.size(), *x.shape[1:]) for x in gradients]
-        for into, whole in zip(parts, gradients, strict=True):
-            dist.reduce_scatter_tensor(into, whole.contiguous(), group=group)
+        for into, gradient in zip(parts, gradients, strict=True):
+            dist.reduce_scatter_tensor(into, gradient.contiguous(), group=group)
         return None, *parts
 
 

@@ -121,7 +121,7 @@ class Piece:
     cu_seqlens: CuSeqlens
 
     @property
-    def mine(self) -> builtins.slice:
+    def local(self) -> builtins.slice:
         return builtins.slice(self.start, self.stop)
 
 
@@ -134,14 +134,14 @@ def pieces_of(
 
 
 def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
-    whole: list[Rows] = []
+    uncut: list[Rows] = []
 
     def side_by_side():
-        if whole:
-            lengths = [r.span.tokens for r in whole]
+        if uncut:
+            lengths = [r.span.tokens for r in uncut]
             cu_seqlens = CuSeqlens.of(lengths, lengths, device)
-            yield Piece(whole[0].start, whole[-1].stop, None, cu_seqlens)
-            whole.clear()
+            yield Piece(uncut[0].start, uncut[-1].stop, None, cu_seqlens)
+            uncut.clear()
 
     for r in rows:
         if r.cut or r.prefix:
@@ -151,7 +151,7 @@ def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
             cu_seqlens = CuSeqlens.of([r.span.tokens], [seen + r.span.tokens], device)
             yield Piece(r.start, r.stop, r, cu_seqlens)
         else:
-            whole.append(r)
+            uncut.append(r)
     yield from side_by_side()
 
 
@@ -167,11 +167,11 @@ class VarlenAttention:
     def __init__(
         self,
         kernel: Kernel,
-        whole: Kernel | None = None,
+        uncut: Kernel | None = None,
         before: int | None = None,
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
-        self.kernel, self._whole = kernel, whole
+        self.kernel, self._whole = kernel, uncut
         self.before, self.sinks = before, sinks
         self.name = kernel.name
         self.stores_last_slice = before is None
@@ -189,8 +189,8 @@ class VarlenAttention:
         if before is None and not with_sinks:
             return self
         kernel = self.kernel.of_layers(before, with_sinks)
-        whole = None if self._whole is None else self._whole.of_layers(before, with_sinks)
-        return VarlenAttention(kernel, whole, before, sinks)
+        uncut = None if self._whole is None else self._whole.of_layers(before, with_sinks)
+        return VarlenAttention(kernel, uncut, before, sinks)
 
     def __call__(
         self,
@@ -242,8 +242,8 @@ class _Attend(torch.autograd.Function):
             if piece.slice is None or not piece.slice.cut:
                 continue
             if seeing.before is None:
-                span, mine = piece.slice.span, piece.mine
-                store.append(layer, span.document, span.start, k_TGD[mine], v_TGD[mine])
+                span, local = piece.slice.span, piece.local
+                store.append(layer, span.document, span.start, k_TGD[local], v_TGD[local])
             else:
                 call.tails(piece.slice).keep(k_TGD, v_TGD)
         out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
@@ -316,7 +316,7 @@ class _Call:
         kept: list[Any],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Gradients of q, k, v and of the sinks."""
-        made: list[tuple[Tensor, ...]] = []
+        pieces: list[tuple[Tensor, ...]] = []
         sinks_H, dsinks_H = self.sinks_H, None
         if sinks_H is not None:  # of all pieces, rounded once
             wide = torch.promote_types(sinks_H.dtype, torch.float32)
@@ -325,20 +325,20 @@ class _Call:
         for index, piece in reversed(tuple(enumerate(self.pieces))):
             call = self._operands(piece, q_THD, k_TGD, v_TGD)
             dq, dk, dv, *others = self.seeing.kernel.backward(
-                grad_THD[piece.mine], call, kept[index]
+                grad_THD[piece.local], call, kept[index]
             )
             kept[index] = None  # freed before the next piece makes its gradients
             if dsinks_H is not None:
                 dsinks_H += others[0]
             if piece.slice is not None:
                 dk, dv = self._of_slice(piece.slice, dk, dv)
-            made.append((dq, dk, dv))
-        if k_TGD is not None and v_TGD is not None and not made:  # an empty chunk
+            pieces.append((dq, dk, dv))
+        if k_TGD is not None and v_TGD is not None and not pieces:  # an empty chunk
             nothing = torch.zeros_like
             empty = nothing(q_THD), nothing(k_TGD), nothing(v_TGD)
             return *empty, None if sinks_H is None else nothing(sinks_H)
         dq_THD, dk_TGD, dv_TGD = (
-            self._joined(parts, q_THD) for parts in zip(*reversed(made), strict=True)
+            self._joined(parts, q_THD) for parts in zip(*reversed(pieces), strict=True)
         )  # fmt: skip
         of_sinks = None if sinks_H is None or dsinks_H is None else dsinks_H.to(sinks_H.dtype)
         return dq_THD, dk_TGD, dv_TGD, of_sinks
@@ -359,8 +359,8 @@ class _Call:
             keys = []
         if piece.slice is None or not piece.slice.cut or self.seeing.before is not None:
             assert k_TGD is not None and v_TGD is not None, "they lie in no store"
-            keys.append((k_TGD[piece.mine], v_TGD[piece.mine]))
-        return Operands(q_THD[piece.mine], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
+            keys.append((k_TGD[piece.local], v_TGD[piece.local]))
+        return Operands(q_THD[piece.local], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices
@@ -395,7 +395,7 @@ class _Call:
             return parts[0].contiguous()
         joined = parts[0].new_empty(total, *parts[0].shape[1:])
         for piece, part in zip(self.pieces, parts, strict=True):
-            joined[piece.mine] = part
+            joined[piece.local] = part
         joined[used:] = 0
         return joined
 

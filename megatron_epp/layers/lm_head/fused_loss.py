@@ -35,10 +35,10 @@ def fused_backward(
     rows of the chunk, ``gather`` [t, 1, H] -> [T, 1, H] brings them, once, and ``scatter`` [T, 1,
     H] -> [t, 1, H] adds up every rank's share of their gradients.
     """
-    return _EarlyBackward.apply(hidden_t1H, weights_1T, losses, block, gather, scatter)
+    return _FusedBackward.apply(hidden_t1H, weights_1T, losses, block, gather, scatter)
 
 
-class _EarlyBackward(torch.autograd.Function):
+class _FusedBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -52,18 +52,18 @@ class _EarlyBackward(torch.autograd.Function):
         hidden_T1H = hidden_t1H if gather is None else gather(hidden_t1H.detach())
         total = hidden_T1H.shape[0]
         gradient_T1H = torch.empty_like(hidden_T1H)
-        made = []
+        blocks = []
         for start in range(0, total, block):
-            mine = slice(start, min(start + block, total))
-            part = hidden_T1H[mine].detach().requires_grad_()
+            rows = slice(start, min(start + block, total))
+            part = hidden_T1H[rows].detach().requires_grad_()
             with torch.enable_grad():
-                losses_1t = losses(part, mine)
-            torch.autograd.backward(losses_1t, weights_1T[:, mine].to(losses_1t.dtype))
+                losses_1t = losses(part, rows)
+            torch.autograd.backward(losses_1t, weights_1T[:, rows].to(losses_1t.dtype))
             assert part.grad is not None, "the losses do not depend on the hidden states"
-            gradient_T1H[mine] = part.grad
-            made.append(losses_1t.detach())
+            gradient_T1H[rows] = part.grad
+            blocks.append(losses_1t.detach())
         ctx.save_for_backward(gradient_T1H if scatter is None else scatter(gradient_T1H))
-        return torch.cat(made, 1)
+        return torch.cat(blocks, 1)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor):

@@ -67,7 +67,7 @@ class OutputWeightShard:
         dist.all_gather_into_tensor(whole_T, tensor_t.contiguous(), group=self.group)
         return whole_T
 
-    def mine(self, tensor_T: Tensor) -> Tensor:
+    def local(self, tensor_T: Tensor) -> Tensor:
         """[T, ...] -> [t, ...]: the rows that are here."""
         if not self.scattered or self.group is None:
             return tensor_T
@@ -137,7 +137,7 @@ def statistics(
     ``gradient``: with the rows that it needs. Collective over the group.
     """
     hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
-    own = _statistics_of_own_words(hidden_TH, labels_T, words, gradient)
+    own = _local_statistics(hidden_TH, labels_T, words, gradient)
     if words.ranks == 1:
         return own
     lse_T = log_of_sums(own.lse_t, words)
@@ -150,10 +150,10 @@ def statistics(
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
         both = words.summed(both)
         rows = WeightRows(both[:, 0], both[:, 1])
-    return Statistics(words.mine(lse_T), words.mine(logit_T), rows)
+    return Statistics(words.local(lse_T), words.local(logit_T), rows)
 
 
-def _statistics_of_own_words(
+def _local_statistics(
     hidden_TH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
     total, weight_VH = len(hidden_TH), words.weight_VH

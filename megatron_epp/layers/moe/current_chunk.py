@@ -51,17 +51,17 @@ def note_in_layer(
 @contextmanager
 def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
     """Around the wrapping of ``mlp`` for recompute: what it runs again meets the state of then."""
-    plain = mlp.forward
+    original = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:
         with current_chunk.during(chunk_state):
-            return plain(x, **others)
+            return original(x, **others)
 
     mlp.forward = inner
     yield
     recomputing = mlp.forward
 
-    @wraps(plain)
+    @wraps(original)
     def outer(x: Tensor, **others: Any) -> Any:
         return recomputing(x, chunk_state=current_chunk.state, **others)
 

@@ -61,12 +61,12 @@ class Pools:
 
     of             the pool of every document
     shares         factor of a pool's auxiliary losses, which weigh by its tokens
-    token_shares   the same of its tokens' z-losses
+    token_fractions   the same of its tokens' z-losses
     """
 
     of: Sequence[int]
     shares: Sequence[float]
-    token_shares: Sequence[float]
+    token_fractions: Sequence[float]
 
     @classmethod
     def each_alone(cls, documents: int) -> "Pools":
@@ -119,9 +119,9 @@ class RouterStats:
     def _owners(self, state: ChunkState) -> Tensor:
         rules = self.balancing
         part, split = divmod(rules.place, rules.splits)
-        spread = self._owners_of(state).reshape(rules.places // rules.splits, -1)[part]
+        sharded_owners = self._owners_of(state).reshape(rules.places // rules.splits, -1)[part]
         local = () if state.local is None else (self._owners_of(state.local),)
-        owners = numpy.concatenate((spread, *local)).reshape(rules.splits, -1)[split]
+        owners = numpy.concatenate((sharded_owners, *local)).reshape(rules.splits, -1)[split]
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
@@ -144,9 +144,9 @@ class RouterStats:
         layer: int,
         state: ChunkState,
         first: bool,
-        share: float = 1.0,
+        fraction: float = 1.0,
     ) -> Tensor:
-        """``logits`` of ``layer``, whose backward adds a ``share`` of auxiliary gradients.
+        """``logits`` of ``layer``, whose backward adds a ``fraction`` of auxiliary gradients.
 
         ``scored(logits)``: which experts each token chooses, [t, E], and its scores of all, [t, E].
         """
@@ -165,7 +165,7 @@ class RouterStats:
             self._sum_over_ranks(state)
             assert self._counts_DLE is not None
             rules = self.balancing
-            factor = share * rules.coefficient * rules.experts / rules.topk * self.scale
+            factor = fraction * rules.coefficient * rules.experts / rules.topk * self.scale
             weights_D = self._inverse(scores_tE) * self._once(
                 "shares", self.pools.shares, scores_tE
             )
@@ -187,8 +187,8 @@ class RouterStats:
     def _sum_over_ranks(self, state: ChunkState) -> None:
         """Complete the counts of the chunk's pools, all layers at once: in the backward of a
         document's last slice, whichever layer comes first."""
-        mine = [rows.span.document for rows in state.rows] + list(state.local_documents)
-        pools = dict.fromkeys(self.pools.of[document] for document in mine)
+        documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
+        pools = dict.fromkeys(self.pools.of[document] for document in documents)
         new = [pool for pool in pools if pool not in self._summed]
         if not new:
             return
@@ -213,8 +213,8 @@ class RouterStats:
         """[D + 1] on the device of ``like``, made the first time; padding's is 0."""
         if name not in self._of_pools:
             dtype = torch.promote_types(like.dtype, torch.float32)
-            made = torch.tensor([*of_pools, 0.0], dtype=dtype)
-            self._of_pools[name] = on_device(made, like.device)
+            factors = torch.tensor([*of_pools, 0.0], dtype=dtype)
+            self._of_pools[name] = on_device(factors, like.device)
         return self._of_pools[name]
 
     # -------------------------------------------------------------- z-loss
@@ -237,7 +237,7 @@ class RouterStats:
             return logits_tE
 
         def gradient() -> Tensor:
-            shares_D = self._once("token shares", self.pools.token_shares, squares_t)
+            shares_D = self._once("token shares", self.pools.token_fractions, squares_t)
             return shares_D.index_select(0, owners_t).to(squares_t.dtype) * (
                 coefficient * self.scale
             )
@@ -249,12 +249,12 @@ class RouterStats:
     def losses(self) -> dict[str, Tensor]:
         """This rank's part of every loss without its coefficient, summed over this replica's
         documents, [layers], by its name in the log."""
-        found: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:
-            found |= {name: self._auxiliary_L for name, _ in self.balancing.auxiliary}
+            losses |= {name: self._auxiliary_L for name, _ in self.balancing.auxiliary}
         if self._z_L is not None:
-            found["z_loss"] = self._z_L
-        return found
+            losses["z_loss"] = self._z_L
+        return losses
 
 
 class _Attached(torch.autograd.Function):

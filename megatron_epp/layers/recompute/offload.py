@@ -19,10 +19,10 @@ def offloading(
 ) -> AbstractContextManager[None]:
     """A context for the forward of ``layer``, which is given ``others`` beside its input."""
     assert state.host is not None, "a chunk that is offloaded has a store on the host"
-    given = {tensor.untyped_storage()._cdata for tensor in _tensors(tuple(others.values()))}
+    excluded = {tensor.untyped_storage()._cdata for tensor in _tensors(tuple(others.values()))}
 
     def shared(tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in given or state.store.holds(layer, tensor)
+        return tensor.untyped_storage()._cdata in excluded or state.store.holds(layer, tensor)
 
     return state.host.layer(state.chunk, shared)
 

@@ -180,5 +180,7 @@ class _Recomputable(torch.autograd.Function):
         inputs, outputs = recompute.result()
         recompute.node = recompute.run = None
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        torch.autograd.backward([output for output, _ in pairs], [given for _, given in pairs])
+        torch.autograd.backward(
+            [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        )
         return None, *(x.grad for x in inputs)

@@ -19,10 +19,10 @@ OF_LATENTS = "u"  # of layers with latent attention alone
 OF_EXPERTS = "e"  # of layers with experts alone
 # Choices whose bytes and seconds are a layer's own.
 ON_DEVICE = (
-    KEEP + FULL + "".join(letter for letter in SELECTIVE if letter not in (OF_LATENTS, OF_EXPERTS))
+    KEEP + FULL + "".join(mode for mode in SELECTIVE if mode not in (OF_LATENTS, OF_EXPERTS))
 )
 EXECUTABLE = ON_DEVICE + OFFLOAD
-MODULES = {letter: frozenset(modules) for letter, modules in SELECTIVE.items()}
+MODULES = {mode: frozenset(modules) for mode, modules in SELECTIVE.items()}
 
 
 def wrap_layer(

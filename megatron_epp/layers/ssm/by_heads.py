@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.local import spread_rows
+from megatron_epp.layers.attention.local import sharded_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.concatenated import concatenated
@@ -45,14 +45,14 @@ def scan_by_heads(
     """Outputs [t, H, P] of this rank's rows by ``scan``, from the channels of ``sections``."""
     if ulysses is None:
         return scan(rows_tC, state, False)
-    spread, made = spread_rows(state, ulysses), []
-    if spread:
-        of_section = rows_tC[:spread].split([one.channels for one in sections], 1)
+    sharded_count, outputs = sharded_rows(state, ulysses), []
+    if sharded_count:
+        of_section = rows_tC[:sharded_count].split([one.channels for one in sections], 1)
         parts = [
             x.unflatten(1, (one.heads, -1)) for x, one in zip(of_section, sections, strict=True)
         ]
         mine_TC = torch.cat([x.flatten(1) for x in ulysses.each_to_heads(parts)], 1)
-        made.append(ulysses.to_rows(scan(mine_TC, state, True)))
-    if state.local is not None and len(rows_tC) > spread:
-        made.append(scan(rows_tC[spread:], state.local, False))
-    return concatenated(made)
+        outputs.append(ulysses.to_rows(scan(mine_TC, state, True)))
+    if state.local is not None and len(rows_tC) > sharded_count:
+        outputs.append(scan(rows_tC[sharded_count:], state.local, False))
+    return concatenated(outputs)

@@ -73,30 +73,30 @@ def most_rows(channels: int) -> int:
 
 
 def _calls(state: ChunkState, most: int) -> Iterator[Call]:
-    made: Call | None = None
+    call: Call | None = None
     for row in _pieces(state, most):
         joins = (
-            made is not None
-            and made.after is None
+            call is not None
+            and call.after is None
             and row.before is None
-            and row.stop - made.start <= most
+            and row.stop - call.start <= most
         )
-        if made is not None and joins:
-            lengths = *made.lengths, *row.lengths
-            document = made.document if row.document < 0 else row.document
-            made = replace(made, stop=row.stop, lengths=lengths, document=document, after=row.after)
+        if call is not None and joins:
+            lengths = *call.lengths, *row.lengths
+            document = call.document if row.document < 0 else row.document
+            call = replace(call, stop=row.stop, lengths=lengths, document=document, after=row.after)
             continue
-        if made is not None:
-            yield made
-        made = row
-    assert made is not None, "a chunk has rows, if of padding alone"
-    yield made
+        if call is not None:
+            yield call
+        call = row
+    assert call is not None, "a chunk has rows, if of padding alone"
+    yield call
 
 
 def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
     """A call for each span and for the padding, and several for one of more than ``most`` rows."""
     for rows in state.rows:
-        before, after = _borders(state, rows)
+        before, after = _boundaries(state, rows)
         for start in range(rows.start, rows.stop, most):
             stop = min(start + most, rows.stop)
             begins = before if start == rows.start else WITHIN
@@ -108,20 +108,20 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
         yield Call(state.used, state.tokens, (state.tokens - state.used,), -1)
 
 
-def _borders(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
+def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
     """Borders at which the span of ``rows`` begins, of those of the document in front of it, and
     ends, of those of its own."""
     if not (rows.cut or rows.prefix):
         return None, None
     start, stop = rows.span.start, rows.span.stop
-    borders = state.store.borders.get(rows.span.document)
-    if borders is None:  # in calibration, which knows one slice alone
-        borders = (start, stop) if start else (stop,)
-    before = borders.index(start) if start else None
+    boundaries = state.store.boundaries.get(rows.span.document)
+    if boundaries is None:  # in calibration, which knows one slice alone
+        boundaries = (start, stop) if start else (stop,)
+    before = boundaries.index(start) if start else None
     if rows.prefix and not start:
         document, inputs = rows.context[-1]
-        before = state.store.borders[document].index(inputs)
-    return before, borders.index(stop) if rows.cut and not rows.last else None
+        before = state.store.boundaries[document].index(inputs)
+    return before, boundaries.index(stop) if rows.cut and not rows.last else None
 
 
 class CarriedStates:
@@ -130,7 +130,7 @@ class CarriedStates:
 
     ``taps`` of its convolution, or of each of its convolutions, whose channels lie one behind the
     other. A layer asks for the rows first (:meth:`front`), gives those that the next call would see
-    (:meth:`behind`), and hands in the state with the outputs (:meth:`leave`). ``alone``: each
+    (:meth:`after`), and hands in the state with the outputs (:meth:`leave`). ``alone``: each
     sequence is a call of its own.
     """
 
@@ -188,7 +188,7 @@ class CarriedStates:
             return self._finals[here]
         return self._taken.pop(number)[0]
 
-    def behind(self, number: int, rows_LC: Tensor) -> None:
+    def after(self, number: int, rows_LC: Tensor) -> None:
         """``rows`` of call ``number``, those in front of it included, as its convolution saw them;
         of several convolutions one after the other."""
         call, wanted = self.calls[number], self.taps - 1
@@ -217,7 +217,7 @@ class CarriedStates:
     def wants_final(self, number: int) -> bool:
         return self.calls[number].after is not None
 
-    def borders(self, number: int, front: int, device: torch.device) -> Tensor | None:
+    def boundaries(self, number: int, front: int, device: torch.device) -> Tensor | None:
         """Where the sequences of call ``number`` begin and the last one ends, ``front`` rows in
         front of a border counted: int64, the same tensor for every layer of the chunk; None where
         calls are of one sequence each."""
@@ -261,17 +261,17 @@ class _Take(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, state: ChunkState, layer: int, call: Call
     ) -> tuple[Tensor, ...]:
-        ctx.store, ctx.place, border = state.store, (layer, call.of), call.before
-        assert border is not None, "asked behind a border"
-        ctx.border = border
-        kept = state.store.context(layer, call.of, border + 1, border)
+        ctx.store, ctx.place, boundary = state.store, (layer, call.of), call.before
+        assert boundary is not None, "asked behind a border"
+        ctx.boundary = boundary
+        kept = state.store.context(layer, call.of, boundary + 1, boundary)
         taken = tuple(_own(part[0]) for part in kept)
         _seen(state, layer, call)
         return taken
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        ctx.store.add_window_gradient(*ctx.place, ctx.border, *(one[None] for one in gradients))
+        ctx.store.add_window_gradient(*ctx.place, ctx.boundary, *(one[None] for one in gradients))
         return None, None, None, None
 
 
@@ -282,7 +282,7 @@ def _seen(state: ChunkState, layer: int, call: Call) -> None:
         return
     if document in store.followers:
         store.seen(layer, document, store.followers[document])
-    elif call.before == len(store.borders.get(document, ())) - 1:
+    elif call.before == len(store.boundaries.get(document, ())) - 1:
         store.release(layer, document)
 
 
@@ -307,20 +307,20 @@ class _Leave(torch.autograd.Function):
         layer: int,
         call: Call,
     ) -> Tensor:
-        ctx.store, ctx.place, border = state.store, (layer, call.document), call.after
-        assert border is not None, "asked in front of a border"
-        ctx.border = border
-        rows = len(state.store.borders.get(call.document, ())) or border + 1
-        state.store.append(layer, call.document, border, final[None], tail[None], rows)
+        ctx.store, ctx.place, boundary = state.store, (layer, call.document), call.after
+        assert boundary is not None, "asked in front of a border"
+        ctx.boundary = boundary
+        rows = len(state.store.boundaries.get(call.document, ())) or boundary + 1
+        state.store.append(layer, call.document, boundary, final[None], tail[None], rows)
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
-        store, border = ctx.store, ctx.border
+        store, boundary = ctx.store, ctx.boundary
         of_final = of_tail = None  # where all that follows is in the chunk, through autograd alone
         if store.has_gradient(*ctx.place):
-            found = store.gradient(*ctx.place, border, border + 1)
-            of_final, of_tail = (part[0].clone() for part in found)
-        if border == 0:
+            gradients = store.gradient(*ctx.place, boundary, boundary + 1)
+            of_final, of_tail = (part[0].clone() for part in gradients)
+        if boundary == 0:
             store.release(*ctx.place)
         return gradient, of_final, of_tail, None, None, None

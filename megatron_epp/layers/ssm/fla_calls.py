@@ -31,9 +31,9 @@ def convolve_calls(
         count = 0 if front is None else len(front)
         if front is not None:
             rows = torch.cat((front, rows))
-        states.behind(number, rows)
-        made = convolution(rows[None], states.borders(number, count, rows.device))
-        outputs.append(made[0, count:])
+        states.after(number, rows)
+        output = convolution(rows[None], states.boundaries(number, count, rows.device))
+        outputs.append(output[0, count:])
     return concatenated(outputs)
 
 
@@ -48,8 +48,8 @@ def apply_rule(
         if initial is not None:
             initial = initial[None]  # of the store's memory, where it is the only one
             # Behind it whole documents, which begin with nothing.
-            if behind := len(states.calls[number].lengths) - 1:
-                others = initial.new_zeros(behind, *initial.shape[1:])
+            if after := len(states.calls[number].lengths) - 1:
+                others = initial.new_zeros(after, *initial.shape[1:])
                 initial = torch.cat((initial, others))
         y, finals = rule(
             q,
@@ -59,7 +59,7 @@ def apply_rule(
             beta=beta,
             initial_state=initial,
             output_final_state=wants,
-            cu_seqlens=states.borders(number, 0, q.device),
+            cu_seqlens=states.boundaries(number, 0, q.device),
             **options,
         )
         outputs.append(states.leave(number, y, finals[-1] if wants else None))

@@ -21,9 +21,9 @@ def causal_conv(x_LC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tenso
     W taps, the last one the row's own."""
     rows, taps = len(x_LC), weight_CW.shape[1]
     padded = F.pad(x_LC, (0, 0, taps - 1, 0))
-    made = sum(padded[tap : tap + rows] * weight_CW[:, tap] for tap in range(taps))
-    assert isinstance(made, Tensor), "at least one tap"
-    return made if bias_C is None else made + bias_C
+    output = sum(padded[tap : tap + rows] * weight_CW[:, tap] for tap in range(taps))
+    assert isinstance(output, Tensor), "at least one tap"
+    return output if bias_C is None else output + bias_C
 
 
 def selective_scan(
@@ -139,11 +139,11 @@ def _with_rest(
     """``scan`` of the whole blocks, then of the rows behind them: filled up with zeros instead, all
     rows were copied, and the copies kept for backward."""
     rows = len(parts[0])
-    whole = rows - rows % SCAN_ROWS
-    if whole in (0, rows):
+    aligned = rows - rows % SCAN_ROWS
+    if aligned in (0, rows):
         return scan(parts, state)
-    first, state = scan([part[:whole] for part in parts], state)
-    rest, state = scan([part[whole:] for part in parts], state)
+    first, state = scan([part[:aligned] for part in parts], state)
+    rest, state = scan([part[aligned:] for part in parts], state)
     return torch.cat((first, rest)), state
 
 

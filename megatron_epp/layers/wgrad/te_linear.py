@@ -148,5 +148,5 @@ def _added(weight: Parameter) -> Tensor | None:
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    made = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return made(weight.shape, dtype=weight.dtype, device=weight.device)  # of one in fp8, too
+    factory = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return factory(weight.shape, dtype=weight.dtype, device=weight.device)  # of one in fp8, too

@@ -25,12 +25,12 @@ from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
-from megatron_epp.mcore.hybrid.pattern import further_of, joined, letters_of_layers
+from megatron_epp.mcore.hybrid.pattern import joined, mtp_part_of, symbols_of_layers
 from megatron_epp.mcore.job import job_exit
 from megatron_epp.mcore.job.read_flags import read_flags, refusals_as_value_errors
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.model.shape import layer_shapes, mtp_shapes, with_mtp
-from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
 
@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(wanted.output)
     if not output.resolve().parent.is_dir():
         raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
-    given = {word.split("=")[0] for word in flags}
+    named = {word.split("=")[0] for word in flags}
     for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if name not in given and not (name == "--num-layers" and given & set(_PATTERN)):
+        if name not in named and not (name == "--num-layers" and named & set(_PATTERN)):
             raise ValueError(f"{name} is missing; give the flags of your training")
     processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
@@ -104,14 +104,18 @@ def _why(log: str) -> str:
     for line in log.splitlines():
         if mark in line:
             return line.split(mark, 1)[1]
-    said = [line for line in log.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*Error\b", line)]
-    return f"the measuring processes failed: {said[0] if said else log.strip()[-500:]}"
+    error_lines = [
+        line for line in log.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*Error\b", line)
+    ]
+    return (
+        f"the measuring processes failed: {error_lines[0] if error_lines else log.strip()[-500:]}"
+    )
 
 
 def summary(profile: Profile) -> str:
     """A profile in a few lines, for a person."""
-    made = profile.provenance
-    lines = [f"model   {made.model}", f"device  {made.device}, {made.dtype}"]
+    provenance = profile.provenance
+    lines = [f"model   {provenance.model}", f"device  {provenance.device}, {provenance.dtype}"]
     for kind, each in profile.kinds.items():
         lines += _layer_summary(each, f" {kind}" if profile.other_kinds else "")
     lines += [
@@ -119,22 +123,23 @@ def summary(profile: Profile) -> str:
         f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
         f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
         f"host    {profile.host_bytes_per_second / 1e9:.3g} GB/s to its memory, and back",
-        *(f"errors  {part}" for part in made.source.split("; ")[1:]),
+        *(f"errors  {part}" for part in provenance.source.split("; ")[1:]),
     ]
     return "\n".join(lines)
 
 
-def _layer_summary(figures: LayerCoefficients, kind: str) -> list[str]:
-    forward, backward = (figures.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
+def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
+    forward, backward = (coefficients.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
     return [
         f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, "
         f"{forward.per_pair * 1e9:.4g} ns per query-key pair, "
         f"{forward.per_chunk * 1e3:.3g} ms per chunk",
         f"        B {backward.per_token * 1e6:.4g} us per token, {backward.per_pair * 1e9:.4g} ns "
         f"per query-key pair, {backward.per_chunk * 1e3:.3g} ms per chunk",
-        f"        holds {figures.saved_bytes[KEEP].per_token:.0f} bytes per token from F to B, "
-        f"{figures.saved_bytes[FULL].per_token:.0f} recomputed in full, "
-        f"K/V of a context {figures.kv_bytes_per_token:.0f}",
+        f"        holds {coefficients.saved_bytes[KEEP].per_token:.0f} bytes per token from F to "
+        "B, "
+        f"{coefficients.saved_bytes[FULL].per_token:.0f} recomputed in full, "
+        f"K/V of a context {coefficients.kv_bytes_per_token:.0f}",
     ]
 
 
@@ -144,7 +149,7 @@ def worker(argv: Sequence[str]) -> None:
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
     cpu_host.install_cpu_host()
-    seams.install(seams.ALWAYS_SEAMS)
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     try:
         _measure(output, int(pp), int(tp), int(cp), flags)
     except Exception as error:
@@ -161,13 +166,13 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     from megatron_epp.mcore.calibrate.open_choices import settle_choices
     from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.data.row_share import RowShare
+    from megatron_epp.mcore.data.row_shard import RowShard
     from megatron_epp.mcore.flags import replaced
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.job.process_groups import make_groups
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
+    from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     layers, size = _layers(flags, pp)
     flags = _with_defaults(_without_layout(flags))
@@ -182,11 +187,11 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     _one_of_each_kind(args, layers, pp)
     with refusals_as_value_errors():
         model_config = described(args)
-    seams.install(seams.EPP_SEAMS)
+    patch_points.install(patch_points.EPP_PATCH_POINTS)
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
     )
-    mend_layer_spec(model_config)
+    fix_layer_spec(model_config)
     config, groups = Config.of(args), make_groups(this_device())
 
     def attach(models: list[Any]) -> list[Any]:
@@ -203,7 +208,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     (model,) = builder.build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
     )
-    profile = obtain(args, config, model, groups, RowShare.of(args))
+    profile = obtain(args, config, model, groups, RowShard.of(args))
     if groups.control.rank() == 0:
         profile.save(output)
 
@@ -214,12 +219,12 @@ def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument(*_PATTERN)
-    given = parser.parse_known_args(flags)[0]
-    if given.hybrid_layer_pattern is not None:
-        letters = letters_of_layers(given.hybrid_layer_pattern)
-        pattern = joined([letters] * pp) + further_of(given.hybrid_layer_pattern)
-        return len(letters), [f"--hybrid-layer-pattern={pattern}"]
-    layers = given.num_layers
+    parsed = parser.parse_known_args(flags)[0]
+    if parsed.hybrid_layer_pattern is not None:
+        modes = symbols_of_layers(parsed.hybrid_layer_pattern)
+        pattern = joined([modes] * pp) + mtp_part_of(parsed.hybrid_layer_pattern)
+        return len(modes), [f"--hybrid-layer-pattern={pattern}"]
+    layers = parsed.num_layers
     if layers is None or layers < 1:
         raise ValueError(f"--num-layers {layers}: expected at least 1")
     return int(layers), ["--num-layers", str(pp * layers)]
@@ -227,21 +232,21 @@ def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
 
 def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
     """Give every stage one layer of every kind that the model has among its ``layers``."""
-    whole = copy.copy(args)
-    whole.num_layers = layers
+    full = copy.copy(args)
+    full.num_layers = layers
     if args.hybrid_layer_pattern is not None:  # every stage has all of it
-        further = further_of(args.hybrid_layer_pattern)
-        whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
-    shapes = layer_shapes(whole)
+        mtp_suffix = mtp_part_of(args.hybrid_layer_pattern)
+        full.hybrid_layer_pattern = symbols_of_layers(args.hybrid_layer_pattern)[:layers]
+    shapes = layer_shapes(full)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
     if mtp_shapes(args):  # which are built as the last layer is
         places.sort(key=lambda place: shapes[place] == shapes[-1])
     if args.hybrid_layer_pattern is not None:
-        one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
-        args.hybrid_layer_pattern = joined([one_of_each] * pp) + further
+        one_of_each = "".join(full.hybrid_layer_pattern[place] for place in places)
+        args.hybrid_layer_pattern = joined([one_of_each] * pp) + mtp_suffix
     args.num_layers = args.encoder_num_layers = len(places) * pp
     args.no_rope_freq = None  # layers without positions cost what others do
-    of_parts = {part: part.layers(whole) for part in LAYER_KINDS}
+    of_parts = {part: part.layers(full) for part in LAYER_KINDS}
     for part, layers_with_it in of_parts.items():
         vars(args).update(part.in_layers(args, [layers_with_it[place] for place in places] * pp))
 
@@ -279,9 +284,9 @@ def _with_defaults(flags: Sequence[str]) -> list[str]:
         "--seq-length": "16384",
         "--max-position-embeddings": "1000000",
     }
-    given = {word.split("=")[0] for word in flags}
-    missing = [word for flag in fillers.items() if flag[0] not in given for word in flag]
-    if "--tokenizer-model" not in given and "--vocab-size" not in given:
+    named = {word.split("=")[0] for word in flags}
+    missing = [word for flag in fillers.items() if flag[0] not in named for word in flag]
+    if "--tokenizer-model" not in named and "--vocab-size" not in named:
         missing += ["--vocab-size", "32767"]
     return [*missing, *flags]
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.measured import Conditions, measured_profile
-from megatron_epp.cost.fitting.readings import BEHIND_TOKENS, Peak, Readings, letters_of
+from megatron_epp.cost.fitting.readings import AFTER_CONTEXT_TOKENS, Peak, Readings, modes_of
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, Kind, Payload
@@ -46,7 +46,7 @@ REPEATS = 3
 _CPU_WEIGHED = (128, 256)
 _GPU_WEIGHED = (256, 2048 + 64, 8192 + 64)
 _CONTEXTS = (0, 16384, 65536)  # of chunks of BEHIND_TOKENS
-_CONTEXT_SHARE = 1 / 16  # of the device's memory that the longest context may take
+_CONTEXT_FRACTION = 1 / 16  # of the device's memory that the longest context may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Point:
     tokens: float
     context: float = 0.0
     pieces: int = 1
-    letter: str = KEEP
+    mode: str = KEEP
 
 
 # What a chunk costs whatever its size shows in small ones only. They cost little to measure and
@@ -75,11 +75,11 @@ _POINTS = (
     Point(1.0, pieces=8),
     Point(0.5, 4.0),
     Point(1.0),
-    Point(1.0, letter=FULL),
+    Point(1.0, mode=FULL),
     Point(1.0, 1.0),
     Point(2.0),
     Point(1.0, 2.0),
-    Point(1.0, 2.0, letter=FULL),
+    Point(1.0, 2.0, mode=FULL),
     Point(1.0, 4.0),
 )
 
@@ -99,19 +99,19 @@ def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """The chunks to measure: the largest base size whose work stays below ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
-        made = []
-        own = (Point(1.0, letter=letter) for letter in layer.letters)
+        points = []
+        own = (Point(1.0, mode=mode) for mode in layer.modes)
         for point in (*_points(base), *own):
             tokens = max(16, int(base * point.tokens))
-            behind = min(int(base * point.context), max(0, context - tokens))
-            made.append((Shape(min(tokens, context), behind, point.pieces), point.letter))
-        return made
+            after = min(int(base * point.context), max(0, context - tokens))
+            points.append((Shape(min(tokens, context), after, point.pieces), point.mode))
+        return points
 
     def work(base: int) -> float:
         return REPEATS * sum(
-            (4 if letter == FULL else 3)
+            (4 if mode == FULL else 3)
             * (shape.tokens * layer.flops_per_token + _pairs(shape, layer) * layer.flops_per_pair)
-            for shape, letter in scaled(base)
+            for shape, mode in scaled(base)
         )
 
     base = 64
@@ -146,25 +146,25 @@ def calibrate(
     of_kinds: dict[str, list[Readings]] = {}
     for kind, layer in model.shapes.items():
         readings, first = Readings(groups.pipeline_rank), not of_kinds
-        mine: Probe | None = probe
+        kind_probe: Probe | None = probe
         if kinds:
-            mine = probe.of_layer(kinds.index(kind)) if kind in kinds else None
+            kind_probe = probe.of_layer(kinds.index(kind)) if kind in kinds else None
         # The ends once, whatever their stages' layers are.
-        there = layer if mine is not None else None
-        _measure_bytes(mine or probe, readings, context, there, ends=first)
+        there = layer if kind_probe is not None else None
+        _measure_bytes(kind_probe or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
-        _measure_seconds(mine, probe, groups, shapes, readings, layer)
+        _measure_seconds(kind_probe, probe, groups, shapes, readings, layer)
         if first:
             _measure_end_seconds(probe, groups, shapes, readings)
-        if mine is not None:
-            _measure_modules(mine, shapes, readings)
-            readings.stores_last_slice = mine.stores_last_slice
+        if kind_probe is not None:
+            _measure_modules(kind_probe, shapes, readings)
+            readings.stores_last_slice = kind_probe.stores_last_slice
         dist.barrier(groups.control)
-        if split_backward and mine is not None:
+        if split_backward and kind_probe is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
-            readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
+            readings.split += measure_split(kind_probe, large, _sizes(probe, context)[-2:])
         if probe.config.context_parallel_size > 1:
-            _measure_exchange(mine, groups, shapes, readings)
+            _measure_exchange(kind_probe, groups, shapes, readings)
         if first:
             _measure_links(probe, groups, readings)
             readings.host_rate = host_rate(probe, groups)
@@ -215,25 +215,25 @@ def _measure_bytes(
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
     attends = layer is not None and layer.flops_per_pair > 0
-    for behind in _contexts(probe, context) if on_gpu and attends else ():
-        measured = _weighed(probe, Shape(BEHIND_TOKENS, behind), KEEP)
-        readings.peaks += _peaks(measured, KEEP, False, BEHIND_TOKENS, behind)
+    for after in _contexts(probe, context) if on_gpu and attends else ():
+        measured = _weighed(probe, Shape(AFTER_CONTEXT_TOKENS, after), KEEP)
+        readings.peaks += _peaks(measured, KEEP, False, AFTER_CONTEXT_TOKENS, after)
 
 
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ) -> None:
     """``fits_line``: whether what is held from F to B is one of the fit's samples."""
-    for letter in letters_of(layer):
+    for mode in modes_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
-            measured = _weighed(probe, shape, letter)
+            measured = _weighed(probe, shape, mode)
             kept = tokens if cut else 0
             if fits_line:
                 load = (tokens, _pairs(shape, layer), kept)
-                readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
+                readings.held.append(Sample(mode, False, False, *load, measured.held_bytes))
             if not cut:
-                readings.peaks += _peaks(measured, letter, False, tokens)
+                readings.peaks += _peaks(measured, mode, False, tokens)
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
@@ -242,17 +242,17 @@ def _sizes(probe: Probe, context: int) -> list[int]:
     return sorted({min(size, context) for size in sizes})
 
 
-def _weighed(probe: Probe, shape: Shape, letter: str) -> Measurement:
+def _weighed(probe: Probe, shape: Shape, mode: str) -> Measurement:
     if probe.device.type == "cuda":
         # Kernels and the libraries' own buffers come with the first call and stay.
-        probe.layers(shape, letter)
-    return probe.layers(shape, letter, weigh=True)
+        probe.layers(shape, mode)
+    return probe.layers(shape, mode, weigh=True)
 
 
 def _peaks(
-    measured: Measurement, letter: str, end: bool, tokens: int, context: int = 0
+    measured: Measurement, mode: str, end: bool, tokens: int, context: int = 0
 ) -> tuple[Peak, Peak]:
-    where = (letter, end, tokens, context)
+    where = (mode, end, tokens, context)
     return (
         Peak(Kind.FORWARD, *where, measured.forward_bytes),
         Peak(Kind.BACKWARD, *where, measured.backward_bytes),
@@ -261,8 +261,8 @@ def _peaks(
 
 def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
     """Contexts to weigh a slice behind; none where documents have none worth the name."""
-    most = min(context - BEHIND_TOKENS, probe.most_context(_CONTEXT_SHARE))
-    if most < BEHIND_TOKENS:
+    most = min(context - AFTER_CONTEXT_TOKENS, probe.most_context(_CONTEXT_FRACTION))
+    if most < AFTER_CONTEXT_TOKENS:
         return ()
     # As far apart as the document allows: see line_above.
     return tuple(sorted({min(size, most * size // _CONTEXTS[-1]) for size in _CONTEXTS}))
@@ -290,24 +290,24 @@ def _measure_seconds(
     if probe is not None:
         probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
     for _ in range(REPEATS):
-        for shape, letter in shapes:
+        for shape, mode in shapes:
             _meet(company, groups)
             if probe is not None:
-                runs.setdefault((shape, letter), []).append(probe.layers(shape, letter))
+                runs.setdefault((shape, mode), []).append(probe.layers(shape, mode))
     typical = {
         key: (median(m.forward_seconds for m in got), median(m.backward_seconds for m in got))
         for key, got in runs.items()
     }
-    for (shape, letter), (forward, backward) in typical.items():
+    for (shape, mode), (forward, backward) in typical.items():
         load = (shape.tokens, _pairs(shape, layer), 0)
         columns = tuple((column, column.of(shape.spans)) for column in layer.work)
-        if letter == KEEP:
+        if mode == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 rows.append(Sample(KEEP, False, False, *load, seconds, columns=columns))
         elif (shape, KEEP) in typical:
-            plain = typical[shape, KEEP]
-            more = max(0.0, backward - plain[1])
-            readings.again.append((letter, shape.tokens, more, plain[0]))
+            kept_seconds = typical[shape, KEEP]
+            more = max(0.0, backward - kept_seconds[1])
+            readings.again.append((mode, shape.tokens, more, kept_seconds[0]))
 
 
 def _meet(probe: Probe, groups: Groups) -> None:
@@ -324,7 +324,7 @@ def _measure_end_seconds(
     """In rounds, of small and large chunks: an output layer takes as long as many layers, and what
     disturbs one moment must not pass for what every chunk costs."""
     largest = max(shape.tokens for shape, _ in shapes)
-    if not probe.early_head:  # a device may have no room for all its logits at once
+    if not probe.fused_head:  # a device may have no room for all its logits at once
         largest //= 2
     runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
@@ -361,12 +361,12 @@ def _measure_exchange(
         dist.barrier(groups.control)
         if probe is None:
             continue
-        rows = probe.share.padded(max(shape.tokens for shape, _ in shapes) // part)
-        ways = [Shape(rows, pieces=probe.share.parts, local=local) for local in (False, True)]
+        rows = probe.row_shard.padded(max(shape.tokens for shape, _ in shapes) // part)
+        ways = [Shape(rows, pieces=probe.row_shard.parts, local=local) for local in (False, True)]
         probe.layers(ways[1], KEEP)  # what happens only once
         runs = [[probe.layers(shape, KEEP) for shape in ways] for _ in range(REPEATS)]
         forward, backward = (
-            median(getattr(spread, name) - getattr(local, name) for spread, local in runs)
+            median(getattr(sharded, name) - getattr(local, name) for sharded, local in runs)
             for name in ("forward_seconds", "backward_seconds")
         )
         readings.exchange.append((rows, forward, backward))

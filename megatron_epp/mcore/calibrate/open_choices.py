@@ -10,7 +10,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 from megatron_epp.mcore.flags.config import ANALYTIC, AUTO, Config
-from megatron_epp.mcore.job.job_cost import analytic, kept_budgets, training_cost
+from megatron_epp.mcore.job.job_cost import analytic, saved_budgets, training_cost
 from megatron_epp.mcore.kinds.base import OpenChoice
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention
@@ -42,7 +42,7 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
         setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # those of the run that is resumed
-            kept = kept_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
+            kept = saved_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
             cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
@@ -51,10 +51,10 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
             continue
         seconds[value] = planned.seconds
     chosen = min(seconds, key=lambda value: seconds[value], default=choice.values[-1])
-    said = ", ".join(f"{value} {of:.4g} s" for value, of in seconds.items())
+    alternatives = ", ".join(f"{value} {of:.4g} s" for value, of in seconds.items())
     logger.info(
         "%s %s: a document of %d inputs takes %s by the cost model",
-        _flag(choice), chosen, args.seq_length, said or "too much memory either way",
+        _flag(choice), chosen, args.seq_length, alternatives or "too much memory either way",
     )  # fmt: skip
     return chosen
 

@@ -23,7 +23,7 @@ from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.kinds.modules import kinds_of_layer, timed_modules
 from megatron_epp.mcore.kinds.mtp.mtp_layers import enter, layers_of, mtp_layers_of
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
@@ -105,7 +105,7 @@ class Measurement:
 class Probe:
     """Runs parts of ``model``, this stage's unwrapped GPTModel.
 
-    ``share`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
+    ``row_shard`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
     positions are: those of a longer chunk start anew. Gradients of parameters add up as in
     training; whoever probes clears them.
     """
@@ -114,16 +114,16 @@ class Probe:
         self,
         model: Any,
         forward_step: ForwardStep,
-        share: RowShare,
+        row_shard: RowShard,
         device: torch.device,
         head_tokens: int | None,
         context: int,
     ):
         self.model, self.forward_step, self.context = model, forward_step, context
         self.at = 0
-        self.early_head, self.head_tokens = head_tokens is not None, head_tokens or 0
+        self.fused_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
-        self.device, self.share = device, share
+        self.device, self.row_shard = device, row_shard
         self._dtype = self.config.params_dtype
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
@@ -167,22 +167,22 @@ class Probe:
         """The layer's modules that selective recompute runs again."""
         return timed_modules(self.layer)
 
-    def most_context(self, share: float) -> int:
+    def most_context(self, fraction: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
-        a kernel has them, take ``share`` of the GPU's memory."""
+        a kernel has them, take ``fraction`` of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
         gradient = torch.promote_types(self._dtype, torch.float32)
-        return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
+        return int(fraction * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
 
     # -------------------------------------------------------------- parts
 
     def layers(
-        self, shape: Shape, letters: str, weigh: bool = False, split: bool = False
+        self, shape: Shape, modes: str, weigh: bool = False, split: bool = False
     ) -> Measurement:
         """``len(letters)`` layers of the stage from the first on; a letter each. ``split``: I and
         W."""
-        store, params = self._chunk(shape, letters)
+        store, params = self._chunk(shape, modes)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
         every = layers_of(self.model)
@@ -192,16 +192,16 @@ class Probe:
 
         def forward() -> Tensor:
             x = hidden
-            for index in range(self.at, self.at + len(letters)):
+            for index in range(self.at, self.at + len(modes)):
                 if index in entered:
                     x = enter(entered[index], self.model, x, tokens[0], params.positions)
-                made = every[index](
+                output = every[index](
                     hidden_states=x,
                     attention_mask=None,
                     rotary_pos_emb=rotary,
                     packed_seq_params=params,
                 )
-                x = hidden_of(made)
+                x = hidden_of(output)
             return x
 
         return self._pass(forward, store, weigh, split)
@@ -217,7 +217,7 @@ class Probe:
             labels=tokens if self.last else None,
             loss_mask=mask,
             params=params,
-            known_gradient=mask if self.early_head else None,
+            known_gradient=mask if self.fused_head else None,
         )
         received = None if self.first else self._hidden(shape)
         self.model.set_input_tensor([received])
@@ -287,7 +287,7 @@ class Probe:
 
     @contextmanager
     def _deferring(self, deferred: DeferredWeightGrads) -> Iterator[None]:
-        besides = (self.model.output_layer,) if self.last and self.early_head else ()
+        besides = (self.model.output_layer,) if self.last and self.fused_head else ()
         with Deferral(self.model, besides) as deferral, deferral.into(deferred):
             yield
 
@@ -304,61 +304,61 @@ class Probe:
             kept = store.context(layer, document, len(key_CGD))
             store.add_window_gradient(layer, document, 0, *map(torch.zeros_like, kept))
 
-    def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
+    def _chunk(self, shape: Shape, modes: str) -> tuple[Store, ChunkParams]:
         """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
         from a later slice lie ready."""
         # Room for all of it: some kernels read the last slice's K and V behind its context's.
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
-        for layer in range(self.at, self.at + len(letters)):
+        for layer in range(self.at, self.at + len(modes)):
             kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
                 # A state is one row at each border: here, and behind the slice.
                 rows = None if len(key) > 1 else len(key) + shape.cut
                 store.append(layer, 0, 0, key, value, rows)
-        rows = self.share.padded(shape.tokens)
-        letters = KEEP * self.at + letters
+        rows = self.row_shard.padded(shape.tokens)
+        modes = KEEP * self.at + modes
         if shape.local:
-            mine = rows // self.share.parts
-            of_rank = tuple(part for part in shape.rows if part.stop <= mine)
-            state = ChunkState(0, (), 0, letters, store)
-            state.local = ChunkState(0, of_rank, mine, letters, store)
+            local_rows = rows // self.row_shard.parts
+            of_rank = tuple(part for part in shape.rows if part.stop <= local_rows)
+            state = ChunkState(0, (), 0, modes, store)
+            state.local = ChunkState(0, of_rank, local_rows, modes, store)
         else:
-            state = ChunkState(0, shape.rows, rows, letters, store)
+            state = ChunkState(0, shape.rows, rows, modes, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
             counted = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = counted % self.context
-        return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
+        return store, ChunkParams.of(state, positions[self.row_shard.local(rows)].to(self.device))
 
     def _hidden(self, shape: Shape) -> Tensor:
-        rows = self.share.message(self.share.padded(shape.tokens))
+        rows = self.row_shard.message(self.row_shard.padded(shape.tokens))
         return self._normal((rows, 1, self.config.hidden_size)).requires_grad_()
 
     def _normal(self, size: Sequence[int]) -> Tensor:
         where = self._random.device
-        made = torch.randn(tuple(size), generator=self._random, dtype=torch.float32, device=where)
-        return made.to(self.device, self._dtype)
+        tensor = torch.randn(tuple(size), generator=self._random, dtype=torch.float32, device=where)
+        return tensor.to(self.device, self._dtype)
 
     def _integers(self, tokens: int) -> Tensor:
-        mine = self.share.mine(self.share.padded(tokens))
-        rows = mine.stop - mine.start
-        made = torch.randint(
+        local = self.row_shard.local(self.row_shard.padded(tokens))
+        rows = local.stop - local.start
+        tensor = torch.randint(
             0,
             self.model.vocab_size,
             (1, rows),
             generator=self._random,
             device=self._random.device,
         )
-        return made.to(self.device)
+        return tensor.to(self.device)
 
     def _rotary(self, params: ChunkParams) -> Tensor | None:
         rotary = getattr(self.model, "rotary_pos_emb", None)
         if rotary is None:
             return None
-        made = rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
-        return made[0] if isinstance(made, tuple) else made
+        table = rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
+        return table[0] if isinstance(table, tuple) else table
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:

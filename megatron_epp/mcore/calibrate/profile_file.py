@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_epp.control.files import BestEffort, write_whole
+from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance
 from megatron_epp.mcore.flags.config import ANALYTIC
 
@@ -28,7 +28,7 @@ FILE_NAME = "epp-cost-model.json"
 
 def provenance_of(args: Any) -> Provenance:
     """Provenance of a profile of this job: its model, its device and its number format."""
-    from megatron_epp.mcore.lm_head.fused_head import early_head
+    from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
     heads = f"heads {args.num_attention_heads} x {args.kv_channels}"
@@ -55,7 +55,7 @@ def provenance_of(args: Any) -> Provenance:
         words.append("sequence parallel")
     if args.context_parallel_size > 1:
         words.append(f"cp {args.context_parallel_size}")
-    if not early_head(args):
+    if not fused_head(args):
         words.append("logits kept")
     if args.hybrid_layer_pattern is not None:
         words.append("HybridModel")
@@ -103,15 +103,15 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 
     An analytic profile was measured on nothing: whoever names one knows what he does.
     """
-    made = profile.provenance
-    if made.kind != MEASURED:
+    provenance = profile.provenance
+    if provenance.kind != MEASURED:
         return profile
     for what in ("model", "device", "dtype"):
-        mine, theirs = getattr(wanted, what), getattr(made, what)
-        if mine != theirs:
+        expected, recorded = getattr(wanted, what), getattr(provenance, what)
+        if expected != recorded:
             raise ValueError(
-                f"cost model {where} is of another {what}: it says {theirs!r}, this job has "
-                f"{mine!r}; measure again with `python -m megatron_epp profile`, or leave "
+                f"cost model {where} is of another {what}: it says {recorded!r}, this job has "
+                f"{expected!r}; measure again with `python -m megatron_epp profile`, or leave "
                 "--epp-cost-model out"
             )
     return profile
@@ -136,7 +136,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.calibrate.probe import undisturbed
     from megatron_epp.mcore.job.job_cost import training_levers
     from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
-    from megatron_epp.mcore.lm_head.shard import whole_output_layer
+    from megatron_epp.mcore.lm_head.shard import full_output_layer
     from megatron_epp.mcore.model.shape import model_shape
     from megatron_epp.runtime.consensus import broadcast_text
 
@@ -151,7 +151,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()
-    with undisturbed(model), whole_output_layer(unwrap_model(model)):
+    with undisturbed(model), full_output_layer(unwrap_model(model)):
         probe, shape = probe_of(args, model, rows), model_shape(args)
         profile = calibrate(
             probe,
@@ -166,7 +166,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         places = [folder for folder in (args.save, config.epp_record) if folder]
         keep = BestEffort()
         for path in (Path(folder) / FILE_NAME for folder in places):
-            keep(f"the cost model, {path},", partial(write_whole, path, profile.to_json()))
+            keep(f"the cost model, {path},", partial(write_atomically, path, profile.to_json()))
         logger.info(
             "measured this device in %.1f s%s: %s",
             time.perf_counter() - began,
@@ -181,11 +181,11 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe
-    from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
+    from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
     from megatron_epp.mcore.model.attention import this_device
     from megatron_epp.mcore.model.forward import chunk_forward_step
 
-    head_tokens = block_tokens(args) if early_head(args) else None
+    head_tokens = block_tokens(args) if fused_head(args) else None
     unwrapped = unwrap_model(model)
     return Probe(unwrapped, chunk_forward_step, rows, this_device(), head_tokens, args.seq_length)
 

@@ -36,9 +36,9 @@ def _seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
         shape = Shape(tokens)
         runs = []
         for _ in range(SPLIT_REPEATS):
-            whole = probe.layers(shape, KEEP)
+            unsplit = probe.layers(shape, KEEP)
             halves = probe.layers(shape, KEEP, split=True)
-            runs.append((whole.backward_seconds, halves.backward_seconds, halves.weight_seconds))
+            runs.append((unsplit.backward_seconds, halves.backward_seconds, halves.weight_seconds))
         yield SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True)))
     if probe.last:
         shape = Shape(largest // 2)

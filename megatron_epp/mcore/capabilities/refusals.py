@@ -7,7 +7,7 @@ from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
-from megatron_epp.mcore.placing.asked import asked_placement, stages_of
+from megatron_epp.mcore.placing.requested import asked_placement, stages_of
 
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # read by Transformer Engine's recipe
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -38,8 +38,8 @@ def require_parts(args: argparse.Namespace) -> None:
 
 def refuse_gpu_flags(args: argparse.Namespace) -> None:
     """Refuse, by name, Megatron flags that need a GPU. ValueError: one line."""
-    if (said := limit_for("no_gpu", args)) is not None:
-        raise ValueError(said)
+    if (reason := limit_for("no_gpu", args)) is not None:
+        raise ValueError(reason)
 
 
 def vocabulary_parallel(args: argparse.Namespace) -> bool:
@@ -47,7 +47,7 @@ def vocabulary_parallel(args: argparse.Namespace) -> bool:
     return getattr(args, "epp_vocab_parallel", OFF) == ON
 
 
-def whole_words(args: argparse.Namespace) -> tuple[str, str] | None:
+def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
     """Why the output layer's words cannot lie over the stages of ``args``, and what to do; None:
     they can."""
     stages, ranks = stages_of(args), args.tensor_model_parallel_size
@@ -74,9 +74,9 @@ def whole_words(args: argparse.Namespace) -> tuple[str, str] | None:
     return None
 
 
-def require_whole_words(args: argparse.Namespace) -> None:
+def require_vocabulary_parallel(args: argparse.Namespace) -> None:
     """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
-    if vocabulary_parallel(args) and (refused := whole_words(args)) is not None:
+    if vocabulary_parallel(args) and (refused := vocabulary_refusal(args)) is not None:
         why, instead = refused
         raise ValueError(
             f"--epp-vocab-parallel on: {why}; {instead}, or give --epp-vocab-parallel off"
@@ -88,11 +88,11 @@ def refuse(args: argparse.Namespace) -> None:
     context = getattr(args, "seq_length", None)
     if context is not None and context < 1:
         raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")
-    if (said := limit_for("epp", args)) is not None:
-        raise ValueError(said)
+    if (reason := limit_for("epp", args)) is not None:
+        raise ValueError(reason)
     for part in LAYER_KINDS:
         part.refuse(args)
-    require_whole_words(args)
+    require_vocabulary_parallel(args)
     if getattr(args, "fp8", None) and os.environ.get(_FLOAT_SCALES) == "1":
         raise ValueError(
             f"{_FLOAT_SCALES}=1: with --epp fp8's scales are powers of two, so that a plan changes "

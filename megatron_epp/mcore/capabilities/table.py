@@ -8,7 +8,7 @@ refused by rows here.
 
 from typing import Any, Literal
 
-from megatron_epp.mcore.kinds.limit import Limit, Said, given, not_computed, of_config, settings
+from megatron_epp.mcore.kinds.limit import Limit, Reason, given, not_computed, of_config, settings
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.te_reference import reference_switch
 
@@ -22,21 +22,21 @@ _POSITIONS = ("rope", "learned_absolute", "none")
 
 def _needs_gpu(
     flag: str, instead: str = "leave the flag out", *runs: Any, setting: str | None = None
-) -> Said:
+) -> Reason:
     """Text on ``flag`` where it has a value that neither is one of ``runs`` nor leaves it out."""
 
-    def said(args: Any) -> str | None:
+    def reason(args: Any) -> str | None:
         value = getattr(args, setting or flag.removeprefix("--").replace("-", "_"), None)
         if value in (runs or (None, False)):
             return None
         shown = flag if value is True else f"{flag} {value}"
         return f"{shown}: this host has no CUDA GPU; {instead}"
 
-    return said
+    return reason
 
 
-def _any_of(*each: Said) -> Said:
-    return lambda asked_of: next(filter(None, (said(asked_of) for said in each)), None)
+def _any_of(*each: Reason) -> Reason:
+    return lambda asked_of: next(filter(None, (reason(asked_of) for reason in each)), None)
 
 
 def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Limit:
@@ -296,7 +296,7 @@ def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any)
     """Text on the first row that ``place`` does not run and ``asked_of`` asks for; None: none."""
     for limit in TABLE:
         asked = getattr(limit, place)
-        if asked is not None and (said := asked(asked_of)):
+        if asked is not None and (reason := asked(asked_of)):
             runs = "slices do not compute" if place == "slices" else "--epp does not run"
-            return said if isinstance(said, str) else f"{runs} {limit.what}: {limit.instead}"
+            return reason if isinstance(reason, str) else f"{runs} {limit.what}: {limit.instead}"
     return None

@@ -48,14 +48,14 @@ class LowRankAdapter(MegatronModule):
             self.up: Any = ColumnParallelLinear(
                 rank, linear.output_size, gather_output=False, **how
             )
-            whole: Any = self.down.weight
+            weight: Any = self.down.weight
         else:
             self.down = RowParallelLinear(linear.input_size, rank, input_is_parallel=True, **how)
             self.up = nn.Linear(rank, linear.output_size, bias=False, dtype=dtype, device=device)
-            whole = self.up.weight
-        config.init_method(whole)
+            weight = self.up.weight
+        config.init_method(weight)
         # Each rank sees its own rows: finalize_model_grads adds the shares up.
-        setattr(whole, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     @property
     def weight(self) -> Tensor:

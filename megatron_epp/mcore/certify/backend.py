@@ -6,7 +6,7 @@ Importing this stays light: every process does so before it has set its environm
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_epp.certify.protocol import PLAIN, Backend, Role
+from megatron_epp.certify.protocol import REFERENCE, Backend, Role
 from megatron_epp.certify.trial import FLOAT64, Trial
 from megatron_epp.te_reference import reference_switch
 
@@ -23,25 +23,25 @@ def choose_engine(trial: Trial) -> str:
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
-    from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+    from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
     if role.on_gpu:
         _require_gpu(role.rank)
         ranks = str(role.trial.degrees.ranks)
         cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", ranks])
     cpu_host.install_cpu_host()
-    seams.install(seams.ALWAYS_SEAMS)
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     if role.trial.dtype == FLOAT64:
         until_the_end.enter_context(cpu_host.double_precision())
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
-        from megatron_epp.mcore.certify.loops.plain import PlainLoop
+        from megatron_epp.mcore.certify.loops.reference import ReferenceLoop
 
-        return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
-    if role.rank == PLAIN:
-        from megatron_epp.mcore.certify.reference import PlainModel
+        return ReferenceLoop(role) if role.rank == REFERENCE else LoopRank(role)
+    if role.rank == REFERENCE:
+        from megatron_epp.mcore.certify.reference import ReferenceModel
 
-        return PlainModel(role)
+        return ReferenceModel(role)
     from megatron_epp.mcore.certify.rank import Rank
 
     return Rank(role)

@@ -17,15 +17,15 @@ from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
-from megatron_epp.mcore.hybrid.pattern import further_of, letters_of_layers
-from megatron_epp.mcore.hybrid.segments import layout_letters
+from megatron_epp.mcore.hybrid.pattern import mtp_part_of, symbols_of_layers
+from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import kind_defaults
-from megatron_epp.mcore.model.quantisation import scales_of_whole_tensors
+from megatron_epp.mcore.model.quantisation import per_tensor_scales
 from megatron_epp.mcore.model.shape import with_mtp
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.asked import PLACE, place_of
+from megatron_epp.mcore.placing.requested import PLACE, place_of
 from megatron_epp.te_reference import reference_switch
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
@@ -78,7 +78,7 @@ _LOCAL: dict[str, Any] = {
 # What is compared in fp8 has a plain model in fp8, of Transformer Engine's layers; it is no trainer
 # that would say when weights have changed.
 _QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True, **_UNHELD}
-_NOT_PLAIN: dict[str, Any] = {
+_NOT_REFERENCE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -111,7 +111,7 @@ class ScaledArgs:
 
     layers: tuple[int, ...]  # of every stage
     elastic: Namespace
-    plain: Namespace
+    reference: Namespace
     # What ``plain`` is compared with, and errors are told in: the same in the elastic one's format,
     # where that is another; without fp8, where its scales are of whole tensors.
     own: Namespace | None
@@ -127,19 +127,19 @@ def scaled(
         )
     _require_engine(raw, lora_rank)
     layout = raw.pipeline_model_parallel_layout
-    tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
+    tiny = small(raw, degrees, None if layout is None else layout_symbols(layout))
     extra = OVERLAP if overlap else {}
-    for kind in LAYER_CERTIFICATES if dtype == BF16 or scales_of_whole_tensors(raw) else ():
+    for kind in LAYER_CERTIFICATES if dtype == BF16 or per_tensor_scales(raw) else ():
         tiny.values.update(kind.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
-    plain = tiny.values | _NOT_PLAIN
-    if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
-        plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
+    reference_flags = tiny.values | _NOT_REFERENCE
+    if pattern := reference_flags.get("hybrid_layer_pattern"):  # of one stage
+        reference_flags["hybrid_layer_pattern"] = symbols_of_layers(pattern) + mtp_part_of(pattern)
     layers = with_mtp(elastic, tiny.layers)
-    known, own = plain | (_QUANTISED if elastic.fp8 else _LOCAL), None
-    if scales_of_whole_tensors(elastic):
-        own = _validated(raw, plain | _LOCAL, 1)
+    known, own = reference_flags | (_QUANTISED if elastic.fp8 else _LOCAL), None
+    if per_tensor_scales(elastic):
+        own = _validated(raw, reference_flags | _LOCAL, 1)
     elif dtype != FLOAT64:
         own = _validated(raw, known, 1, dtype)
     return ScaledArgs(layers, elastic, _validated(raw, known, 1), own)
@@ -227,9 +227,9 @@ def choose_layers(args: Namespace, implementation: str) -> None:
 
 @contextmanager
 def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    plain = sys.argv
+    arguments = sys.argv
     sys.argv = ["certify", *flags]
     try:
         yield
     finally:
-        sys.argv = plain
+        sys.argv = arguments

@@ -25,7 +25,7 @@ from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
-from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
+from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 from megatron_epp.mcore.placing.parts import place_parts
 
 
@@ -64,11 +64,11 @@ def begin(args: Namespace, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def plain_model(args: Namespace, by_engine: bool) -> Any:
+def reference_model(args: Namespace, by_engine: bool) -> Any:
     """Megatron's model as it is, but for what its local layers lack (kinds/local_layers.py,
     kinds/moe/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
     description = described(args)
-    mend_layer_spec(description)
+    fix_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
@@ -118,7 +118,7 @@ def elastic_models(
     (training/training.py:3530); ``install`` hooks the job into the model's configuration, after
     whoever puts adapters there. ``around``: makes Megatron's model another's."""
     description = described(args)
-    mend_layer_spec(description)
+    fix_layer_spec(description)
     description.pre_wrap_hooks.append(partial(_make_double, args))
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])

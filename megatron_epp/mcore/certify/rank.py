@@ -33,7 +33,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_models, join
@@ -45,7 +45,7 @@ from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.kinds.registry import heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
@@ -54,7 +54,7 @@ from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
     """Attention of GPUs, whose own kernels do not know float64, by plain scores."""
-    return VarlenAttention(PlainKernel(heads_of(config).scale))
+    return VarlenAttention(ReferenceKernel(heads_of(config).scale))
 
 
 class DrawnSteps:
@@ -97,7 +97,7 @@ class InMemory:
 class Rank:
     """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule.
 
-    Ranks of something else replace ``build``, ``run``, ``problems`` and ``told``, and name the
+    Ranks of something else replace ``build``, ``run``, ``problems`` and ``results``, and name the
     collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
     """
 
@@ -120,7 +120,7 @@ class Rank:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
     def prepare(self, prepared: ModelSetup) -> None:
-        seams.install(seams.EPP_SEAMS)
+        patch_points.install(patch_points.EPP_PATCH_POINTS)
         self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()
         begin(self.args, self.seed)
@@ -146,7 +146,7 @@ class Rank:
         self.routing, config = RoutingNotes(*models), get_model_config(models[0])
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
-        self.groups, self.share = job.place.groups, job.place.share
+        self.groups, self.row_shard = job.place.groups, job.place.row_shard
         self.attention: Any = job.place.attention
         chosen = [choice for choice in left if getattr(self.args, choice.flag) == choice.values[-1]]
         self.open_choices = [(choice, cycle(choice.values)) for choice in chosen]
@@ -178,14 +178,14 @@ class Rank:
                     *sorted({f"not on the list: {one}" for one, name in named if name is None}),
                     *self.problems(drawn, traffic.messages),
                 ],
-                *self.told(trained, evaluated),
+                *self.results(trained, evaluated),
             )
 
     def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
         """Differences from what was planned."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
-    def told(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
+    def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         """The rest of a ``RESULT``."""
         return trained, evaluated, self.routing.taken(self.further)
 
@@ -226,8 +226,8 @@ class Rank:
         sharded += [(model.expert_parallel_buffers, experts) for model in self.models]
         for buffers, group in sharded:
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-                mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+                local = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, local, group=group)
 
     def _not_offloaded(self, step: Step) -> list[str]:
         """Where the plan offloads layers and they have not left the device.
@@ -249,7 +249,7 @@ class Rank:
 
     def _input_bytes(self, chunk: Chunk) -> int:
         """Bytes of a layer's input, on this rank."""
-        rows = self.share.message(self.share.rows(chunk))
+        rows = self.row_shard.message(self.row_shard.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
@@ -276,7 +276,7 @@ class Rank:
             if not isinstance(op, Transfer):
                 continue
             message = op.message
-            rows = self.share.message(self.share.rows(plan.chunks[message.chunk]))
+            rows = self.row_shard.message(self.row_shard.rows(plan.chunks[message.chunk]))
             numbers = self._numbers(message, plan)
             sends = op.kind is Kind.SEND
             planned.append(

@@ -11,8 +11,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megatron_epp.certify.batches import CONTEXT, Frame, RandomBatch, letters_drawn
-from megatron_epp.certify.compare import whole
+from megatron_epp.certify.batches import CONTEXT, Frame, RandomBatch, modes_drawn
+from megatron_epp.certify.compare import assembled
 from megatron_epp.certify.protocol import ModelSetup, Reference, Role
 from megatron_epp.certify.trainer_results import TrainerReference
 from megatron_epp.certify.trial import FLOAT64
@@ -20,22 +20,22 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.model_flags import choose_layers, describe, parsed, scaled
-from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, plain_model
+from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, reference_model
 from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.data.row_share import quantised_rows
+from megatron_epp.mcore.data.row_shard import quantised_rows
 from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
     letters_of_kinds,
     lockstep_of,
     require_shared,
-    whole_documents,
+    sees_full_documents,
 )
-from megatron_epp.mcore.model.quantisation import quantises, scales_of_whole_tensors
+from megatron_epp.mcore.model.quantisation import per_tensor_scales, quantises
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.asked import place_of
+from megatron_epp.mcore.placing.requested import place_of
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -43,7 +43,7 @@ JITTER = 0.1
 type Gradients = dict[str, numpy.ndarray]
 
 
-class PlainModel:
+class ReferenceModel:
     """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
     a causal mask, gradients straight from autograd, in float64. What is certified in another
     format is computed in it a second time, by a model with the same weights (``own``). In fp8 its
@@ -72,7 +72,7 @@ class PlainModel:
         small = scaled(raw, degrees, self.trial.overlap, lora_rank, self.trial.dtype)
         if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:  # which its kernels know
             choose_layers(small.elastic, asked)
-        args = small.plain
+        args = small.reference
         self.in_fp8 = bool(small.elastic.fp8)
         left_out = ", not in fp8" * bool(raw.fp8 and not self.in_fp8)
         begin(args, self.seed)
@@ -81,7 +81,7 @@ class PlainModel:
         if lora_rank:
             adapt(self.model, lora_rank)
         self.routing = RoutingNotes(self.model)
-        weights = whole(shards(self.model, lambda parameter: parameter.data))
+        weights = assembled(shards(self.model, lambda parameter: parameter.data))
         generator = numpy.random.default_rng(self.seed)
         scale = JITTER * args.init_method_std
         for key, tensor in sorted(weights.items()):
@@ -100,14 +100,17 @@ class PlainModel:
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = quantised_rows(small.elastic)
-        letters = letters_drawn(EXECUTABLE + letters_of_kinds(args))
+        modes = modes_drawn(EXECUTABLE + letters_of_kinds(args))
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
-        spread, whole_ones = vocabulary_parallel(small.elastic), whole_documents(small.elastic)
+        vocabulary_sharded, whole_ones = (
+            vocabulary_parallel(small.elastic),
+            sees_full_documents(small.elastic),
+        )
         place = place_of(small.elastic)
         # Ranks that share a tensor have a scale each, of their part.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
         drawn_here = self.trial.planner is None and not self.trial.trees
-        exact = scales_of_whole_tensors(small.elastic) and drawn_here and not shared
+        exact = per_tensor_scales(small.elastic) and drawn_here and not shared
         plans = None
         if self.trial.planner is not None:
             if lockstep_of(small.elastic) > 1:
@@ -115,16 +118,18 @@ class PlainModel:
                     f"--planner {self.trial.planner}: experts over replicas run in lockstep; leave "
                     "it out"
                 )
-            plans = PlansOf(self.trial.planner, small.layers, place, spread, splits, whole_ones)
+            plans = PlansOf(
+                self.trial.planner, small.layers, place, vocabulary_sharded, splits, whole_ones
+            )
             plans([CONTEXT, CONTEXT // 2])  # refused before anything is slow
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,
             degrees.dp,
-            letters,
+            modes,
             splits=splits,
             lockstep=lockstep_of(small.elastic),
-            vocabulary_parallel=spread,
+            vocabulary_parallel=vocabulary_sharded,
             ranks=degrees.cp,
             whole=whole_ones,
             place=place,
@@ -143,7 +148,7 @@ class PlainModel:
 
     def built(self, args: Any, elastic: Any) -> Any:
         """The plain model of ``args``, with the keys of the ``elastic`` one's layers."""
-        return plain_model(args, elastic.transformer_impl != args.transformer_impl)
+        return reference_model(args, elastic.transformer_impl != args.transformer_impl)
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
@@ -162,10 +167,10 @@ class PlainModel:
         own, unit = None, abs(loss)
         if self.own is not None and not self.frame.is_alone(number):
             with self._as_own():
-                found, own = self._of_documents(self.own, drawn)
+                losses_alone, own = self._of_documents(self.own, drawn)
             self.routing.taken()
             # However the errors of tokens add up, their mean is at most this.
-            unit = off(found, losses) / drawn.loss_tokens**0.5
+            unit = off(losses_alone, losses) / drawn.loss_tokens**0.5
         return TrainerReference(
             gradients,
             own,
@@ -209,7 +214,7 @@ class PlainModel:
         config = get_model_config(model)
         for kind in LAYER_CERTIFICATES:
             kind.finish_reference(model, config)
-        return whole(shards(model, sums.of))
+        return assembled(shards(model, sums.of))
 
 
 def token_losses(
@@ -251,9 +256,9 @@ def quantised_keys(model: nn.Module) -> frozenset[str]:
     return frozenset(one.key for one in marked if one.values.any())
 
 
-def off(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+def off(losses: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The 2-norm of all differences."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(losses, expected, strict=True)
     return float(torch.cat([(a.double() - b).flatten() for a, b in pairs]).norm())
 
 

@@ -36,9 +36,9 @@ class RoutingNotes:
             if layer.router.enable_expert_bias
         }
 
-    def taken(self, further: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
-        """Routing noted since the last call; among its losses those of ``further`` tokens, as a
-        rank reports them, or as Megatron's log holds them."""
+    def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
+        """Routing noted since the last call; among its losses those of ``extra_losses`` tokens, as
+        a rank reports them, or as Megatron's log holds them."""
         tracker = get_moe_metrics_tracker()
         losses = {
             name: entry.values.cpu().numpy().copy()
@@ -47,16 +47,16 @@ class RoutingNotes:
         }
         tracker.clear()
         counts, self._counts = self._counts, {}
-        return RoutingRecord(counts, losses | _further_losses() | dict(further or {}))
+        return RoutingRecord(counts, losses | _mtp_losses() | dict(extra_losses or {}))
 
 
-def _further_losses() -> dict[str, numpy.ndarray]:
+def _mtp_losses() -> dict[str, numpy.ndarray]:
     """Losses of further tokens that Megatron has noted for its log since the last call, summed over
     micro-batches, by their names there."""
     values = MTPLossLoggingHelper.tracker.get("loss_values", ())
-    found = {
+    losses = {
         f"mtp_{depth} loss": value[None].cpu().numpy().copy()
         for depth, value in enumerate(values, 1)
     }
     MTPLossLoggingHelper.tracker.clear()
-    return found
+    return losses

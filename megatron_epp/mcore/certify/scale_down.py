@@ -14,12 +14,12 @@ from typing import Any
 from megatron_epp.certify.batches import CONTEXT
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.hybrid.pattern import letters_of_layers, pattern_of
+from megatron_epp.mcore.certify.layer_selection import small_kinds
+from megatron_epp.mcore.hybrid.pattern import pattern_of, symbols_of_layers
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
-from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
+from megatron_epp.mcore.placing.requested import asked_placement, layers_of_placement, placed_values
 
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
@@ -32,14 +32,14 @@ HALF_LAYERS = 6  # at most, of a stage of a HybridModel: each is about half of a
 
 def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
     """Megatron's parsed ``args`` as it reads them where there is a pattern of layers."""
-    made = Namespace(**vars(args))
-    made.num_layers = len(letters_of_layers(pattern))
-    made.hybrid_layer_pattern, made.hybrid_override_pattern = pattern, None
+    small = Namespace(**vars(args))
+    small.num_layers = len(symbols_of_layers(pattern))
+    small.hybrid_layer_pattern, small.hybrid_override_pattern = pattern, None
     for kind in LAYER_CERTIFICATES:
-        kind.read_pattern(made, pattern)
-    made.pipeline_model_parallel_size = stages
-    require_pattern(made)
-    return made
+        kind.read_pattern(small, pattern)
+    small.pipeline_model_parallel_size = stages
+    require_pattern(small)
+    return small
 
 
 def fewer(counts: Sequence[int]) -> list[int]:

@@ -12,13 +12,13 @@ from typing import Any
 
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_epp.control.given_steps import first_given
+from megatron_epp.control.recorded_steps import first_recorded
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.capabilities.refusals import whole_words
+from megatron_epp.mcore.capabilities.refusals import vocabulary_refusal
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
@@ -35,7 +35,7 @@ from megatron_epp.mcore.flags.config import (
 from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.asked import place_of, placed_values
+from megatron_epp.mcore.placing.requested import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
 
@@ -82,7 +82,7 @@ def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
 
 
 def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
-    refused, unlike = whole_words(args), limit_for("epp", args)
+    refused, unlike = vocabulary_refusal(args), limit_for("epp", args)
     args.epp_vocab_parallel = ON
     if (said := limit_for("epp", args)) not in (None, unlike):
         refused = said, ""
@@ -92,7 +92,7 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
     if refused is not None:
         return OFF, refused[0]
     if args.epp_plan is not None:
-        planned = first_given(args.epp_plan).vocabulary_parallel
+        planned = first_recorded(args.epp_plan).vocabulary_parallel
         return (ON if planned else OFF), "as the plans of --epp-plan have it"
     if resumes(args):
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
@@ -159,7 +159,7 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
 
     both = placement_by_time(args)
     if both and args.epp_plan is not None:
-        plan = first_given(args.epp_plan)
+        plan = first_recorded(args.epp_plan)
         place, layers = plan.place or tuple(range(plan.stages)), plan.layers
         why = "as the plans of --epp-plan have it"
     else:

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.control.files import write_whole
+from megatron_epp.control.files import write_atomically
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
-from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS
+from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
@@ -37,7 +37,7 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
     choices = {VOCABULARY_KEY: args.epp_vocab_parallel}
     if placement is not None:
         choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
-    write_whole(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
+    write_atomically(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
     return models
 
 

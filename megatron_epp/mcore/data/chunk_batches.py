@@ -19,7 +19,7 @@ from megatron_epp.mcore.data.mtp_targets import (
     mtp_tokens,
     target_counts,
 )
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -74,37 +74,37 @@ class ChunkBatchBuilder:
         samples: numpy.ndarray,
         documents: TokenSource,
         stage: int,
-        share: RowShare,
+        row_shard: RowShard,
         device: torch.device,
         predictions: Predictions | None = None,
     ):
         self.predictions = Predictions() if predictions is None else predictions
         self._target_counts: dict[int, numpy.ndarray] = {}  # by sample
         self.plan, self.slices, self.samples = plan, slices, samples
-        self.documents, self.stage, self.share = documents, stage, share
+        self.documents, self.stage, self.row_shard = documents, stage, row_shard
         self.device = device
         self._ready: dict[int, _Tensors] = {}
 
     def rows(self, chunk: int) -> int:
         """Rows of the chunk's tensors over all ranks: its tokens, padded."""
-        return self.share.rows(self.plan.chunks[chunk])
+        return self.row_shard.rows(self.plan.chunks[chunk])
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
         recompute = self.plan.recompute[self.stage][chunk]
-        share, of_chunk = self.share, self.plan.chunks[chunk]
-        spread = share.spread_rows(of_chunk)
+        row_shard, of_chunk = self.row_shard, self.plan.chunks[chunk]
+        sharded_count = row_shard.sharded_rows(of_chunk)
         state = ChunkState(
             chunk,
             chunk_rows(self.plan, self.slices, chunk),
-            spread * share.parts,
+            sharded_count * row_shard.parts,
             recompute,
             store,
             training,
         )
         if of_chunk.has_local:
-            rows = chunk_rows(self.plan, self.slices, chunk, share.part)
-            behind = self.rows(chunk) // share.parts - spread
-            state.local = ChunkState(chunk, rows, behind, recompute, store, training)
+            rows = chunk_rows(self.plan, self.slices, chunk, row_shard.part)
+            after = self.rows(chunk) // row_shard.parts - sharded_count
+            state.local = ChunkState(chunk, rows, after, recompute, store, training)
             state.local_documents = tuple(s.document for s in of_chunk.spans if s.local)
         tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
         return ChunkBatch(
@@ -127,21 +127,23 @@ class ChunkBatchBuilder:
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
         # Every stage that has words finds labels among them.
         predicts = last or self.plan.vocabulary_parallel
-        count, depths = self.rows(chunk) // self.share.parts, self.predictions.depths
+        count, depths = self.rows(chunk) // self.row_shard.parts, self.predictions.depths
         positions = numpy.zeros((1, count), dtype=numpy.int64)
         tokens = numpy.zeros((1, count), dtype=numpy.int64) if first else None
-        further = numpy.zeros((depths, count), dtype=numpy.int64) if last and depths else None
+        mtp_rows = numpy.zeros((depths, count), dtype=numpy.int64) if last and depths else None
         targets = TargetRows(self.predictions, count) if predicts else None
-        for mine, span, start, stop in self._inputs(chunk):
+        for local, span, start, stop in self._inputs(chunk):
             sample, length = int(self.samples[span.document]), self.plan.documents[span.document]
-            positions[0, mine] = numpy.arange(start, stop) + self.plan.offset(span.document)
+            positions[0, local] = numpy.arange(start, stop) + self.plan.offset(span.document)
             if tokens is not None:
-                tokens[0, mine] = self.documents.inputs(sample, start, stop)
-            if further is not None:
-                further[:, mine] = mtp_tokens(self.documents, sample, (start, stop), length, depths)
+                tokens[0, local] = self.documents.inputs(sample, start, stop)
+            if mtp_rows is not None:
+                mtp_rows[:, local] = mtp_tokens(
+                    self.documents, sample, (start, stop), length, depths
+                )
             if targets is not None:
                 counts = partial(self._counts, sample, length)
-                targets.fill(mine, self.documents, sample, (start, stop), length, counts)
+                targets.fill(local, self.documents, sample, (start, stop), length, counts)
         return _Tensors(
             tokens=None if tokens is None else self._tensor(tokens),
             positions=self._tensor(positions),
@@ -149,7 +151,7 @@ class ChunkBatchBuilder:
             loss_mask=None if targets is None else self._tensor(targets.weights),
             means=None if targets is None or not depths else self._tensor(targets.means),
             documents=0 if targets is None else targets.documents,
-            further=None if further is None else self._tensor(further),
+            further=None if mtp_rows is None else self._tensor(mtp_rows),
         )
 
     def _counts(self, sample: int, length: int) -> numpy.ndarray:
@@ -161,16 +163,23 @@ class ChunkBatchBuilder:
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
         """(rows of this rank, span, start, stop): which inputs of which document they hold."""
-        spread = self.share.spread_rows(self.plan.chunks[chunk])
-        share = slice(self.share.part * spread, (self.share.part + 1) * spread)
+        sharded_count = self.row_shard.sharded_rows(self.plan.chunks[chunk])
+        local_range = slice(
+            self.row_shard.part * sharded_count, (self.row_shard.part + 1) * sharded_count
+        )
         for rows in chunk_rows(self.plan, self.slices, chunk):
-            begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
+            begin, end = max(rows.start, local_range.start), min(rows.stop, local_range.stop)
             if begin < end:
                 start = rows.span.start + begin - rows.start
-                mine = slice(begin - share.start, end - share.start)
-                yield mine, rows.span, start, start + end - begin
-        for rows in chunk_rows(self.plan, self.slices, chunk, self.share.part):
-            yield slice(spread + rows.start, spread + rows.stop), rows.span, 0, rows.span.stop
+                local = slice(begin - local_range.start, end - local_range.start)
+                yield local, rows.span, start, start + end - begin
+        for rows in chunk_rows(self.plan, self.slices, chunk, self.row_shard.part):
+            yield (
+                slice(sharded_count + rows.start, sharded_count + rows.stop),
+                rows.span,
+                0,
+                rows.span.stop,
+            )
 
     def _tensor(self, array: numpy.ndarray) -> Tensor:
         """From the host to the device; pinned first, so that no copy is waited for."""

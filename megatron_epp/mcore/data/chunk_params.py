@@ -31,11 +31,11 @@ class ChunkParams(PackedSeqParams):
         # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
         # for a device. The fused one wants it there (PositionedRotary).
         rows = positions.shape[0]
-        borders = torch.tensor([0, rows], dtype=torch.int32)
+        boundaries = torch.tensor([0, rows], dtype=torch.int32)
         return cls(
             qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
             max_seqlen_q=rows,
             max_seqlen_kv=rows,
             state=state,

@@ -97,12 +97,12 @@ def read_lines(path: Path) -> Iterator[tuple[int, list[Message]]]:
 
 def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
     """The conversations of a line: each message of the system begins one."""
-    found: list[list[Message]] = []
+    conversations: list[list[Message]] = []
     for message in messages:
-        if not found or message["role"] == "system":
-            found.append([])
-        found[-1].append(message)
-    return found
+        if not conversations or message["role"] == "system":
+            conversations.append([])
+        conversations[-1].append(message)
+    return conversations
 
 
 def encode(

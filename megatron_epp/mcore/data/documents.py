@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
 
 # Documents written anew that are kept because a later slice of them will be asked for.
-_KEPT_DOCUMENTS = 64
+_CACHED_DOCUMENTS = 64
 
 
 @dataclass
@@ -101,17 +101,17 @@ class DocumentDataset(MegatronDataset):
         config: DocumentConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        found = config.indices.get((dataset_path or "", index_split))
-        if found is None:  # in an object storage: Megatron has just fetched the index
-            found = index_share(dataset.sequence_lengths, indices, config)
-            refuse_empty(found.counts, dataset_path, index_split, num_samples, config)
-        assert found.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
-        self.index = found
+        split = config.indices.get((dataset_path or "", index_split))
+        if split is None:  # in an object storage: Megatron has just fetched the index
+            split = index_of_split(dataset.sequence_lengths, indices, config)
+            refuse_empty(split.counts, dataset_path, index_split, num_samples, config)
+        assert split.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
+        self.index = split
         self._masks = None
-        if found.masks is not None:
-            self._masks = IndexedDataset(found.masks, mmap=config.mmap_bin_files)
+        if split.masks is not None:
+            self._masks = IndexedDataset(split.masks, mmap=config.mmap_bin_files)
         self._orders: dict[int, numpy.ndarray] = {}
-        self._anew = lru_cache(_KEPT_DOCUMENTS)(self._written_anew)
+        self._anew = lru_cache(_CACHED_DOCUMENTS)(self._written_anew)
 
     @staticmethod
     def numel_low_level_dataset(
@@ -145,12 +145,12 @@ class DocumentDataset(MegatronDataset):
         """Index into ``self.index`` of each item's document: [n] -> [n] int64."""
         items = numpy.asarray(items, dtype=numpy.int64)
         count = self.counts.documents
-        found = numpy.empty_like(items)
+        numbers = numpy.empty_like(items)
         epochs = items // count
         for epoch in numpy.unique(epochs):
             of_epoch = epochs == epoch
-            found[of_epoch] = self._order(int(epoch))[items[of_epoch] % count]
-        return found
+            numbers[of_epoch] = self._order(int(epoch))[items[of_epoch] % count]
+        return numbers
 
     def _order(self, epoch: int) -> numpy.ndarray:
         """The permutation of ``epoch``: [documents]."""
@@ -191,8 +191,8 @@ class DocumentDataset(MegatronDataset):
     def _written_anew(self, item: int) -> numpy.ndarray:
         document = int(self.documents([item])[0])
         assert self.config.rewrite is not None
-        whole = self._stored(document, 0, int(self.index.inputs[document]) + 1)
-        return self.config.rewrite(whole, item)
+        stored = self._stored(document, 0, int(self.index.inputs[document]) + 1)
+        return self.config.rewrite(stored, item)
 
     def _stored(self, document: int, start: int, stop: int) -> numpy.ndarray:
         """Tokens [start, stop) of a document as the corpus has them: int64."""
@@ -246,7 +246,7 @@ class DocumentDataset(MegatronDataset):
         }
 
 
-def index_share(
+def index_of_split(
     sequence_lengths: numpy.ndarray,
     sequences: numpy.ndarray,
     config: DocumentConfig,
@@ -401,7 +401,7 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         lengths = files.lengths
         # The numbers that Megatron's builder gives to this split.
         sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
-        index = index_share(lengths, sequences, config, masks)
+        index = index_of_split(lengths, sequences, config, masks)
         refuse_empty(index.counts, prefix, split, size, config)
         config.indices[prefix, split] = index
 
@@ -428,7 +428,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
     ]
     every = gather(digests, group)
     for number, ((prefix, split), index) in enumerate(config.indices.items()):
-        odd = [rank for rank, theirs in enumerate(every) if theirs[number] != every[0][number]]
+        odd = [rank for rank, row in enumerate(every) if row[number] != every[0][number]]
         if odd:
             raise ValueError(
                 f"{prefix}: the documents for {split.name} have other lengths on ranks "
@@ -444,13 +444,13 @@ def _shares(
     """(prefix, split, share of the corpus, samples wanted) of all that Megatron will build."""
     for split in Split if not config.mock else ():
         if config.blend is not None:
-            blend, share = config.blend, config.split_matrix[split.value]
+            blend, split_range = config.blend, config.split_matrix[split.value]
         else:
-            blend, share = config.blend_per_split[split.value], (0.0, 1.0)
-        if blend is None or share is None:
+            blend, split_range = config.blend_per_split[split.value], (0.0, 1.0)
+        if blend is None or split_range is None:
             continue
         prefixes, weights = blend
         # Several corpora without weights are mixed as they are, one epoch of each.
         size = None if weights is None and len(prefixes) > 1 else sizes[split.value]
         for prefix in prefixes:
-            yield prefix, split, share, size
+            yield prefix, split, split_range, size

@@ -129,11 +129,11 @@ def scheduled_sizes() -> Callable[[int], int]:
     return size
 
 
-def scheduled_samples(iterations: int, size_behind: Callable[[int], int]) -> int:
+def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
     """Samples of so many iterations from the first on."""
     consumed = 0
     for _ in range(iterations):
-        consumed += size_behind(consumed)
+        consumed += size_after(consumed)
     return consumed
 
 
@@ -146,8 +146,8 @@ class GlobalBatches:
     def __init__(
         self, documents: DocumentSource, size: int | Callable[[int], int], consumed: int
     ) -> None:
-        self.size_behind = size if callable(size) else lambda _: size
-        if self.size_behind(consumed) < 1 or consumed < 0:
+        self.size_after = size if callable(size) else lambda _: size
+        if self.size_after(consumed) < 1 or consumed < 0:
             raise ValueError(f"a batch of {size} documents after {consumed}; expected 1 or more")
         self.documents = documents
         self.consumed = consumed
@@ -158,7 +158,7 @@ class GlobalBatches:
     def __next__(self) -> Batch:
         batch = self.peek()
         if batch is None:
-            size = self.size_behind(self.consumed)
+            size = self.size_after(self.consumed)
             raise ValueError(
                 f"the data set ends after {len(self.documents)} documents; {self.consumed} are "
                 f"consumed and the next batch takes {size}: corpora given without weights "
@@ -171,11 +171,11 @@ class GlobalBatches:
         """The batch ``ahead`` batches after the next, or None where the data set has ended."""
         first = self.consumed
         for _ in range(ahead):
-            first += self.size_behind(first)
-        behind = first + self.size_behind(first)
-        if behind > len(self.documents):
+            first += self.size_after(first)
+        after = first + self.size_after(first)
+        if after > len(self.documents):
             return None
-        samples = numpy.arange(first, behind)
+        samples = numpy.arange(first, after)
         return Batch(samples, self.documents.lengths(samples))
 
 

@@ -22,7 +22,7 @@ from megatron_epp.corpus.lengths import MOST_LENGTH
 from megatron_epp.corpus.overlong import Counts, apply_context
 
 # Items that are kept because a later slice of them will be asked for.
-_KEPT_ITEMS = 16
+_CACHED_ITEMS = 16
 
 
 class VarlenItems(Protocol):
@@ -70,7 +70,7 @@ class ItemDocuments:
         if not self.counts.documents and wanted != 0:
             raise ValueError(f"{type(items).__name__}: no usable document: {self.counts}")
         self._samples = self.counts.documents if wanted is None else wanted
-        self._read = lru_cache(_KEPT_ITEMS)(self._read_item)
+        self._read = lru_cache(_CACHED_ITEMS)(self._read_item)
 
     @property
     def counts(self) -> Counts:
@@ -101,27 +101,32 @@ class ItemDocuments:
 
     def _read_item(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
         """(tokens, labels, loss mask) of an item without its padding."""
-        item, said = self._items[number], int(self._said[number])
+        item, announced = self._items[number], int(self._said[number])
         where = f"item {number} of {type(self._items).__name__}"
         columns = []
         for key in ("original_seq_len", "tokens", "labels", "loss_mask"):
             if key not in item:
                 raise ValueError(f"{where}: has no {key!r}; expected {_KEYS}")
             columns.append(numpy.asarray(item[key]).reshape(-1))
-        found, tokens, labels, mask = columns
-        if found.tolist() != [said]:
+        actual, tokens, labels, mask = columns
+        if actual.tolist() != [announced]:
             raise ValueError(
-                f"{where}: original_seq_len {found.tolist()}, but original_seq_lens said {said}; "
+                f"{where}: original_seq_len {actual.tolist()}, but original_seq_lens said "
+                f"{announced}; "
                 "expected the same: plans are made from lengths that were told ahead"
             )
         short = {
             key: len(column)
             for key, column in (("tokens", tokens), ("labels", labels), ("loss_mask", mask))
-            if len(column) < said
+            if len(column) < announced
         }
         if short:
-            raise ValueError(f"{where}: {short} rows; expected the {said} of original_seq_len")
-        tokens, labels, mask = tokens[:said], labels[:said], mask[:said].astype(numpy.float32)
+            raise ValueError(f"{where}: {short} rows; expected the {announced} of original_seq_len")
+        tokens, labels, mask = (
+            tokens[:announced],
+            labels[:announced],
+            mask[:announced].astype(numpy.float32),
+        )
         if not numpy.isin(mask, (0.0, 1.0)).all():
             raise ValueError(f"{where}: loss_mask holds other numbers than 0 and 1")
         # What does not count may be marked by a label that is no token, as -100.

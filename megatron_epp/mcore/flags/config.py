@@ -123,8 +123,8 @@ class Config:
 
     def __post_init__(self):
         for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
-            given = getattr(self, name)
-            for value in given if isinstance(given, Sequence) else (given,):
+            setting = getattr(self, name)
+            for value in setting if isinstance(setting, Sequence) else (setting,):
                 if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
                     raise ValueError(
                         f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to "
@@ -137,9 +137,9 @@ class Config:
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":
         """The values on Megatron's ``args``."""
-        given = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
-        several = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return cls(**given | several)
+        values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+        several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | several)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     those of its own whose job a plan does (replaced.py)."""
     add_flags(parser, Config)
     modelopt_flags.add_arguments(parser)
-    _mend_help(parser)
+    _fix_help(parser)
     replaced.watch(parser)
     return parser
 
@@ -162,7 +162,7 @@ def layers_by_time(args: Any) -> bool:
     return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
+def _fix_help(parser: argparse.ArgumentParser) -> None:
     """Some of Megatron's help texts (0.19) hold a bare %, at which --help breaks off."""
     for action in parser._actions:
         try:

@@ -129,10 +129,10 @@ def watch(
             default=parser.get_default("calculate_per_token_loss"),
             help="The loss is a mean of micro-batches: what Megatron does by default.",
         )
-    plain = parser.parse_args
+    parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        args = plain(words, namespace)
+        args = parse(words, namespace)
         if args.epp:
             take_out(args, parser, sys.argv[1:] if words is None else words, rows)
         return args

@@ -13,7 +13,7 @@ from itertools import islice
 
 from megatron_epp.mcore.flags.config import layers_by_time
 
-BORDER, FURTHER = "|", "/"  # between stages; in front of layers that predict further tokens
+BOUNDARY, MTP_SEPARATOR = "|", "/"  # between stages; in front of layers that predict further tokens
 FLAG = "--hybrid-layer-pattern"
 
 
@@ -24,20 +24,20 @@ def pattern_of(args: Namespace) -> str | None:
     return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
-def letters_of_layers(pattern: str) -> str:
+def symbols_of_layers(pattern: str) -> str:
     """Letters of all layers, first to last."""
-    return pattern.partition(FURTHER)[0].replace(BORDER, "")
+    return pattern.partition(MTP_SEPARATOR)[0].replace(BOUNDARY, "")
 
 
-def further_of(pattern: str) -> str:
+def mtp_part_of(pattern: str) -> str:
     """Letters behind the layers, of those that predict further tokens; mostly none. For each
     depth the same stand behind a / of their own."""
-    return "".join(pattern.partition(FURTHER)[1:])
+    return "".join(pattern.partition(MTP_SEPARATOR)[1:])
 
 
-def depth_letters(pattern: str) -> str:
+def mtp_symbols(pattern: str) -> str:
     """Letters of the layers of one depth; none where no further tokens are predicted."""
-    return pattern.partition(FURTHER)[2].partition(FURTHER)[0]
+    return pattern.partition(MTP_SEPARATOR)[2].partition(MTP_SEPARATOR)[0]
 
 
 def placed_by_time(args: Namespace) -> bool:
@@ -46,7 +46,7 @@ def placed_by_time(args: Namespace) -> bool:
     pattern = pattern_of(args)
     if pattern is None or not layers_by_time(args):
         return False
-    return args.pipeline_model_parallel_size > 1 and BORDER not in pattern
+    return args.pipeline_model_parallel_size > 1 and BOUNDARY not in pattern
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
@@ -54,19 +54,21 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     the layers of the pattern do not fit the stages."""
     pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
     assert pattern is not None, "asked of a HybridModel"
-    segments = pattern.partition(FURTHER)[0].split(BORDER)
+    segments = pattern.partition(MTP_SEPARATOR)[0].split(BOUNDARY)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     ends = [count for count in (first, last) if count is not None]
-    whole = f"{FLAG} {pattern}"
+    flag_text = f"{FLAG} {pattern}"
     if len(segments) > 1:
         if ends:
             raise ValueError(
-                f"{whole}: its | say where stages end; leave --decoder-first-pipeline-num-layers "
+                f"{flag_text}: its | say where stages end; leave "
+                "--decoder-first-pipeline-num-layers "
                 "and --decoder-last-pipeline-num-layers out"
             )
         if len(segments) % stages:
             raise ValueError(
-                f"{whole}: {len(segments)} segments for --pipeline-model-parallel-size {stages}; "
+                f"{flag_text}: {len(segments)} segments for --pipeline-model-parallel-size "
+                f"{stages}; "
                 f"expected {stages}, one for each stage"
             )
         return tuple(map(len, segments))
@@ -74,7 +76,7 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     rest = layers - sum(ends)
     if middle < 0 or rest < 0 or (rest % middle if middle else rest):
         raise ValueError(
-            f"{whole}: {layers} layers, of which {rest} are left for {middle} of "
+            f"{flag_text}: {layers} layers, of which {rest} are left for {middle} of "
             f"--pipeline-model-parallel-size {stages} stages; expected the same number for each, "
             "or | between the stages in the pattern"
         )
@@ -82,12 +84,12 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     return (*([first] * (first is not None)), *each, *([last] * (last is not None)))
 
 
-def joined(letters: Sequence[str]) -> str:
+def joined(modes: Sequence[str]) -> str:
     """The pattern of stages with these layers."""
-    return BORDER.join(letters)
+    return BOUNDARY.join(modes)
 
 
-def with_borders(pattern: str, layers: Sequence[int]) -> str:
+def with_boundaries(pattern: str, layers: Sequence[int]) -> str:
     """``pattern`` with so many layers on each stage, wherever its stages ended."""
-    letters = iter(letters_of_layers(pattern))
-    return joined(["".join(islice(letters, count)) for count in layers]) + further_of(pattern)
+    modes = iter(symbols_of_layers(pattern))
+    return joined(["".join(islice(modes, count)) for count in layers]) + mtp_part_of(pattern)

@@ -10,12 +10,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
-from megatron_epp.mcore.hybrid.pattern import BORDER, FURTHER, further_of, joined, pattern_of
+from megatron_epp.mcore.hybrid.pattern import (
+    BOUNDARY,
+    MTP_SEPARATOR,
+    joined,
+    mtp_part_of,
+    pattern_of,
+)
 
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
-def layout_letters(text: str) -> list[str]:
+def layout_symbols(text: str) -> list[str]:
     """Letters of every segment of a --pipeline-model-parallel-layout, its repetitions written out.
     ValueError: it is none."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -41,18 +47,18 @@ def _layout(args: Namespace) -> dict[str, str]:
     text = getattr(args, name, None)
     if text is None:
         return {}
-    return {name: _one_a_stage(layout_letters(text), args.pipeline_model_parallel_size) or text}
+    return {name: _one_a_stage(layout_symbols(text), args.pipeline_model_parallel_size) or text}
 
 
 def _pattern(args: Namespace) -> dict[str, str]:
     pattern = pattern_of(args)
     if pattern is None:
         return {}
-    segments = pattern.partition(FURTHER)[0].split(BORDER)
+    segments = pattern.partition(MTP_SEPARATOR)[0].split(BOUNDARY)
     one = _one_a_stage(segments, args.pipeline_model_parallel_size)
-    made = pattern if one is None else one + further_of(pattern)
+    text = pattern if one is None else one + mtp_part_of(pattern)
     names = "hybrid_layer_pattern", "hybrid_override_pattern"
-    return {name: made for name in names if getattr(args, name, None) is not None}
+    return {name: text for name in names if getattr(args, name, None) is not None}
 
 
 _BY = (

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.control.fallbacks import Fallbacks
-from megatron_epp.control.files import write_whole
+from megatron_epp.control.files import write_atomically
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
@@ -27,12 +27,12 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.kinds.registry import expert_ranks_of, whole_documents
-from megatron_epp.mcore.lm_head.fused_head import block_tokens, early_head
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, sees_full_documents
+from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.asked import place_of
+from megatron_epp.mcore.placing.requested import place_of
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
 DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, there, too
-CPU_SHARE = 0.8  # of the available memory, for chunks
+CPU_FRACTION = 0.8  # of the available memory, for chunks
 UNBROKEN = 0.97  # of a GPU's: the rest lies in pieces between blocks
 # Of the available memory, for what is offloaded: pinned memory cannot be swapped out, and data,
 # planner and checkpoints need theirs. Without a GPU it comes out of the memory of chunks' own host.
-HOST_SHARE, CPU_HOST_SHARE = 0.5, 0.15
+HOST_FRACTION, CPU_HOST_FRACTION = 0.5, 0.15
 HOST_PLANNED = 0.95  # of the budget; copies lie in blocks, and predictions are a little off
 
 
@@ -59,15 +59,17 @@ def make_planning(
     """The job's planner, within budgets that are rank 0's on every rank. Collective."""
     from megatron_epp.planner import Options, planner_of
 
-    whole = whole_documents(args)
-    planner = planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
+    whole_only = sees_full_documents(args)
+    planner = planner_of(
+        config.epp_planner, whole_only
+    )  # refuses what this job's pipelines cannot run
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
         multiple=multiple,
         lockstep=groups.lockstep,
-        whole=whole,
+        whole=whole_only,
     )
     named = {word.strip() for word in config.epp_levers.split(",")}
     if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
@@ -97,14 +99,14 @@ def make_planning(
         try:
             devices = unlike or cost.device_budget_bytes
             if config.epp_memory_budget_gib is None:
-                devices = kept_budgets(args, cost.layout.placement.place) or devices
+                devices = saved_budgets(args, cost.layout.placement.place) or devices
                 if args.save:
                     stages = [devices[rank] for rank in cost.layout.placement.place]
-                    write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
+                    write_atomically(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
-                (host,) = _kept_bytes(args, DEFAULT_HOST_BUDGET) or (host,)
+                (host,) = _bytes_in_file(args, DEFAULT_HOST_BUDGET) or (host,)
                 if args.save:
-                    write_whole(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
+                    write_atomically(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
             budgets = json.dumps([devices, host])
             fallbacks = Fallbacks(folders, None if args.finetune else args.load)
         except ValueError as refusal:
@@ -145,7 +147,7 @@ def unusable_levers(args: Any) -> dict[str, str]:
     unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
         unusable["wsplit"] = "fused gradient accumulation runs no I and W"
-    if whole_documents(args):
+    if sees_full_documents(args):
         unusable["local"] = "sinkhorn compares a document's tokens over all ranks"
     return unusable
 
@@ -155,11 +157,11 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 def analytic(args: Any) -> Profile:
     """Profile of --epp-cost-model analytic: the model's shape on the device's name."""
-    early = early_head(args)
-    made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
+    early = fused_head(args)
+    profile = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(
-        made,
+        profile,
         stores_last_slice=attention.stores_last_slice,
         # A block of this rank's rows, of which each context-parallel rank takes one at a time.
         last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
@@ -239,7 +241,7 @@ def default_budget_bytes(args: Any) -> float:
         free, _ = torch.cuda.mem_get_info()
         there = free + torch.cuda.memory_reserved()
         return min(device(device_name()).budget_bytes, UNBROKEN * there)
-    return CPU_SHARE * _available_bytes()
+    return CPU_FRACTION * _available_bytes()
 
 
 def host_budget_bytes(config: Config) -> float:
@@ -247,11 +249,11 @@ def host_budget_bytes(config: Config) -> float:
     what is available now. ValueError: the host has not as much for each of its ranks."""
     wanted = config.epp_host_memory_gib
     if wanted is None:
-        return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
-    whole = _of_each_rank(psutil.virtual_memory().total)
-    if wanted * GIB > whole:
+        return (HOST_FRACTION if cpu_host.has_gpu() else CPU_HOST_FRACTION) * _available_bytes()
+    total = _of_each_rank(psutil.virtual_memory().total)
+    if wanted * GIB > total:
         raise ValueError(
-            f"--epp-host-memory-gib {wanted:g}: this host has {whole / GIB:.4g} GiB for each of "
+            f"--epp-host-memory-gib {wanted:g}: this host has {total / GIB:.4g} GiB for each of "
             f"its {_local_ranks()} ranks; expected less"
         )
     return wanted * GIB
@@ -283,20 +285,20 @@ def _require_rate(profile: Profile, config: Config) -> None:
         )
 
 
-def kept_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
+def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
     """Return the default budget of every pipeline rank's device in the run that is resumed: its
     plans were made within them. None where it had another number of stages.
 
     ``rank_of``: the pipeline rank of every stage; the file names each rank's budget for every
     stage. ValueError: the file is damaged.
     """
-    budgets = _kept_bytes(args, DEFAULT_BUDGETS)
+    budgets = _bytes_in_file(args, DEFAULT_BUDGETS)
     if budgets is None or len(budgets) != len(rank_of):
         return None
     return tuple(budgets[rank_of.index(rank)] for rank in range(1 + max(rank_of)))
 
 
-def _kept_bytes(args: Any, name: str) -> tuple[float, ...] | None:
+def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
     """The list of bytes in the file ``name`` beside the checkpoint that is loaded, if any."""
     path = Path(args.load or "") / name
     if not args.load or not path.exists():

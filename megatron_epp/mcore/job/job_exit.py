@@ -30,7 +30,7 @@ BAD_INPUT, FAILED = 2, 1
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
-_REFUSED, _SPOKEN = "megatron_epp/refused", "megatron_epp/spoken"
+_REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
 def finish() -> None:
@@ -58,8 +58,8 @@ def is_users_mistake(error: BaseException) -> bool:
     It is if this package's own code raised it as a ValueError or as one of this package's errors;
     a ValueError that comes out of torch or Megatron keeps its traceback.
     """
-    ours = type(error).__module__.startswith("megatron_epp.")
-    if not (ours or isinstance(error, ValueError)):
+    from_package = type(error).__module__.startswith("megatron_epp.")
+    if not (from_package or isinstance(error, ValueError)):
         return False
     innermost = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -75,7 +75,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     waiting. What it started, the planner's process above all, ends with it.
     """
     logger.debug("where the refusal came from", exc_info=error)
-    if _may_speak():
+    if _may_report():
         print(f"megatron_epp: error: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,7 +89,7 @@ def end_children() -> None:
             child.kill()
 
 
-def _may_speak() -> bool:
+def _may_report() -> bool:
     """Wait for the others; true on rank 0, or, if it is not refused, on the first that is."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -97,7 +97,7 @@ def _may_speak() -> bool:
     try:
         store = _meeting_place()
         # Rank 0 takes the word before it is counted: whoever counts all finds it taken.
-        mine = rank == 0 and store.add(_SPOKEN, 1) == 1
+        is_first = rank == 0 and store.add(_REPORTED, 1) == 1
         order = store.add(_REFUSED, 1)
         started = torch.distributed.is_initialized()
         patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
@@ -105,8 +105,8 @@ def _may_speak() -> bool:
         while store.add(_REFUSED, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.02)
         if rank != 0:
-            mine = order == 1 and store.add(_SPOKEN, 1) == 1
-        return mine
+            is_first = order == 1 and store.add(_REPORTED, 1) == 1
+        return is_first
     except (RuntimeError, ValueError, KeyError):
         # No store, or it went with rank 0, which then has spoken.
         return rank == 0

@@ -45,7 +45,7 @@ from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.data.documents import dataset_fields
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
-from megatron_epp.mcore.placing.asked import place_of
+from megatron_epp.mcore.placing.requested import place_of
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -173,8 +173,8 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     )
     batch = flatten_batch_for_packed_sequences(batch)
     if not (at_an_end or predicts_more):
-        borders = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-        return dict.fromkeys(BATCH_TENSORS) | {name: batch[name] for name in borders}
+        boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+        return dict.fromkeys(BATCH_TENSORS) | {name: batch[name] for name in boundaries}
     return get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,

@@ -42,7 +42,7 @@ def make_groups(device: torch.device, place: Sequence[int] = ()) -> Groups:
         together = mpu.get_expert_tensor_and_model_parallel_group()
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
-        speak_once(group, device)
+        initialise_communicators(group, device)
     return Groups(
         control=control,
         payload=payload,
@@ -92,21 +92,21 @@ def message_groups(
     ValueError: torch.distributed was initialised in a way in which pipelines stand still.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    made: dict[Payload, dist.ProcessGroup] = {}
+    groups: dict[Payload, dist.ProcessGroup] = {}
     if len(pipeline) > 1:
         for direction in Payload:
             if direction is Payload.HEAD and not of_head:
                 continue
             options = message_options(device, timeout)
-            made[direction] = dist.new_group(
+            groups[direction] = dist.new_group(
                 timeout=timeout,
                 backend=None if options is None else "nccl",
                 pg_options=options,
                 group_desc=f"epp_{direction.name.lower()}",
             )
     rank = mpu.get_pipeline_model_parallel_rank()
-    connect(made, rank, len(pipeline), device, pipeline, place)
-    return made
+    connect(groups, rank, len(pipeline), device, pipeline, place)
+    return groups
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:
@@ -123,7 +123,7 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
-def speak_once(group: dist.ProcessGroup, device: torch.device) -> None:
+def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> None:
     """NCCL makes a communicator when a group first speaks, which may wait for the device and for
     all ranks of the group: not in the midst of an iteration, where receives are posted, nor at its
     end, when torch holds the memory that it needs."""

@@ -77,8 +77,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
     """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
     segments of interleaved pipelines are taken out, too."""
-    ours = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
-    return replaced.watch(ours, (*replaced_by_kinds(), *SEGMENTS))
+    extended = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
+    return replaced.watch(extended, (*replaced_by_kinds(), *SEGMENTS))
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:

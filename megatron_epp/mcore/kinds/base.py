@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_epp.cost.kinds.base import Part
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
-from megatron_epp.mcore.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.hybrid.pattern import symbols_of_layers
 from megatron_epp.mcore.kinds.limit import Limit
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class LayerKind:
 
     PRICED    its class in cost/kinds; None: it changes what another kind costs
     NAME      of layers that it is all of
-    LETTER    symbol of such layers in a HybridModel's pattern; none: there are none
-    LETTERS   symbols of all layers there that have it, if of others, too
+    SYMBOL    symbol of such layers in a HybridModel's pattern; none: there are none
+    SYMBOLS   symbols of all layers there that have it, if of others, too
     VARIANT   the --experimental-attention-variant that asks for it; none: there is none
     SLICED    whether slices of external training loops compute it
     ABSENT    fields of LayerShape of a layer without it
@@ -48,8 +48,8 @@ class LayerKind:
 
     PRICED: type[Part] | None = None
     NAME: str = ""
-    LETTER: str = ""
-    LETTERS: str = ""
+    SYMBOL: str = ""
+    SYMBOLS: str = ""
     VARIANT: str = ""
     SLICED: bool = True
     ABSENT: ClassVar[dict[str, Any]] = {}
@@ -65,7 +65,7 @@ class LayerKind:
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         """Return the mask of the layers that have it: those of its letters; all of a GPTModel."""
-        return layers_with(args, self.LETTERS or self.LETTER)
+        return layers_with(args, self.SYMBOLS or self.SYMBOL)
 
     def sizes(self, args: Any) -> dict[str, Any]:
         """Return the fields of LayerShape of a layer that has it."""
@@ -108,11 +108,11 @@ class LayerKind:
     def refuse(self, args: Any) -> None:
         """Raise a ValueError where --epp cannot run what LIMITS do not name."""
 
-    def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        """Return why layers of these ``letters`` are no model of ``args``; None: they may be."""
+    def unfit_pattern(self, args: Any, symbols: str) -> str | None:
+        """Return why layers of these ``symbols`` are no model of ``args``; None: they may be."""
         return None
 
-    def wants_whole(self, args: Any) -> bool:
+    def needs_full_documents(self, args: Any) -> bool:
         """Return whether training must not cut documents: it compares all tokens of one."""
         return False
 
@@ -157,7 +157,7 @@ class OpenChoice(Protocol):
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
         """Return the values that this rank's ``model`` cannot have, each with the reason."""
 
-    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
+    def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
         """Return the value that kinds of layers were measured with."""
 
     def settle(self, attention: Attention, value: str) -> None:
@@ -236,10 +236,10 @@ class KeptShapes:
     last: bool = False
 
 
-def layers_with(args: Any, letters: str) -> tuple[bool, ...]:
-    """Return the mask of the layers with these ``letters``; of a GPTModel all."""
+def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
+    """Return the mask of the layers with these ``symbols``; of a GPTModel all."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    by_letter = tuple(letter in letters for letter in letters_of_layers(pattern or ""))
+    by_letter = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
     return by_letter or (True,) * args.num_layers
 
 

@@ -40,7 +40,7 @@ class LayerCertificate:
         """Return words on it for readers of a certificate."""
         return []
 
-    def read_pattern(self, args: Any, letters: str) -> None:
+    def read_pattern(self, args: Any, symbols: str) -> None:
         """Set in ``args`` what Megatron takes from the pattern."""
 
     def splits(self, args: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Said = Callable[[Any], str | None]
+Reason = Callable[[Any], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Limit:
     instead: str
     epp: Callable[[Any], Any] | None = None
     slices: Callable[[Any], str | bool | None] | None = None
-    calls: Said | None = None
-    no_gpu: Said | None = None
+    calls: Reason | None = None
+    no_gpu: Reason | None = None
 
 
 def given(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
@@ -37,19 +37,19 @@ def given(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
     return asked
 
 
-def settings(before: str = "", **words: str) -> Said:
+def settings(before: str = "", **words: str) -> Reason:
     """Text on the first of these settings that the configuration of a model, or a call, has."""
 
-    def said(holder: Any) -> str | None:
+    def reason(holder: Any) -> str | None:
         for name, what in words.items():
             if getattr(holder.config, name, None) not in (None, False, 0, 0.0):
                 return f"{before}{what} ({name})"
         return None
 
-    return said
+    return reason
 
 
-def not_computed(**words: str) -> Said:
+def not_computed(**words: str) -> Reason:
     """Text on the first of these settings with which slices would compute something else."""
     return settings("slices do not compute ", **words)
 

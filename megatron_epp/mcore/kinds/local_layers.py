@@ -57,11 +57,11 @@ def local_attention(config: Any, latents: bool) -> ModuleSpec:
 
 def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules:
     """Submodules of a layer of an MLP, or of ``experts``, whose norm has a name of its own."""
-    whole = local_submodules(config)
+    layer = local_submodules(config)
     return TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm,
-        mlp=experts or whole.mlp,
-        mlp_bda=whole.mlp_bda,
+        pre_mlp_layernorm=layer.pre_mlp_layernorm,
+        mlp=experts or layer.mlp,
+        mlp_bda=layer.mlp_bda,
         sharded_state_dict_keys_map={} if experts else {**NORM_OF_MLP},
     )
 
@@ -73,11 +73,11 @@ def block_with(
 ) -> Any:
     """Description of a stage's layers of a GPTModel with another attention variant: plain ones, but
     for what is ``changed`` in the submodules of each, by its number in the model, from 0 on."""
-    plain = copy.copy(config)
-    plain.experimental_attention_variant = None
+    copied = copy.copy(config)
+    copied.experimental_attention_variant = None
     block = copy.deepcopy(
         get_gpt_decoder_block_spec(
-            plain,
+            copied,
             use_transformer_engine=False,
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
@@ -115,7 +115,11 @@ def norm_as_engines(layer: Any) -> None:
     """Give the norm in front of experts the key that it has in Transformer Engine's layers: local
     ones write it under that of a dense layer."""
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
-    kept = {ours: theirs for ours, theirs in names.items() if ours not in NORM_OF_MLP}
+    kept = {
+        local_name: engine_name
+        for local_name, engine_name in names.items()
+        if local_name not in NORM_OF_MLP
+    }
     layer.submodules_config = copy.copy(layer.submodules_config)
     layer.submodules_config.sharded_state_dict_keys_map = kept
 

@@ -15,7 +15,7 @@ from megatron_epp.mcore.kinds.dsa.module import DSAModule
 from megatron_epp.mcore.kinds.mla.module import MLAModule
 from megatron_epp.mcore.kinds.mlp.module import MLPModule
 from megatron_epp.mcore.kinds.moe.module import MoEModule
-from megatron_epp.mcore.kinds.registry import LETTERS
+from megatron_epp.mcore.kinds.registry import SYMBOLS
 from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, KDAModule, MambaModule
 
 # The most special first: of several that hold a module the first is asked.
@@ -44,7 +44,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
         if kind is None:
             raise ValueError(
                 f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
-                f"--epp does not run; expected {', '.join(LETTERS.values())}"
+                f"--epp does not run; expected {', '.join(SYMBOLS.values())}"
             )
         found.append(kind)
     return tuple(found)
@@ -52,11 +52,11 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
     """Return the modules of ``layer`` whose forward is timed alone, by recompute's name of them."""
-    found: dict[str, tuple[Any, ...]] = {}
+    modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():
-            found[name] = (*found.get(name, ()), getattr(layer, attribute))
-    return found
+            modules[name] = (*modules.get(name, ()), getattr(layer, attribute))
+    return modules
 
 
 def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:

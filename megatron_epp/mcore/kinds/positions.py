@@ -37,7 +37,7 @@ class PositionedRotary(nn.Module):
         if not isinstance(params, ChunkParams):
             return self.rotary.get_rotary_seq_len(*args)
         self._positions = params.positions
-        self._put_borders(params)
+        self._put_boundaries(params)
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
@@ -45,28 +45,28 @@ class PositionedRotary(nn.Module):
         if positions is None and self.computed is None:
             return self.rotary(length, *args, **others)
         # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
-        made = self.rotary(self.context, packed_seq=True)
+        table = self.rotary(self.context, packed_seq=True)
         if positions is None:
-            return made
+            return table
         self.computed = None  # the layers see what they must
-        return _rows_of(made, positions)
+        return _rows_of(table, positions)
 
-    def replaced(self, given: Any) -> Any:
-        """The embedding for the layers, where a model hands them ``given``."""
+    def replaced(self, table: Any) -> Any:
+        """The embedding for the layers, where a model hands them ``table``."""
         params, self.computed = self.computed, None
-        if params is None or given is None:
-            return given
-        self._put_borders(params)
-        made = _rows_of(self.rotary(self.context, packed_seq=True), params.positions)
-        return made[0] if isinstance(made, tuple) else made
+        if params is None or table is None:
+            return table
+        self._put_boundaries(params)
+        rows = _rows_of(self.rotary(self.context, packed_seq=True), params.positions)
+        return rows[0] if isinstance(rows, tuple) else rows
 
-    def _put_borders(self, params: ChunkParams) -> None:
+    def _put_boundaries(self, params: ChunkParams) -> None:
         if self.fused:
-            borders = on_device(params.cu_seqlens_q, params.positions.device)
-            params.cu_seqlens_q = params.cu_seqlens_kv = borders
+            boundaries = on_device(params.cu_seqlens_q, params.positions.device)
+            params.cu_seqlens_q = params.cu_seqlens_kv = boundaries
 
 
-def _rows_of(made: Any, positions: Tensor) -> Any:
-    if isinstance(made, tuple):  # YaRN's, with the factor that attention applies
-        return made[0].index_select(0, positions), made[1]
-    return made.index_select(0, positions)
+def _rows_of(table: Any, positions: Tensor) -> Any:
+    if isinstance(table, tuple):  # YaRN's, with the factor that attention applies
+        return table[0].index_select(0, positions), table[1]
+    return table.index_select(0, positions)

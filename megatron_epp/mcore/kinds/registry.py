@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.hybrid.pattern import (
-    BORDER,
+    BOUNDARY,
     FLAG,
-    FURTHER,
-    depth_letters,
+    MTP_SEPARATOR,
     layers_of_stages,
-    letters_of_layers,
+    mtp_symbols,
     pattern_of,
     placed_by_time,
+    symbols_of_layers,
 )
 from megatron_epp.mcore.kinds.attention.kind import AttentionKind
 from megatron_epp.mcore.kinds.base import LayerKind
@@ -55,7 +55,7 @@ MIXER_FLAGS = {
     for name, plain in part.FLAGS.items()
 }
 # Letters of a HybridModel's layers that --epp runs.
-LETTERS = {part.LETTER: part.NAME for part in LAYER_KINDS if part.LETTER}
+SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
 # ------------------------------------------------------------------ flags
@@ -100,19 +100,19 @@ def lockstep_of(args: Any) -> int:
 def letters_of_kinds(args: Any) -> str:
     """Recompute letters of the model that only layers with some part have."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
-    return "".join(priced.LETTERS for priced in there if priced is not None)
+    return "".join(priced.MODES for priced in there if priced is not None)
 
 
-def whole_documents(args: Any) -> bool:
+def sees_full_documents(args: Any) -> bool:
     """Whether the model trains on whole documents only."""
-    return any(part.wants_whole(args) for part in LAYER_KINDS)
+    return any(part.needs_full_documents(args) for part in LAYER_KINDS)
 
 
 def require_shared(holder: Any, what: str) -> None:
     """ValueError: a part of a layer needs every document whole, so that ``what`` cannot be."""
-    found = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
-    if found:
-        raise ValueError(f"{what}: not with {found}; expected a model without")
+    refused = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
+    if refused:
+        raise ValueError(f"{what}: not with {refused}; expected a model without")
 
 
 def limits_of_kinds() -> tuple[Limit, ...]:
@@ -126,19 +126,19 @@ def require_pattern(args: Namespace) -> None:
     pattern = pattern_of(args)
     if pattern is None:
         return
-    whole = f"{FLAG} {pattern}"
-    said = [f"{letter} ({name})" for letter, name in LETTERS.items()]
-    expected = f"expected a letter for each layer, {', '.join(said[:-1])} or {said[-1]}, and "
-    expected += f"{BORDER} between stages"
-    for letter in pattern.replace(BORDER, "").replace(FURTHER, ""):
-        if letter not in LETTERS:
-            raise ValueError(f"{whole}: {letter!r} stands for no layer; {expected}")
-    letters = letters_of_layers(pattern)
-    if not letters:
-        raise ValueError(f"{whole}: no layer; {expected}")
+    flag_text = f"{FLAG} {pattern}"
+    symbol_texts = [f"{symbol} ({name})" for symbol, name in SYMBOLS.items()]
+    expected = f"expected a letter for each layer, {', '.join(symbol_texts[:-1])} or {symbol_texts[-1]}, and "
+    expected += f"{BOUNDARY} between stages"
+    for symbol in pattern.replace(BOUNDARY, "").replace(MTP_SEPARATOR, ""):
+        if symbol not in SYMBOLS:
+            raise ValueError(f"{flag_text}: {symbol!r} stands for no layer; {expected}")
+    symbols = symbols_of_layers(pattern)
+    if not symbols:
+        raise ValueError(f"{flag_text}: no layer; {expected}")
     for part in LAYER_KINDS:
-        if (reason := part.unfit_pattern(args, letters + depth_letters(pattern))) is not None:
-            raise ValueError(f"{whole}: {reason}")
+        if (reason := part.unfit_pattern(args, symbols + mtp_symbols(pattern))) is not None:
+            raise ValueError(f"{flag_text}: {reason}")
     if not placed_by_time(args):
         layers_of_stages(args)
 

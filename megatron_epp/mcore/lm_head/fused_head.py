@@ -21,7 +21,7 @@ from megatron_epp.mcore.patching import cpu_host
 CPU_BLOCK_TOKENS = 1024
 
 
-def early_head(args: Any) -> bool:
+def fused_head(args: Any) -> bool:
     """Whether the last stage's head may run its backward early.
 
     Where hooks start the overlapped reduction during the stage's last backward, the output layer's
@@ -57,11 +57,11 @@ class FusedHead:
     def __init__(self, weights_1T: Tensor):
         self.weights_1T = weights_1T
 
-    def __call__(self, **given: Any) -> Tensor:
-        layer = given["output_layer"]
+    def __call__(self, **arguments: Any) -> Tensor:
+        layer = arguments["output_layer"]
         made = [
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
-            for depth, (hidden_t1H, losses) in enumerate(_predictions(**given))
+            for depth, (hidden_t1H, losses) in enumerate(_predictions(**arguments))
         ]
         return concatenated(made)
 
@@ -83,11 +83,13 @@ class FusedHead:
             )
 
 
-def losses_of_each(**given: Any) -> Tensor:
+def losses_of_each(**arguments: Any) -> Tensor:
     """An ``output_processor``: losses [1 + D, T] of all tokens that are predicted of a row, with
     their backward where autograd has it."""
-    made = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**given)]
-    return concatenated(made)
+    losses_of = [
+        losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)
+    ]
+    return concatenated(losses_of)
 
 
 def _predictions(

@@ -19,10 +19,10 @@ class HiddenStates:
     """Result of the last stage's forward where H and G are ops of their own: no tensor, as
     Megatron makes a last stage's tensors float32."""
 
-    behind_norm_t1H: Tensor
+    normed_t1H: Tensor
 
     @classmethod
-    def behind_the_norm(
+    def after_the_norm(
         cls, *, hidden_states: Tensor | tuple[Tensor, ...], **others: Any
     ) -> "HiddenStates":
         """An ``output_processor`` of GPTModel.forward; depths' rows stand behind the decoder's."""
@@ -109,9 +109,9 @@ class ShardedHead:
         layout = self.shapes.head(chunk, self.stage + 1)
         rows = () if so_far.rows is None else (so_far.rows.mean_tH, so_far.rows.label_tH)
         on = () if self.stage + 1 == self.shapes.stages - 1 else (hidden_tH,)
-        made = layout.pack((*on, *rows), (so_far.lse_t, so_far.logit_t))
-        alive.append(self.meter.hold(made))
-        return made
+        packed = layout.pack((*on, *rows), (so_far.lse_t, so_far.logit_t))
+        alive.append(self.meter.hold(packed))
+        return packed
 
     def _unpacked(self, chunk: int, received: Tensor) -> tuple[Tensor, Statistics | None]:
         layout = self.shapes.head(chunk, self.stage)
@@ -134,7 +134,7 @@ class ShardedHead:
         if every.rows is None:
             self._forget(chunk)
         else:
-            gradient_tH = every.rows.gradient(words.mine(weights_T))
+            gradient_tH = every.rows.gradient(words.local(weights_T))
             self._gradient[chunk] = self.meter.hold(gradient_tH[:, None])
             self._lse[chunk] = self._back[chunk] = every.lse_t
         return self._of_each(losses_T)

@@ -47,8 +47,8 @@ class MessageShapes:
         return Packing(self.rows(chunk), self.hidden, 1, self.predictions, self.dtype)
 
     def head(self, chunk: int, target: int) -> Packing:
-        made = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
+        packing = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
         if target == 0:
-            return made(1, 0, self.dtype)
+            return packing(1, 0, self.dtype)
         hidden = int(target < self.stages - 1)
-        return made(hidden + 2 * self.training, 2, self.dtype)
+        return packing(hidden + 2 * self.training, 2, self.dtype)

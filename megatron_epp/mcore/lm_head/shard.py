@@ -64,7 +64,7 @@ class VocabularyShard(nn.Module):
     def words(self) -> OutputWeightShard:
         # Looked up whenever it is used: DDP gives parameters other storage.
         ranks = self.tp_group.size()
-        weight_VH = self.weight.detach() if self.weight is not None else self._mine(*self._of)
+        weight_VH = self.weight.detach() if self.weight is not None else self._local(*self._of)
         stages = self.shards // ranks
         return OutputWeightShard(
             weight_VH,
@@ -105,7 +105,7 @@ class VocabularyShard(nn.Module):
             total = weight.grad
         total[: len(part_VH)] += part_VH
 
-    def _mine(self, weight: Parameter) -> Tensor:
+    def _local(self, weight: Parameter) -> Tensor:
         """The first words of ``weight``, which has those of all stages."""
         return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
 
@@ -118,11 +118,11 @@ class VocabularyShard(nn.Module):
         key, beside = f"{prefix}weight", f"{prefix}_extra_state"
         rank, stage = divmod(self.index, self.shards // self.tp_group.size())
         replica = (stage, rank, _data_rank(metadata))
-        found: dict[str, ShardedTensor | ShardedObject]
-        found = {beside: make_sharded_object_for_checkpoint(None, beside, replica_id=replica)}
+        sharded: dict[str, ShardedTensor | ShardedObject]
+        sharded = {beside: make_sharded_object_for_checkpoint(None, beside, replica_id=replica)}
         if self.weight is not None:
-            found[key] = sharded_words(key, self.weight, self.index, self.shards, metadata)
-        return found
+            sharded[key] = sharded_vocabulary(key, self.weight, self.index, self.shards, metadata)
+        return sharded
 
     def get_extra_state(self) -> None:
         """None, as Megatron's output layer has."""
@@ -131,7 +131,7 @@ class VocabularyShard(nn.Module):
         """Nothing to take."""
 
 
-def sharded_words(
+def sharded_vocabulary(
     key: str,
     weight_VH: Tensor,
     index: int,
@@ -182,7 +182,7 @@ _OF_OUTPUT_WEIGHTS = {
 }
 
 
-def spread_output_layer(
+def shard_output_layer(
     models: Mapping[int, Any], place: Sequence[int], device: torch.device
 ) -> None:
     """Give this rank's stages their words in the place of the last stage's whole output layer,
@@ -229,12 +229,12 @@ def spread_output_layer(
 
 def shard_of(model: Any) -> VocabularyShard | None:
     """This stage's words, where the output layer is spread over the stages."""
-    found = getattr(unwrap_model(model), "output_layer", None)
-    return found if isinstance(found, VocabularyShard) else None
+    layer = getattr(unwrap_model(model), "output_layer", None)
+    return layer if isinstance(layer, VocabularyShard) else None
 
 
 @contextmanager
-def whole_output_layer(model: Any) -> Iterator[None]:
+def full_output_layer(model: Any) -> Iterator[None]:
     """The last stage has an output layer of all words, though not the trained one, for a while:
     what one takes tells what its parts will. ``model`` is not wrapped."""
     own = model.output_layer if model.post_process else None
@@ -242,7 +242,7 @@ def whole_output_layer(model: Any) -> Iterator[None]:
         yield
         return
     config = model.config
-    made = ColumnParallelLinear(
+    full_layer = ColumnParallelLinear(
         config.hidden_size,
         model.vocab_size,
         config=config,
@@ -252,9 +252,9 @@ def whole_output_layer(model: Any) -> Iterator[None]:
         tp_group=own.tp_group,
     )
     if config.gradient_accumulation_fusion:
-        made.weight.main_grad = torch.zeros_like(made.weight, dtype=torch.float32)
+        full_layer.weight.main_grad = torch.zeros_like(full_layer.weight, dtype=torch.float32)
     weight_VH = own.words.weight_VH
-    model.output_layer = made.to(weight_VH.device, weight_VH.dtype)
+    model.output_layer = full_layer.to(weight_VH.device, weight_VH.dtype)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_words
+from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_vocabulary
 
 
 def tie(models: Sequence[Any], device: torch.device) -> None:
@@ -59,7 +59,7 @@ def _tie_state_dict(
         group = mpu.get_data_parallel_group(with_context_parallel=True)
     if not model.pre_process:
         assert shard.weight is not None, "the first stage's alone lies in the embedding"
-        state[output_key] = sharded_words(
+        state[output_key] = sharded_vocabulary(
             embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
         )
         return
@@ -68,7 +68,7 @@ def _tie_state_dict(
     def build(key: str, weight: Tensor, replica: Any, flattened: slice | None) -> list:
         assert flattened is None, "optimizer states of a part of a tensor"
         return [
-            sharded_words(key, part, shard.index + stage, shard.shards, replica=replica)
+            sharded_vocabulary(key, part, shard.index + stage, shard.shards, replica=replica)
             for stage, part in enumerate(weight.chunk(count))
         ]
 
@@ -98,43 +98,43 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
     for model in models:
         weight = shard_of(model).weight  # type: ignore[union-attr]
         if weight is not None:
-            own.append(_whole_gradient(model, weight))
+            own.append(_full_gradient(model, weight))
             continue
-        total = _whole_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
+        total = _full_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
         # Of stage 0 itself, which has added up its own.
         own.append(torch.empty_like(total.chunk(len(place))[0]))
     rounds = max(place.count(rank) for rank in range(group.size()))
     own += [torch.empty_like(own[0])] * (rounds - len(own))  # where others have more stages
-    for number, mine in enumerate(own):
+    for number, gradient in enumerate(own):
         if total is None:
-            dist.gather(mine, group=group, group_dst=place[0])
+            dist.gather(gradient, group=group, group_dst=place[0])
             continue
-        parts = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.gather(mine, parts, group=group, group_dst=place[0])
-        for stage, rows in _words_of(total, place, number).items():
+        parts = [torch.empty_like(gradient) for _ in range(group.size())]
+        dist.gather(gradient, parts, group=group, group_dst=place[0])
+        for stage, rows in _vocabulary_rows_of(total, place, number).items():
             if stage > 0:
                 rows += parts[place[stage]]
-    for number, mine in enumerate(own):
+    for number, gradient in enumerate(own):
         if total is None:
-            dist.scatter(mine, group=group, group_src=place[0])
+            dist.scatter(gradient, group=group, group_src=place[0])
             continue
-        parts = [torch.empty_like(mine) for _ in range(group.size())]
-        for stage, rows in _words_of(total, place, number).items():
+        parts = [torch.empty_like(gradient) for _ in range(group.size())]
+        for stage, rows in _vocabulary_rows_of(total, place, number).items():
             parts[place[stage]] = rows.contiguous()
-        dist.scatter(mine, parts, group=group, group_src=place[0])
+        dist.scatter(gradient, parts, group=group, group_src=place[0])
 
 
-def _words_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
+def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
     """By stage, its rows of the embedding's ``total``: of each rank's stage ``number``."""
-    parts, seen, found = total.chunk(len(place)), [0] * (1 + max(place)), {}
+    parts, seen, rows_of = total.chunk(len(place)), [0] * (1 + max(place)), {}
     for stage, rank in enumerate(place):
         if seen[rank] == number:
-            found[stage] = parts[stage]
+            rows_of[stage] = parts[stage]
         seen[rank] += 1
-    return found
+    return rows_of
 
 
-def _whole_gradient(model: Any, weight: Parameter) -> Tensor:
+def _full_gradient(model: Any, weight: Parameter) -> Tensor:
     """``weight.main_grad``, on every replica all of it: the distributed optimizer's reduction
     leaves each a part. Collective over the replicas."""
     if model.ddp_config.use_distributed_optimizer:
@@ -142,8 +142,8 @@ def _whole_gradient(model: Any, weight: Parameter) -> Tensor:
         replicas = buckets.intra_distributed_optimizer_instance_group
         for bucket in buckets.buckets:
             if weight in bucket.params and replicas.size() > 1:
-                mine = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, mine, group=replicas)
+                local = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, local, group=replicas)
     total = getattr(weight, "main_grad", None)
     assert total is not None, "DDP gives every weight its gradient"
     return total

@@ -101,7 +101,7 @@ def loss_function_of(
 LOSS_KEYS = ("loss_mask",)
 
 
-def found_prefixes(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
+def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
     """Documents of a micro-batch, by ``lengths`` and ``rows`` of an adapter, and what they share
     from ``least`` tokens on: begins for which equal rows are drawn. 0: nothing is shared."""
     lengths = adapter.lengths(micro_batch)
@@ -138,15 +138,15 @@ def rows_of(
     adapter: Adapter, micro_batch: Any, number: int, document: int, start: int, stop: int
 ) -> Mapping[str, Tensor | None]:
     """``adapter.rows``. ValueError: a tensor has other rows than were asked for."""
-    made = adapter.rows(micro_batch, document, start, stop)
-    for name, tensor in made.items():
+    rows = adapter.rows(micro_batch, document, start, stop)
+    for name, tensor in rows.items():
         if tensor is not None and (tensor.dim() < 2 or tensor.shape[:2] != (1, stop - start)):
             raise ValueError(
                 f"the adapter's rows of micro-batch {number}, document {document}, tokens "
                 f"[{start}:{stop}]: {name!r} has shape {tuple(tensor.shape)}; expected [1, "
                 f"{stop - start}, ...] (does it have as many as the adapter's lengths say?)"
             )
-    return made
+    return rows
 
 
 def side_by_side(
@@ -160,11 +160,13 @@ def side_by_side(
         if any(tensor is None for tensor in tensors):
             joined[name] = None
             continue
-        whole = torch.cat([tensor for tensor in tensors if tensor is not None], dim=1)
-        missing = rows - whole.shape[1]
+        joined_rows = torch.cat([tensor for tensor in tensors if tensor is not None], dim=1)
+        missing = rows - joined_rows.shape[1]
         if missing:
-            whole = torch.cat([whole, whole[:, -1:].expand(1, missing, *whole.shape[2:])], dim=1)
-        joined[name] = whole
+            joined_rows = torch.cat(
+                [joined_rows, joined_rows[:, -1:].expand(1, missing, *joined_rows.shape[2:])], dim=1
+            )
+        joined[name] = joined_rows
     return joined
 
 
@@ -175,18 +177,18 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
     find = getattr(adapter, "prefixes", None)
     if find is None:
         return PrefixForest.apart(lengths)
-    found = find(micro_batch)
-    if not isinstance(found, PrefixForest):
+    forest = find(micro_batch)
+    if not isinstance(forest, PrefixForest):
         raise ValueError(
-            f"the adapter's prefixes of micro-batch {number} are {type(found).__name__}; expected "
+            f"the adapter's prefixes of micro-batch {number} are {type(forest).__name__}; expected "
             "what megatron_epp.corpus.shared_prefixes finds"
         )
     try:
-        found.require(lengths)
+        forest.require(lengths)
     except ValueError as error:
         raise ValueError(f"the adapter's prefixes of micro-batch {number}: {error}") from None
-    _require_alike(adapter, micro_batch, number, found)
-    return found
+    _require_alike(adapter, micro_batch, number, forest)
+    return forest
 
 
 def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: PrefixForest) -> None:
@@ -219,13 +221,13 @@ def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: Pref
 
 def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:
     """``adapter.lengths``. ValueError: they are no lengths of documents of up to ``most``."""
-    found = tuple(int(length) for length in adapter.lengths(micro_batch))
-    if not found:
+    lengths = tuple(int(length) for length in adapter.lengths(micro_batch))
+    if not lengths:
         raise ValueError(f"the adapter finds no document in micro-batch {number}; expected one")
-    for document, length in enumerate(found):
+    for document, length in enumerate(lengths):
         if not 1 <= length <= most:
             raise ValueError(
                 f"the adapter says {length} tokens for document {document} of micro-batch "
                 f"{number}; expected 1 to {most}, the model's positions"
             )
-    return found
+    return lengths

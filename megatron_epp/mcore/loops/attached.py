@@ -59,14 +59,14 @@ class AttachedModel:
         self._chunk: ChunkParams | None = None
         self._front: ChunkInputs | None = None
         self._again = self._catching = False
-        self._letters = ""
+        self._modes = ""
         self.stores_last_slice = attention.stores_last_slice
         # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
         install_in_model(part, self.context, attention, in_loop=True)
         for index, layer in enumerate(part.decoder.layers):
-            layer.forward = self._whole(layer.forward, index)
+            layer.forward = self._span(layer.forward, index)
         part.decoder.forward = self._rotated(part.decoder.forward)
         part.forward = self._with_chunk(part.forward)
         if part is not model:
@@ -110,15 +110,15 @@ class AttachedModel:
         )
 
     @contextmanager
-    def recomputing(self, letters: str) -> Iterator[None]:
+    def recomputing(self, modes: str) -> Iterator[None]:
         """The model's forwards in this context compute a whole micro-batch, of which the layers
         with the letter for it are recomputed. Only where there is a ``memory``."""
-        self._letters = letters
+        self._modes = modes
         try:
             with self._planned_recompute():
                 yield
         finally:
-            self._letters = ""
+            self._modes = ""
 
     @contextmanager
     def _planned_recompute(self) -> Iterator[None]:
@@ -131,11 +131,11 @@ class AttachedModel:
         finally:
             self._config.recompute_granularity = own
 
-    def _whole(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         """A layer's forward, recomputed where a whole micro-batch's letters say so."""
 
-        def whole(hidden_states: Any, **others: Any) -> Any:
-            if self._letters[index : index + 1] != FULL or not torch.is_grad_enabled():
+        def whole_shapes(hidden_states: Any, **others: Any) -> Any:
+            if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
                 return forward(hidden_states=hidden_states, **others)
             hidden = tensor_parallel.checkpoint(
                 lambda x: hidden_of(forward(hidden_states=x, **others)),
@@ -144,7 +144,7 @@ class AttachedModel:
             )
             return hidden, None
 
-        return whole
+        return whole_shapes
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature, part = inspect.signature(forward), self.part
@@ -157,22 +157,22 @@ class AttachedModel:
             chunk, front = self._chunk, self._front
             if chunk is None:
                 return forward(*args, **named)
-            given = _by_name(signature, args, named)
-            given |= {
+            arguments = _by_name(signature, args, named)
+            arguments |= {
                 "position_ids": self._positions(chunk, front),
                 "attention_mask": None,
                 "packed_seq_params": chunk,
             }
             if front is not None and front.hidden is not None:
-                given["decoder_input"] = front.hidden
-            given.setdefault("input_ids", None)
-            if self._makes_again and part.post_process and not whole_heads:
-                given["output_processor"] = _made_again
+                arguments["decoder_input"] = front.hidden
+            arguments.setdefault("input_ids", None)
+            if self._recomputes_head and part.post_process and not whole_heads:
+                arguments["output_processor"] = _recomputed_head
             rotary = self._rotary
             if rotary is not None:
                 rotary.computed = chunk
             try:
-                return forward(**given)
+                return forward(**arguments)
             finally:
                 if rotary is not None:
                     rotary.computed = None
@@ -192,9 +192,9 @@ class AttachedModel:
         def rotated(*args: Any, **named: Any) -> Any:
             if self._chunk is None or self._rotary is None:
                 return forward(*args, **named)
-            given = _by_name(signature, args, named)
-            given["rotary_pos_emb"] = self._rotary.replaced(given.get("rotary_pos_emb"))
-            return forward(**given)
+            arguments = _by_name(signature, args, named)
+            arguments["rotary_pos_emb"] = self._rotary.replaced(arguments.get("rotary_pos_emb"))
+            return forward(**arguments)
 
         return rotated
 
@@ -203,8 +203,8 @@ class AttachedModel:
         if self.part.position_embedding_type != "mrope":
             return chunk.positions[None]
         if self._config.apply_rope_fusion:
-            borders = on_device(chunk.cu_seqlens_q, chunk.positions.device)
-            chunk.cu_seqlens_q = chunk.cu_seqlens_kv = borders
+            boundaries = on_device(chunk.cu_seqlens_q, chunk.positions.device)
+            chunk.cu_seqlens_q = chunk.cu_seqlens_kv = boundaries
         if front is not None and front.positions is not None:
             return front.positions
         return chunk.positions.expand(3, 1, -1)  # of text, whose axes are one
@@ -218,18 +218,18 @@ class AttachedModel:
         def past_the_front(*args: Any, **named: Any) -> Any:
             if self._front is None:
                 return forward(*args, **named)
-            given = _by_name(signature, args, named)
-            return self.part(**{name: x for name, x in given.items() if name in known})
+            arguments = _by_name(signature, args, named)
+            return self.part(**{name: x for name, x in arguments.items() if name in known})
 
         return past_the_front
 
     @property
-    def _makes_again(self) -> bool:
+    def _recomputes_head(self) -> bool:
         return self._again and torch.is_grad_enabled()
 
     def _head(self, postprocess: Callable[..., Any]) -> Callable[..., Any]:
         def head(hidden_states: Any, **others: Any) -> Any:
-            if not (self._makes_again and self.part.post_process):
+            if not (self._recomputes_head and self.part.post_process):
                 return postprocess(hidden_states=hidden_states, **others)
             return tensor_parallel.checkpoint(
                 lambda hidden: postprocess(hidden_states=hidden, **others), False, hidden_states
@@ -242,28 +242,28 @@ def _by_name(
     signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, Any]:
     """Arguments of a call by their names."""
-    given = dict(signature.bind_partial(*args, **named).arguments)
+    arguments = dict(signature.bind_partial(*args, **named).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(parameter.name, {})
-    return given
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
 
 
-def _made_again(*, hidden_states: Tensor, **given: Any) -> Tensor:
+def _recomputed_head(*, hidden_states: Tensor, **arguments: Any) -> Tensor:
     """An ``output_processor``: the output layer and the loss, which run again in the backward."""
-    labels, scale = given["labels"], given["scale_logits"]
+    labels, scale = arguments["labels"], arguments["scale_logits"]
 
     def output(hidden_t1H: Tensor) -> Tensor:
-        logits, _ = given["output_layer"](
+        logits, _ = arguments["output_layer"](
             hidden_t1H,
-            weight=given["output_weight"],
-            runtime_gather_output=given["runtime_gather_output"],
+            weight=arguments["output_weight"],
+            runtime_gather_output=arguments["runtime_gather_output"],
         )
         if labels is None:
-            made: Tensor = scale(logits).transpose(0, 1).contiguous()
+            result: Tensor = scale(logits).transpose(0, 1).contiguous()
         else:
-            made = given["compute_language_model_loss"](labels, scale(logits))
-        return made
+            result = arguments["compute_language_model_loss"](labels, scale(logits))
+        return result
 
     return tensor_parallel.checkpoint(output, False, hidden_states)
 
@@ -296,25 +296,25 @@ def attach_to(
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:
         raise ValueError("attach: this model is attached already")
-    whole = "whole micro-batches (install_schedule) can be run"
+    alternative = "whole micro-batches (install_schedule) can be run"
     try:
         part = language_part(model)
     except ValueError as refusal:
-        raise ValueError(f"attach: {refusal}; {whole}") from None
+        raise ValueError(f"attach: {refusal}; {alternative}") from None
     if part is not model and mpu.get_context_parallel_world_size() > 1:
         raise ValueError(
             f"attach: what stands in front of a {type(model).__name__}'s layers takes its own part "
-            f"of a document over context-parallel ranks; {whole}"
+            f"of a document over context-parallel ranks; {alternative}"
         )
     known = inspect.signature(part.forward).parameters.values()
     if not any(p.name == "packed_seq_params" or p.kind is p.VAR_KEYWORD for p in known):
         raise ValueError(
             f"attach: a {type(part).__name__}'s forward takes no packed_seq_params, by which its "
-            f"layers are told of a slice; {whole}"
+            f"layers are told of a slice; {alternative}"
         )
     reason = limit_for("slices", part)
     if reason is not None:
-        raise ValueError(f"attach: {reason}; {whole}")
+        raise ValueError(f"attach: {reason}; {alternative}")
     # Here, not above: as install_in_model.
     from megatron_epp.mcore.kinds.modules import kinds_of_layer
 

@@ -74,7 +74,7 @@ class LoopCall:
         return replace(self, model=self.models[number], data_iterator=self.iterators[number])
 
 
-def not_ours(call: LoopCall, stages: int) -> str | None:
+def megatron_only(call: LoopCall, stages: int) -> str | None:
     """Why ``call`` is Megatron's to run, in a few words; None: it is ours. ``stages``: on as many
     ranks."""
     if call.others:
@@ -85,7 +85,7 @@ def not_ours(call: LoopCall, stages: int) -> str | None:
         return f"{parts} model chunks and {len(iterators)} data iterators on a rank"
     if parts == 1 and stages > 1 and getattr(call.config, "overlap_p2p_comm", False):
         return "overlap_p2p_comm of one model chunk a rank"  # and its words on that
-    if parts > 1 and (reason := _parts_not_ours(call, stages)) is not None:
+    if parts > 1 and (reason := _chunks_megatron_only(call, stages)) is not None:
         return reason
     if call.pg_collection is not None and not isinstance(
         call.pg_collection, ProcessGroupCollection
@@ -102,7 +102,7 @@ def not_ours(call: LoopCall, stages: int) -> str | None:
     return None
 
 
-def _parts_not_ours(call: LoopCall, ranks: int) -> str | None:
+def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
     """Why several parts of a model on every rank are Megatron's to run."""
     if ranks == 1:
         return "several model chunks without a pipeline"

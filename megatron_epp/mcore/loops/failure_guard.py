@@ -67,9 +67,9 @@ class FailureGuard:
     def _do(self, run: Callable[[], Tensor | None], sends: int | None) -> Tensor | None:
         if self.error is None:
             try:
-                made = run()
+                result = run()
                 # A model that does not use its input has no gradient for it.
-                return made if made is not None or sends is None else self._zeros(sends)
+                return result if result is not None or sends is None else self._zeros(sends)
             except (MemoryError, torch.OutOfMemoryError):
                 raise  # the executor's to handle
             except Exception as error:

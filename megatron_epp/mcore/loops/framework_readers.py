@@ -56,14 +56,14 @@ class ShapeWitness:
         functools.update_wrapper(self, self.forward_step, updated=())
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        made = self.forward_step(*arguments, **keywords)
-        output = made[0] if isinstance(made, tuple) else made
+        result = self.forward_step(*arguments, **keywords)
+        output = result[0] if isinstance(result, tuple) else result
         self.seen.append(tuple(output.shape) if isinstance(output, torch.Tensor) else None)
-        return made
+        return result
 
     def unlike(self, expected: list[tuple[int, ...]]) -> str | None:
         """In which micro-batch another shape came than ``expected``; None: in none."""
-        for number, (told, came) in enumerate(zip(expected, self.seen, strict=True)):
-            if told != came:
-                return f"micro-batch {number} was reckoned as {told} and came as {came}"
+        for number, (predicted, came) in enumerate(zip(expected, self.seen, strict=True)):
+            if predicted != came:
+                return f"micro-batch {number} was reckoned as {predicted} and came as {came}"
         return None

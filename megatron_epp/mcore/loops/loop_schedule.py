@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line
-from megatron_epp.mcore.loops.call_arguments import LoopCall, not_ours
+from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.planned_call import PlannedCall
 from megatron_epp.mcore.loops.replica.rank_status import LoopRefusal
@@ -45,7 +45,7 @@ class LoopSchedule:
         planned: PlannedCall | None = None
         try:
             call = LoopCall.of(keywords)
-            pipeline = self._ours(call, kind)
+            pipeline = self._known_pipeline(call, kind)
             if isinstance(pipeline, ModelPipeline):
                 planned = PlannedCall(self.settings, call, pipeline, self._count)
                 try:
@@ -85,13 +85,13 @@ class LoopSchedule:
                 logger.warning("Megatron's own schedule runs %s", reason)
         return self.stock[kind](**keywords)
 
-    def _ours(self, call: LoopCall, kind: str) -> ModelPipeline | str:
+    def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:
         """The pipeline that runs the call, or why it is Megatron's to run, in a few words."""
         pipelined = kind != NO_PIPELINE
         if pipelined and not mpu.model_parallel_is_initialized():
             return "pipelines without Megatron's global groups"
         ranks = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
-        reason = not_ours(call, ranks)
+        reason = megatron_only(call, ranks)
         if reason is None and pipelined and call.pg_collection is not None:
             reason = _other_pipeline(call.pg_collection)
         if reason is not None:
@@ -103,6 +103,8 @@ class LoopSchedule:
 
 
 def _other_pipeline(collection: Any) -> str | None:
-    theirs = dist.get_process_group_ranks(collection.pp)
-    mine = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    return None if theirs == mine else "pipelines other than Megatron's global groups say"
+    call_ranks = dist.get_process_group_ranks(collection.pp)
+    group_ranks = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    return (
+        None if call_ranks == group_ranks else "pipelines other than Megatron's global groups say"
+    )

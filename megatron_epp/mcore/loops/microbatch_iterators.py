@@ -78,7 +78,7 @@ class SingleMicrobatch:
     """An iterator over one micro-batch, which says so when it is drawn from twice."""
 
     def __init__(self, batches: MicroBatches, number: int):
-        self._batches, self._number, self._given = batches, number, False
+        self._batches, self._number, self._handed_out = batches, number, False
 
     def __iter__(self) -> "SingleMicrobatch":
         return self
@@ -90,12 +90,12 @@ class SingleMicrobatch:
         return item
 
     def _once(self) -> None:
-        if self._given:
+        if self._handed_out:
             raise ValueError(
                 f"the forward step drew twice for micro-batch {self._number}: expected one draw "
                 "from the data iterator for each of num_microbatches (draw once and keep it)"
             )
-        self._given = True
+        self._handed_out = True
 
 
 class _SingleRead(SingleMicrobatch):
@@ -147,16 +147,16 @@ class SingleValue:
     """An iterator over one value that is at hand."""
 
     def __init__(self, value: Any):
-        self._value, self._given = value, False
+        self._value, self._handed_out = value, False
 
     def __iter__(self) -> "SingleValue":
         return self
 
     def __next__(self) -> Any:
-        if self._given:
+        if self._handed_out:
             raise ValueError(
                 "the forward step drew twice for one chunk: expected one draw from the data "
                 "iterator in each call (draw once and keep it)"
             )
-        self._given = True
+        self._handed_out = True
         return self._value

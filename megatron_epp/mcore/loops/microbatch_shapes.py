@@ -28,10 +28,10 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
         return None
     samples, rows = tokens.shape
     params = micro_batch.get("packed_seq_params")
-    borders = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
-    if borders is None:
+    boundaries = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
+    if boundaries is None:
         return MicrobatchShape(rows, samples)
-    return MicrobatchShape(rows * samples, 1, lengths_between(borders))
+    return MicrobatchShape(rows * samples, 1, lengths_between(boundaries))
 
 
 def on_ranks_of_its_own(micro_batch: Any) -> bool:
@@ -58,13 +58,13 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
             return shape_of(micro_batch)
         except Exception:  # a mapping of another form; its words would be about names of ours
             return None
-    found = by(micro_batch)
-    if isinstance(found, bool) or not isinstance(found, MicrobatchShape | int | None):
+    shape = by(micro_batch)
+    if isinstance(shape, bool) or not isinstance(shape, MicrobatchShape | int | None):
         raise ValueError(
-            f"lengths(micro-batch {number}) gave {type(found).__name__}; expected a "
+            f"lengths(micro-batch {number}) gave {type(shape).__name__}; expected a "
             "MicrobatchShape, or the rows of its hidden states as a whole number"
         )
     try:
-        return MicrobatchShape(found) if isinstance(found, int) else found
+        return MicrobatchShape(shape) if isinstance(shape, int) else shape
     except ValueError as refusal:
         raise ValueError(f"lengths(micro-batch {number}): {refusal}") from refusal

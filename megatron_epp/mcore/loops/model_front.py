@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megatron_epp.layers.chunk_state import Rows
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 
 # Arguments of a language part's forward that slices take, or that follow from them.
 _KNOWN = frozenset(
@@ -39,15 +39,15 @@ _KNOWN = frozenset(
 def language_part(model: Any) -> Any:
     """The module of a loop's unwrapped ``model`` that holds Megatron's layers of the decoder, often
     the model itself. ValueError: none does, or several."""
-    found = [
+    modules = [
         module
         for module in model.modules()
         if isinstance(module, LanguageModule)
         and getattr(getattr(module, "decoder", None), "layers", None) is not None
     ]
-    if len(found) == 1:
-        return found[0]
-    holds = "several modules with" if found else "no module of Megatron's with"
+    if len(modules) == 1:
+        return modules[0]
+    holds = "several modules with" if modules else "no module of Megatron's with"
     raise ValueError(
         f"a {type(model).__name__} holds {holds} a decoder of Megatron's layers (TransformerBlock "
         "or HybridStack); expected one, as GPTModel and HybridModel are, or contain"
@@ -57,9 +57,9 @@ def language_part(model: Any) -> Any:
 class ReachedError(Exception):
     """Ends the forward of a model where its language part begins. ``given``: its arguments."""
 
-    def __init__(self, given: Mapping[str, Any]):
+    def __init__(self, arguments: Mapping[str, Any]):
         super().__init__("the language part of the model was reached")
-        self.given = given
+        self.given = arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class EncodedDocuments:
     """Documents of a call as what stands in front of the layers has seen them.
 
     encode   (document) -> arguments that reach the language part for all of it
-    share    of a chunk's rows, that is this rank's
+    row_shard    of a chunk's rows, that is this rank's
     """
 
     encode: Callable[[int], Mapping[str, Any]]
     lengths: Sequence[int]
-    share: RowShare
+    row_shard: RowShard
     tp_group: Any
     training: bool
     _documents: dict[int, _Document] = field(default_factory=dict)
@@ -101,26 +101,26 @@ class EncodedDocuments:
         for part in rows:
             if part.span.start == 0:
                 self._documents[part.span.document] = self._encoded(part.span.document)
-        whole = [self._documents[part.span.document] for part in rows]
-        mine = self._mine(total)
+        documents = [self._documents[part.span.document] for part in rows]
+        local = self._local(total)
         hidden = positions = None
-        if (like := whole[0].hidden) is not None:
+        if (like := documents[0].hidden) is not None:
             hidden = like.new_zeros(total, *like.shape[1:])
-            for part, document in zip(rows, whole, strict=True):
+            for part, document in zip(rows, documents, strict=True):
                 assert document.hidden is not None
-                made = document.hidden.detach()[part.span.start : part.span.stop]
-                hidden[part.start : part.stop] = made
-            hidden = hidden[mine]
+                document_hidden = document.hidden.detach()[part.span.start : part.span.stop]
+                hidden[part.start : part.stop] = document_hidden
+            hidden = hidden[local]
             if self.training:
                 hidden.requires_grad_()
                 self._chunks[chunk] = hidden, tuple(rows), total
-        if (of := whole[0].positions) is not None:
+        if (of := documents[0].positions) is not None:
             positions = of.new_zeros(*of.shape[:-1], total)
-            for part, document in zip(rows, whole, strict=True):
+            for part, document in zip(rows, documents, strict=True):
                 assert document.positions is not None
                 span = slice(part.span.start, part.span.stop)
                 positions[..., part.start : part.stop] = document.positions[..., span]
-            positions = positions[..., self.share.mine(total)]
+            positions = positions[..., self.row_shard.local(total)]
         if not self.training:
             for part in rows:
                 if part.last:
@@ -134,7 +134,7 @@ class EncodedDocuments:
         hidden, rows, total = self._chunks.pop(chunk)
         gradient = hidden.new_zeros(total, *hidden.shape[1:])
         if hidden.grad is not None:
-            gradient[self._mine(total)] = hidden.grad
+            gradient[self._local(total)] = hidden.grad
         for part in rows:
             document = self._documents[part.span.document]
             assert document.hidden is not None
@@ -152,33 +152,33 @@ class EncodedDocuments:
         self._chunks.clear()
 
     def _encoded(self, number: int) -> _Document:
-        given, length = self.encode(number), self.lengths[number]
-        strange = [n for n, value in given.items() if value is not None and n not in _KNOWN]
+        arguments, length = self.encode(number), self.lengths[number]
+        strange = [n for n, value in arguments.items() if value is not None and n not in _KNOWN]
         if strange:
             raise ValueError(
                 f"what stands in front of the model's layers hands them {', '.join(strange)}; "
                 "expected only what slices take: run whole micro-batches (install_schedule)"
             )
-        hidden, positions = given.get("decoder_input"), given.get("position_ids")
-        if hidden is not None and self.share.splits > 1:
+        hidden, positions = arguments.get("decoder_input"), arguments.get("position_ids")
+        if hidden is not None and self.row_shard.splits > 1:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
             )
         if positions is not None and positions.dim() < 3:
             positions = None  # a token's place, which the slice knows
-        for found in (x.shape[at] for x, at in ((hidden, 0), (positions, -1)) if x is not None):
-            if found < length:
+        for count in (x.shape[at] for x, at in ((hidden, 0), (positions, -1)) if x is not None):
+            if count < length:
                 raise ValueError(
-                    f"what stands in front of the model's layers gives {found} rows of a document "
+                    f"what stands in front of the model's layers gives {count} rows of a document "
                     f"of {length} tokens; expected all of them (adapter.lengths count what the "
                     "layers see, and no rank takes a part before them)"
                 )
         return _Document(hidden, positions)
 
-    def _mine(self, total: int) -> slice:
+    def _local(self, total: int) -> slice:
         """This rank's of a chunk's rows between linear layers."""
-        if self.share.splits == 1:
-            return self.share.mine(total)
-        count = total // self.share.parts // self.share.splits
-        first = self.share.mine(total).start + self.tp_group.rank() * count
+        if self.row_shard.splits == 1:
+            return self.row_shard.local(total)
+        count = total // self.row_shard.parts // self.row_shard.splits
+        first = self.row_shard.local(total).start + self.tp_group.rank() * count
         return slice(first, first + count)

@@ -20,18 +20,18 @@ from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
     error_text,
     gather_statuses,
-    raise_what_others_met,
+    raise_remote_failure,
 )
 from megatron_epp.mcore.loops.replica.replica_groups import (
+    initialise_communicator,
     make_replica_groups,
     meets_other_replicas,
-    speak_first,
 )
 from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.cuda_host import one_queue
 from megatron_epp.planner.calls.call_cost import guessed_rates
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
@@ -39,7 +39,7 @@ from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
 from megatron_epp.runtime.program_runner import ProgramRunner
-from megatron_epp.runtime.rebuilt import SpokenGroups
+from megatron_epp.runtime.rebuilt import InitialisedGroups
 from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ModelPipeline:
         return self.stages // len(self.seconds)
 
     @property
-    def own_stages(self) -> range:
+    def local_stages(self) -> range:
         """This rank's, first to last."""
         return range(self.rank, self.stages, self.ranks)
 
@@ -143,7 +143,7 @@ class Pipelines:
         self.settings = settings
         self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
         self._programs: tuple[Any, ProgramRunner] | None = None
-        self._spoken: SpokenGroups | None = None
+        self._initialised: InitialisedGroups | None = None
 
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
         """The pipeline of the call's model over ``ranks``. Collective where it is new, or its
@@ -154,11 +154,15 @@ class Pipelines:
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
-        made = self._known.get(call.one_model)
-        if made is None or made.group is not group or programs not in (None, made.programs):
+        pipeline = self._known.get(call.one_model)
+        if (
+            pipeline is None
+            or pipeline.group is not group
+            or programs not in (None, pipeline.programs)
+        ):
             programs = programs or ProgramRunner(this_device(), CurrentOp(0))
-            made = self._known[call.one_model] = self._make(call, group, ranks, programs)
-        return made
+            pipeline = self._known[call.one_model] = self._make(call, group, ranks, programs)
+        return pipeline
 
     def _make(
         self, call: LoopCall, group: Any, ranks: int, programs: ProgramRunner
@@ -168,18 +172,18 @@ class Pipelines:
         control = None if groups is None else groups.control
         try:
             active = prod(part.active(call.config) for part in LAYER_KINDS)
-            sizes = [_layers_and_words(model) for model in call.models]
+            sizes = [_layers_and_vocabulary(model) for model in call.models]
             seconds = tuple(StageSeconds(guessed_rates(call.config, *s, active)) for s in sizes)
             refused = filter(None, map(self._split_refused, call.models))
             guesses = [each.guess for each in seconds]
-            mine = (rank, [layers for layers, _ in sizes], guesses, next(refused, None))
+            value = (rank, [layers for layers, _ in sizes], guesses, next(refused, None))
         except Exception as error:  # the others wait for a word
-            told = RankStatus(error=error_text(error))
-            raise_what_others_met(gather_statuses(told, control), control)
-        every = gather_statuses(RankStatus(mine), control)
-        raise_what_others_met(every, control)
-        by_rank = {told.value[0]: told.value for told in reversed(every)}
-        counts = {len(told.value[1]) for told in every}
+            status = RankStatus(error=error_text(error))
+            raise_remote_failure(gather_statuses(status, control), control)
+        every = gather_statuses(RankStatus(value), control)
+        raise_remote_failure(every, control)
+        by_rank = {status.value[0]: status.value for status in reversed(every)}
+        counts = {len(status.value[1]) for status in every}
         if len(counts) > 1:
             raise ValueError(f"{' and '.join(map(str, sorted(counts)))} model chunks on ranks")
         return ModelPipeline(
@@ -190,14 +194,14 @@ class Pipelines:
             np.stack(_by_stage([by_rank[r][2] for r in range(ranks)])),
             seconds,
             ReplicaPlans(groups),
-            next((told.value[3] for told in every if told.value[3]), None),
+            next((status.value[3] for status in every if status.value[3]), None),
             group is not None and meets_other_replicas(call.config),
         )
 
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
         """Over groups of ours, made once for Megatron's pipeline ``group``. They speak again where
         a framework has made what is behind them anew."""
-        device, spoken = this_device(), self._spoken
+        device, spoken = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
         if programs is None:
             groups = make_replica_groups(device, self.settings.timeout)
@@ -210,8 +214,8 @@ class Pipelines:
             self._programs, spoken = (group, programs), None
         assert programs.groups is not None, "there are several stages"
         if spoken is None or spoken.anew:
-            speak_first(programs.groups, device, config)
-            self._spoken = SpokenGroups(
+            initialise_communicator(programs.groups, device, config)
+            self._initialised = InitialisedGroups(
                 [programs.groups.control, *programs.groups.payload.values()]
             )
         return programs
@@ -224,13 +228,13 @@ class Pipelines:
             if not self.settings.split_engines and has_engines(model):
                 return "no GPU has run the split backward of Transformer Engine's linears yet"
             refuse_split(model)
-            seams.install([seams.COLUMN_LINEAR, seams.ROW_LINEAR])
+            patch_points.install([patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR])
         except (PlanError, ValueError) as refusal:
             return str(refusal)
         return None
 
 
-def _layers_and_words(wrapped: Any) -> tuple[int, int]:
+def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
     """Layers of a part of the model, and words of its output layer, if it has one."""
     (model,) = unwrap_model([wrapped])
     sliced = attached(model)

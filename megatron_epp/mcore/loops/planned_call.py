@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_epp.ir import Plan, lower_rank
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, process_groups
@@ -23,7 +23,7 @@ from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
     error_text,
     gather_statuses,
-    raise_what_others_met,
+    raise_remote_failure,
 )
 from megatron_epp.mcore.loops.replica.read_batches import read_documents, read_shapes
 from megatron_epp.mcore.loops.replica.replica_plans import counted
@@ -33,7 +33,7 @@ from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features
-from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
+from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.runtime.executor import OutsidePhase
 from megatron_epp.runtime.kv_store import StageStores, Store
@@ -58,7 +58,7 @@ class CallWork:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeShapes:
+class MessageExtents:
     """Shapes of a call's micro-batches.
 
     fixed   of all messages, where they are alike
@@ -125,10 +125,10 @@ class PlannedCall:
                 return None
             varies = pipeline.stages > 1 and fixed is None
             hidden = config.hidden_size if varies else 0  # else the configuration may have none
-            whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), hidden)
+            available = MessageExtents(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
-                return self._show(whole, reader, keywords, pipelined)
-            work = self._whole_batches(groups, whole)
+                return self._show(available, reader, keywords, pipelined)
+            work = self._whole_batches(groups, available)
         stages = self.run(work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
             total = torch.zeros([], dtype=torch.int, device=this_device())
@@ -151,12 +151,13 @@ class PlannedCall:
 
     def _show(
         self,
-        whole: WholeShapes,
+        whole_shapes: MessageExtents,
         reader: FrameworkReader,
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call, and compare its shapes with ``whole``."""
+        """Have Megatron's own schedule run the call, and compare its shapes with
+        ``whole_shapes``."""
         pipeline = self.pipeline
         pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
         witness = ShapeWitness(keywords["forward_step_func"])
@@ -166,7 +167,7 @@ class PlannedCall:
             **{**keywords, "forward_step_func": witness, "data_iterator": iterator}
         )
         last = pipeline.rank == pipeline.stages - 1
-        expected = [whole.message(number) for number in range(len(whole.shapes))]
+        expected = [whole_shapes.message(number) for number in range(len(whole_shapes.shapes))]
         status = RankStatus(None if last else witness.unlike(expected))
         statuses = gather_statuses(status, pipeline.control)
         unlike = next((status.value for status in statuses if status.value), None)
@@ -175,7 +176,7 @@ class PlannedCall:
         pipeline.shown = True
         return result
 
-    def _whole_batches(self, groups: Any, whole: WholeShapes) -> CallWork:
+    def _whole_batches(self, groups: Any, whole: MessageExtents) -> CallWork:
         """Plan every micro-batch as a chunk."""
         call, pipeline, settings, extents = self.call, self.pipeline, self.settings, whole.shapes
         make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
@@ -194,7 +195,7 @@ class PlannedCall:
         )
 
         def make_stage(part: int) -> LoopStage:
-            stage, cp = pipeline.own_stages[part], groups.cp.size()
+            stage, cp = pipeline.local_stages[part], groups.cp.size()
             of_part = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
             return settings.make_stage(
                 call.of_part(part), self.batches[part], plan, stage, cp, whole.message, *of_part
@@ -228,7 +229,7 @@ class PlannedCall:
         )
         config = call.config
         splits = groups.tp.size() if config.sequence_parallel else 1
-        share = RowShare(groups.cp.size(), groups.cp.rank(), splits)
+        share = RowShard(groups.cp.size(), groups.cp.rank(), splits)
 
         def make_stage(part: int) -> LoopStage:
             return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, share)
@@ -257,11 +258,11 @@ class PlannedCall:
         failed: Exception | None = None
         try:
             meter = self.settings.make_meter(call.one_model)
-            for part in range(len(pipeline.own_stages)):
+            for part in range(len(pipeline.local_stages)):
                 stages.append(work.make_stage(part))
         except Exception as error:  # the others may have begun, and wait for messages
             stages, failed = [], error
-        stores = [stage.store for stage in stages] or [Store({}) for _ in pipeline.own_stages]
+        stores = [stage.store for stage in stages] or [Store({}) for _ in pipeline.local_stages]
         guarded = {
             number: FailureGuard(
                 failed or stages[part],
@@ -270,10 +271,10 @@ class PlannedCall:
                 first=number == 0,
                 last=number == pipeline.stages - 1,
             )
-            for part, number in enumerate(pipeline.own_stages)
+            for part, number in enumerate(pipeline.local_stages)
         }
         if len(stages) > 1:
-            computes = dict(zip(pipeline.own_stages, stages, strict=True))
+            computes = dict(zip(pipeline.local_stages, stages, strict=True))
             reduce_in_turn(computes, work.plan.rank_orders[pipeline.rank])
         self.committed = True
         if config.timers is not None:
@@ -289,7 +290,7 @@ class PlannedCall:
             for batches in self.batches:
                 batches.finish()
             if not call.forward_only and programs.groups is not None:
-                for learnt, number in zip(pipeline.seconds, pipeline.own_stages, strict=True):
+                for learnt, number in zip(pipeline.seconds, pipeline.local_stages, strict=True):
                     learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
                 seconds = records[-1].stop
         refusal = str(raised) if isinstance(raised, ValueError) else None
@@ -335,12 +336,12 @@ class PlannedCall:
         if error is not None and refusal is None and not misled:
             raise error
         try:
-            raise_what_others_met(statuses, pipeline.control)
+            raise_remote_failure(statuses, pipeline.control)
         except (ValueError, LoopFailed) as heard:
             raise heard from error
         if pipeline.measured and plan.predicted is not None:  # else it was predicted by a guess
             pipeline.track_record.saw(
-                plan.predicted.planner != AS_GIVEN,
+                plan.predicted.planner != AS_CALLED,
                 plan.predicted.seconds,
                 max(status.value[3] for status in statuses),
             )

@@ -26,9 +26,9 @@ class CallRecord:
 
 def _plan(*arguments: Any) -> Plan:
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.planner.calls.call_plan import whole_plan
+    from megatron_epp.planner.calls.call_plan import unsliced_plan
 
-    return whole_plan(*arguments)
+    return unsliced_plan(*arguments)
 
 
 def _sliced_plan(*arguments: Any) -> Plan:

@@ -19,7 +19,7 @@ from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
@@ -47,7 +47,7 @@ class SliceStage(ModelStage):
         groups: Any,
         attached: AttachedModel,
         forests: Sequence[PrefixForest],
-        share: RowShare,
+        row_shard: RowShard,
     ):
         self._slices = slices_of(plan)
         self.call, self.plan, self.attached, self.forests = call, plan, attached, forests
@@ -60,8 +60,8 @@ class SliceStage(ModelStage):
         if (sliced := getattr(attached.adapter, "sliced", None)) is not None:
             step = sliced(step, call.one_model)
         super().__init__(call.one_model, call.config, step, builder, plan, store)
-        self.batches, self.groups, self.share = batches, groups, share
-        self._partial = share.parts > 1 and getattr(attached.adapter, "partial_loss", False)
+        self.batches, self.groups, self.row_shard = batches, groups, row_shard
+        self._partial = row_shard.parts > 1 and getattr(attached.adapter, "partial_loss", False)
         self.data: dict[int, list[Any]] = {}
         self._documents = [
             [d for d, other in enumerate(self._of) if other == number]
@@ -74,7 +74,7 @@ class SliceStage(ModelStage):
         self._front: EncodedDocuments | None = None
         if attached.has_front:
             self._front = EncodedDocuments(
-                self._encode, plan.documents, share, groups.tp, self.training
+                self._encode, plan.documents, row_shard, groups.tp, self.training
             )
 
     @property
@@ -127,7 +127,7 @@ class SliceStage(ModelStage):
             self.config.timers("forward-compute").stop()
 
     def _params(self, chunk: int) -> ChunkParams:
-        total = self.share.rows(self.plan.chunks[chunk])
+        total = self.row_shard.rows(self.plan.chunks[chunk])
         rows = chunk_rows(self.plan, self._slices, chunk)
         state = ChunkState(
             chunk,
@@ -143,8 +143,8 @@ class SliceStage(ModelStage):
         for part in rows:
             own = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = own + part.offset
-        mine = positions[self.share.mine(total)]
-        return ChunkParams.of(state, mine.to(device, non_blocking=True))
+        local_positions = positions[self.row_shard.local(total)]
+        return ChunkParams.of(state, local_positions.to(device, non_blocking=True))
 
     def _encode(self, document: int) -> Mapping[str, Any]:
         """Arguments that reach the layers for a whole document."""
@@ -168,41 +168,41 @@ class SliceStage(ModelStage):
             node = self._nodes[span.document]
             where = node.start + span.start, node.start + span.stop
             parts.append(rows_of(adapter, batch, number, node.sequence, *where))
-        total = self.share.rows(self.plan.chunks[chunk])
-        mine = self.share.mine(total)
+        total = self.row_shard.rows(self.plan.chunks[chunk])
+        local = self.row_shard.local(total)
         joined = side_by_side(parts, total)
-        return SingleValue({name: None if x is None else x[:, mine] for name, x in joined.items()})
+        return SingleValue({name: None if x is None else x[:, local] for name, x in joined.items()})
 
     # -------------------------------------------------------------- the loss
 
     def _keep(self, chunk: int, output: Any) -> None:
-        total = self.share.rows(self.plan.chunks[chunk])
-        rows = total // self.share.parts
+        total = self.row_shard.rows(self.plan.chunks[chunk])
+        rows = total // self.row_shard.parts
         if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[:2] != (1, rows):
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            actual = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
-                f"the forward step's output for {self.plan.chunks[chunk]} is {found}; expected a "
+                f"the forward step's output for {self.plan.chunks[chunk]} is {actual}; expected a "
                 f"tensor [1, {rows}, ...] with one entry for each of the chunk's tokens (its loss, "
                 "log-probability, ...), from which the adapter's loss follows"
             )
-        whole, start = output.detach()[0], 0
-        if self.share.parts > 1:
-            whole = _of_all_ranks(whole, self.groups.cp)
+        chunk_rows, start = output.detach()[0], 0
+        if self.row_shard.parts > 1:
+            chunk_rows = _of_all_ranks(chunk_rows, self.groups.cp)
         for span in self.plan.chunks[chunk].spans:
-            piece = whole[start : start + span.tokens]
+            piece = chunk_rows[start : start + span.tokens]
             self._outputs.setdefault(span.document, {})[span.start] = piece
             start += span.tokens
 
     def _loss(self, number: int) -> None:
         """The loss of a micro-batch whose forwards are all done, and its gradient."""
         documents, call = self._documents[number], self.call
-        whole = []
+        outputs_of = []
         for document in documents:
             pieces = self._outputs.pop(document)
-            whole.append(torch.cat([pieces[start] for start in sorted(pieces)]))
+            outputs_of.append(torch.cat([pieces[start] for start in sorted(pieces)]))
         if self.training:
-            whole = [outputs.requires_grad_() for outputs in whole]
-        samples = samples_of(self.forests[number], whole)
+            outputs_of = [outputs.requires_grad_() for outputs in outputs_of]
+        samples = samples_of(self.forests[number], outputs_of)
         data: list[Any] = []
         batch = self.batches.item(number) if self.batches.readable else None
         returned: list[Any] = []
@@ -213,20 +213,20 @@ class SliceStage(ModelStage):
 
         loss, tokens = schedules.forward_step_calc_loss(
             self.model,
-            whole[0],  # whose device is asked for
+            outputs_of[0],  # whose device is asked for
             loss_of,
             self.config,
             None,
             call.collect_non_loss_data,
             call.num_microbatches,
             data,
-            self.share.parts,
+            self.row_shard.parts,
             True,
         )
         self.batches.let_go(number)
         self.data[number] = data
         # Where all ranks of a document see the whole of it, it is counted once.
-        if self._partial or self.share.part == 0:
+        if self._partial or self.row_shard.part == 0:
             self.tokens = self.tokens + tokens
         if not self.training:
             return
@@ -234,10 +234,10 @@ class SliceStage(ModelStage):
         counted = len(returned[0]) == 3 and not self.config.calculate_per_token_loss
         if counted and not self._partial:
             # Megatron takes the mean of context-parallel ranks' means; each here is of all rows.
-            loss = loss * self.share.parts
+            loss = loss * self.row_shard.parts
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
-        gradients = torch.autograd.grad(loss, whole, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, outputs_of, allow_unused=True, materialize_grads=True)
         if self._partial:
             gradients = _of_all_parts(gradients, self.groups.cp)
         self._gradients.update(zip(documents, gradients, strict=True))
@@ -246,15 +246,15 @@ class SliceStage(ModelStage):
         if not self.is_last:
             return super()._run_backward(op, gradient)
         _, output = self._saved[op.chunk]
-        total = self.share.rows(self.plan.chunks[op.chunk])
-        made, start = output.new_zeros(1, total, *output.shape[2:]), 0
+        total = self.row_shard.rows(self.plan.chunks[op.chunk])
+        gradients, start = output.new_zeros(1, total, *output.shape[2:]), 0
         for span in self.plan.chunks[op.chunk].spans:
-            mine = self._gradients[span.document][span.start : span.stop]
-            made[0, start : start + span.tokens] = mine
+            gradient_rows = self._gradients[span.document][span.start : span.stop]
+            gradients[0, start : start + span.tokens] = gradient_rows
             start += span.tokens
             if span.start == 0:  # of a document's slices, the first one's backward comes last
                 del self._gradients[span.document]
-        return self._backward_from(op, made[:, self.share.mine(total)])
+        return self._backward_from(op, gradients[:, self.row_shard.local(total)])
 
     def _backward_from(self, op: Op, gradient: Tensor) -> Tensor | None:
         """As ``_run_backward``, from the gradient of an output that still has its data."""
@@ -288,11 +288,11 @@ class SliceStage(ModelStage):
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
-def _of_all_ranks(mine: Tensor, group: Any) -> Tensor:
+def _of_all_ranks(local: Tensor, group: Any) -> Tensor:
     """[t, ...] of every context-parallel rank, one behind the other. Collective."""
-    whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-    dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
-    return whole
+    gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    return gathered
 
 
 def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
@@ -317,13 +317,13 @@ def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
     backward comes before the loss that it follows from."""
     groups = []
     for number, chunk in enumerate(plan.chunks):
-        found = {of_document[span.document] for span in chunk.spans}
-        if len(found) > 1:
+        numbers = {of_document[span.document] for span in chunk.spans}
+        if len(numbers) > 1:
             raise PlanError(
                 f"chunk {number} holds documents of micro-batches "
-                f"{' and '.join(map(str, sorted(found)))}; expected one micro-batch in a chunk"
+                f"{' and '.join(map(str, sorted(numbers)))}; expected one micro-batch in a chunk"
             )
-        groups.append(found.pop())
+        groups.append(numbers.pop())
     left = {group: groups.count(group) for group in set(groups)}
     for op in plan.orders[-1]:
         if op.kind is Kind.FORWARD:

@@ -42,7 +42,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     On a GPU the kernels are tried on the device first; ``auto`` takes the first that computes
     rightly. ValueError: one line on why none does.
     """
-    heads, whole = heads_of(config), heads_of(config, context=1)
+    heads, all_heads = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()
     if not by_gpu_kernels:
         if wanted == TE:
@@ -53,7 +53,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
         return PartsAttention(heads.scale)
     if reference_switch.is_started() and heads.dtype == torch.float64:
         # Of a certificate: what is tried below are the kernels, not their number format.
-        heads, whole = (replace(one, dtype=torch.bfloat16) for one in (heads, whole))
+        heads, all_heads = (replace(one, dtype=torch.bfloat16) for one in (heads, all_heads))
     if heads.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"--epp on a GPU trains in {str(heads.dtype).removeprefix('torch.')} here, which its "
@@ -65,7 +65,11 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
         shown = name if sizes == _sizes(heads)[0] else f"{name} (heads padded to {sizes[0]})"
         try:
             kernel = _right_kernel(name, heads, sizes, seen, device)
-            of_whole = kernel if whole == heads else _right_kernel(name, whole, sizes, seen, device)
+            of_whole = (
+                kernel
+                if all_heads == heads
+                else _right_kernel(name, all_heads, sizes, seen, device)
+            )
         except _REFUSALS as error:
             reasons.append(f"{shown}: {str(error).splitlines()[0] if str(error) else repr(error)}")
             continue

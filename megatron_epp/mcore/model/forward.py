@@ -17,7 +17,7 @@ def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tenso
     batch = next(batches)
     processor: Any = None
     if batch.hidden_only:
-        processor = HiddenStates.behind_the_norm
+        processor = HiddenStates.after_the_norm
     elif batch.known_gradient is not None:
         processor = FusedHead(batch.known_gradient)
     output = model(

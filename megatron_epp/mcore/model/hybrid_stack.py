@@ -22,7 +22,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.hybrid.pattern import depth_letters, letters_of_layers
+from megatron_epp.mcore.hybrid.pattern import mtp_symbols, symbols_of_layers
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.lm_head.fused_head import losses_of_each
 
@@ -52,11 +52,11 @@ class LocalHybridStack(HybridStack):
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
     """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
     ``config``: its TransformerConfig."""
-    letters, layers = letters_of_layers(pattern) + depth_letters(pattern), {}
+    modes, layers = symbols_of_layers(pattern) + mtp_symbols(pattern), {}
     for kind in KIND_MODULES:
-        if kind.KIND.STACK and kind.KIND.LETTER in letters:
-            layers[kind.KIND.STACK] = made = kind.local_layer(config)
-            kind.fix_local(made.submodules, config)
+        if kind.KIND.STACK and kind.KIND.SYMBOL in modes:
+            layers[kind.KIND.STACK] = layer_spec = kind.local_layer(config)
+            kind.fix_local(layer_spec.submodules, config)
     # The layers of a depth follow from the pattern.
     depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
     block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
@@ -68,25 +68,25 @@ def take_output_processor(model: HybridModel | GPTModel) -> None:
     """Give ``model`` the argument ``output_processor`` of GPTModel's forward: what makes its output
     of hidden states, in the place of the output layer and the loss. Where it predicts further
     tokens, a GPTModel has reckoned their losses before its own looks at anything."""
-    plain: Callable[..., Tensor] = model.forward
+    original: Callable[..., Tensor] = model.forward
 
-    @wraps(plain)
+    @wraps(original)
     def forward(*inputs: Any, output_processor: Any = None, **others: Any) -> Tensor:
         chunk = isinstance(others.get("packed_seq_params"), ChunkParams)
         if output_processor is None and chunk and model.config.mtp_num_layers:
             output_processor = losses_of_each
         if output_processor is None or not model.post_process:
-            return plain(*inputs, **others)
+            return original(*inputs, **others)
         model.post_process = False  # the decoder, which has the last norm, keeps its own
         try:
-            hidden = plain(*inputs, **others)
+            hidden = original(*inputs, **others)
         finally:
             model.post_process = True
-        shares = model.share_embeddings_and_output_weights
+        is_tied = model.share_embeddings_and_output_weights
         return output_processor(
             hidden_states=hidden,
             output_layer=model.output_layer,
-            output_weight=model.shared_embedding_or_output_weight() if shares else None,
+            output_weight=model.shared_embedding_or_output_weight() if is_tied else None,
             labels=others.get("labels"),
             loss_mask=others.get("loss_mask"),
             runtime_gather_output=others.get("runtime_gather_output"),

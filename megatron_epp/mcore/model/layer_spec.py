@@ -21,7 +21,7 @@ def described(args: Any) -> Any:
     return argument_utils.hybrid_config_from_args(args)
 
 
-def mend_layer_spec(description: Any) -> None:
+def fix_layer_spec(description: Any) -> None:
     """Make the model that ``description`` (:func:`described`) builds have local layers that lack
     nothing (local_layers.py), where its layers are Megatron's local ones."""
     config = description.transformer
@@ -34,26 +34,30 @@ def mend_layer_spec(description: Any) -> None:
             )
         return
     wanted = description.transformer_layer_spec
-    description.epp_mend_depths = partial(_mend_depths, config)
+    description.epp_fix_mtp = partial(_fix_mtp, config)
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
             own = description.transformer  # a part's, where a rank has several
             blocks = (kind.local_block(own, vp_stage) for kind in KIND_MODULES)
-            made = next((block for block in blocks if block is not None), None)
-            made = default_layer_spec(description, vp_stage) if made is None else made
+            layers_spec = next((block for block in blocks if block is not None), None)
+            layers_spec = (
+                default_layer_spec(description, vp_stage) if layers_spec is None else layers_spec
+            )
         else:
-            made = copy.deepcopy(wanted if isinstance(wanted, ModuleSpec) else wanted(description))
+            layers_spec = copy.deepcopy(
+                wanted if isinstance(wanted, ModuleSpec) else wanted(description)
+            )
         # Layers of one kind are one description; of several kinds, a list of them, by reference.
-        for layer in getattr(made, "layer_specs", None) or [made]:
+        for layer in getattr(layers_spec, "layer_specs", None) or [layers_spec]:
             for kind in KIND_MODULES:
                 kind.fix_local(layer.submodules, description.transformer)
-        return made
+        return layers_spec
 
     description.transformer_layer_spec = spec
 
 
-def _mend_depths(config: Any, block: Any) -> Any:
+def _fix_mtp(config: Any, block: Any) -> Any:
     """Make layers of the depths that predict further tokens, as ``block`` describes them, such."""
     for depth in [] if block is None else block.layer_specs:
         for kind in KIND_MODULES:

@@ -24,17 +24,19 @@ logger = logging.getLogger(__name__)
 # products read either, as on Blackwell, one scale for all needs half.)
 COPY_BYTES = {"tensorwise": 2.0, "blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32)}
 
-_KEPT = "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
+_CACHED_WEIGHTS = (
+    "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
+)
 
 
-def scales_of_whole_tensors(args: Any) -> bool:
+def per_tensor_scales(args: Any) -> bool:
     """Whether what is computed together shares one scale, so that results depend on the plan."""
     return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
 
 
 def warn_of_scales(args: Any) -> None:
     """Say once in a job, on rank 0, that its results depend on the plan."""
-    if args.rank == 0 and scales_of_whole_tensors(args):
+    if args.rank == 0 and per_tensor_scales(args):
         logger.warning(
             "megatron_epp: --fp8-recipe tensorwise: what is computed together shares a scale, so "
             "results depend on the plan, within fp8's own rounding; less with "
@@ -45,11 +47,11 @@ def warn_of_scales(args: Any) -> None:
 def weight_bytes(args: Any) -> float:
     """Bytes of a parameter between iterations and in them, of a job with Megatron's ``args``: a
     weight and what is kept quantised of it, or that alone; of an embedding at least its format."""
-    plain = float(args.params_dtype.itemsize)
+    full_precision = float(args.params_dtype.itemsize)
     if not getattr(args, "fp8", None):
-        return plain
+        return full_precision
     copies = COPY_BYTES[args.fp8_recipe]
-    return max(plain, copies) if args.fp8_param_gather else plain + copies
+    return max(full_precision, copies) if args.fp8_param_gather else full_precision + copies
 
 
 def quantise_everywhere(model: nn.Module, config: Any) -> None:
@@ -71,13 +73,13 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
 
 def quantises(module: nn.Module) -> bool:
     """Whether ``module`` is a linear that can."""
-    return hasattr(module, _KEPT) and hasattr(module, "is_first_microbatch")
+    return hasattr(module, _CACHED_WEIGHTS) and hasattr(module, "is_first_microbatch")
 
 
 def forget_quantised_weights(model: nn.Module) -> None:
     """Have the weights quantised anew: at the begin of an iteration."""
     for module in model.modules():
-        kept = getattr(module, _KEPT, None)
+        kept = getattr(module, _CACHED_WEIGHTS, None)
         if kept:
             kept.clear()
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.mcore.hybrid.pattern import depth_letters, layers_of_stages, pattern_of
+from megatron_epp.mcore.hybrid.pattern import layers_of_stages, mtp_symbols, pattern_of
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_sizes
 
 
@@ -48,7 +48,7 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:
         return ()
-    pattern = depth_letters(getattr(args, "hybrid_layer_pattern", None) or "")
+    pattern = mtp_symbols(getattr(args, "hybrid_layer_pattern", None) or "")
     found = []
     for depth in range(depths):
         if pattern:
@@ -75,13 +75,13 @@ def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     are all alike by what tells them from plain ones: nothing, where they are plain."""
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
-        ((shape, said),) = words.items()
-        said = tuple(word for word in said if word not in PLAIN_WORDS)
-        return {shape: "-".join(said)} if said else {}
+        ((shape, name_parts),) = words.items()
+        name_parts = tuple(word for word in name_parts if word not in PLAIN_WORDS)
+        return {shape: "-".join(name_parts)} if name_parts else {}
     differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
     return {
-        shape: "-".join(word for word, told in zip(said, differ, strict=True) if told)
-        for shape, said in words.items()
+        shape: "-".join(word for word, differs in zip(name_parts, differ, strict=True) if differs)
+        for shape, name_parts in words.items()
     }
 
 
@@ -124,8 +124,8 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
         inner = [rest // middle] * middle if middle else []
         return [*([first] * (first is not None)), *inner, *([last] * (last is not None))]
     before = int(bool(args.account_for_embedding_in_pipeline_split))
-    behind = int(bool(args.account_for_loss_in_pipeline_split))
-    counted = layers + before + behind
+    after = int(bool(args.account_for_loss_in_pipeline_split))
+    counted = layers + before + after
     if counted % pp:
         raise ValueError(
             f"--num-layers {layers}: does not divide over --pp {pp}; "
@@ -135,5 +135,5 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
         )
     counts = [counted // pp] * pp
     counts[0] -= before
-    counts[-1] -= behind
+    counts[-1] -= after
     return counts

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from megatron_epp.ir import PlanError
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
@@ -84,7 +84,9 @@ class Deferral:
         self._deferred: DeferredWeightGrads | None = None
 
     def __enter__(self) -> "Deferral":
-        assert all(map(seams.is_installed, (seams.COLUMN_LINEAR, seams.ROW_LINEAR)))
+        assert all(
+            map(patch_points.is_installed, (patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR))
+        )
         for module in self.linears:
             module.epp_multiply = partial(self._multiply, module)
         for module in self.engines:

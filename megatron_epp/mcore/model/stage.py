@@ -43,7 +43,7 @@ class ModelStage:
 
     Gradients accumulate without reduction until the last op that makes some, whose hooks start the
     overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
-    they are sent. ``early_head``: the last stage's F runs the backward of its head at once.
+    they are sent. ``fused_head``: the last stage's F runs the backward of its head at once.
     ``host``: where what offloaded layers save lies meanwhile. ``head``: what the plan's H and G
     run, where the output layer lies over the stages.
     """
@@ -56,7 +56,7 @@ class ModelStage:
         builder: "ChunkBatchBuilder",
         plan: Plan,
         store: Store,
-        early_head: bool = False,
+        fused_head: bool = False,
         host: HostStore | None = None,
         head: ShardedHead | None = None,
     ):
@@ -66,7 +66,7 @@ class ModelStage:
         self.is_last = self.stage == plan.stages - 1
         self.training = not plan.forward_only
         self.head_ops = head
-        self._early_head = early_head and self.is_last and self.training and head is None
+        self._fused_head = fused_head and self.is_last and self.training and head is None
         self.host = HostStore(builder.device, None, model.parameters()) if host is None else host
         self.host.begin()
         self._recompute = plan.recompute[self.stage]
@@ -82,13 +82,13 @@ class ModelStage:
         self._no_sync = ExitStack()
         # Where a rank has several stages: whose reductions wait for this one's, and whether this
         # one's do (reduce_in_turn).
-        self._behind: list[ModelStage] = []
+        self._after: list[ModelStage] = []
         self._waits = False
         self._patched = ExitStack()
         self._deferred = {
             op.chunk: DeferredWeightGrads(self._set_aside) for op in order if op.kind is Kind.INPUT
         }
-        besides = early_modules(model, self._early_head)
+        besides = early_modules(model, self._fused_head)
         self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
@@ -181,7 +181,7 @@ class ModelStage:
         batch = self.builder.batch(chunk, self.store, self.training)
         batch.params.state.host = self.host if offloads else None
         batch.params.state.router_stats = self._router_stats
-        if self._early_head:
+        if self._fused_head:
             assert batch.loss_mask is not None, "the last stage's"
             batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
@@ -198,7 +198,7 @@ class ModelStage:
                 self._saved[chunk] = received, loss
             return None
         if isinstance(output, HiddenStates):
-            output, self._loss_of[chunk] = output.behind_norm_t1H, loss_of
+            output, self._loss_of[chunk] = output.normed_t1H, loss_of
         sent = output.detach()
         if self.training:
             self._saved[chunk] = received, output
@@ -218,10 +218,10 @@ class ModelStage:
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
         assert self.head_ops is not None, "a plan with H runs where its output layer is spread"
         with torch.no_grad():
-            made = self.head_ops.head(chunk, received)
+            output = self.head_ops.head(chunk, received)
             if not self.is_last:
-                return made
-            self._report(self._loss_of.pop(chunk), made)
+                return output
+            self._report(self._loss_of.pop(chunk), output)
         return None
 
     def head_weight(self, chunk: int) -> None:
@@ -231,7 +231,7 @@ class ModelStage:
         self.head_ops.weight_gradient(chunk)
         if op == self._last_gradients and self._ready is not None and not self._waits:
             self._ready.finish()
-        self._reduce_behind(op)
+        self._reduce_after(op)
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
         """Gradient of every token's loss: what ``backward_step`` will begin with, times its
@@ -249,9 +249,9 @@ class ModelStage:
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         op = Op(Kind.BACKWARD, chunk)
         self._reduce_from(op)
-        made = self._run_backward(op, gradient)
-        self._reduce_behind(op)
-        return made
+        input_gradient = self._run_backward(op, gradient)
+        self._reduce_after(op)
+        return input_gradient
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
@@ -263,7 +263,7 @@ class ModelStage:
             self._ready.finish(deferred)
         else:
             deferred.accumulate_all()
-        self._reduce_behind(op)
+        self._reduce_after(op)
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
@@ -275,7 +275,7 @@ class ModelStage:
             noting = self._ready.noting()
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), noting:
-            made = backward_step(
+            input_gradient = backward_step(
                 input_tensor=received,
                 output_tensor=output,
                 output_tensor_grad=gradient,
@@ -283,7 +283,11 @@ class ModelStage:
                 **_MODEL_TYPE,
             )
             self._run_front_backward(op.chunk)
-        return made if self.head_ops is None else self.head_ops.hand_back(op.chunk, made)
+        return (
+            input_gradient
+            if self.head_ops is None
+            else self.head_ops.hand_back(op.chunk, input_gradient)
+        )
 
     def _run_front_backward(self, chunk: int) -> None:
         """Run that of what stands in front of the model's layers, where that is apart."""
@@ -320,7 +324,7 @@ class ModelStage:
         """Whether reductions start during the ops."""
         return self.training and self.config.no_sync_func is not None and self._hooks_reduce
 
-    def reduce_behind(self, other: "ModelStage") -> None:
+    def reduce_after(self, other: "ModelStage") -> None:
         """Start no reduction before ``other`` of this rank has started its own, whose last op that
         makes gradients comes later."""
         if not (self._reduces_early and other._reduces_early):
@@ -328,13 +332,13 @@ class ModelStage:
         self._waits = True
         if self._ready is None:
             self._ready = ReadyOrder(self.model, self._report_ready, self._of_head)
-        other._behind.append(self)
+        other._after.append(self)
 
-    def _reduce_behind(self, op: Op) -> None:
+    def _reduce_after(self, op: Op) -> None:
         """Behind the last op that makes gradients: the stages that waited start theirs."""
         if op != self._last_gradients:
             return
-        for other in self._behind:
+        for other in self._after:
             other._no_sync.close()
             for weight in other._of_head:
                 other._report_ready(weight)
@@ -360,7 +364,7 @@ def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op
     latest = max(stages)
     for stage in sorted(ends, reverse=True):
         if ends[stage] < ends[latest]:
-            stages[stage].reduce_behind(stages[latest])
+            stages[stage].reduce_after(stages[latest])
         else:
             latest = stage
 

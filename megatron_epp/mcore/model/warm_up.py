@@ -70,13 +70,13 @@ def calls(context: int, alone: bool, before: int | None = None) -> Iterator[Warm
     one rank computes, which are never cut; then slices, from short contexts to long ones, of which
     a window shows the ``before`` inputs in front; then packs of very many documents."""
     sizes = buckets(context)
-    whole = [WarmUpCall(size, size) for size in sizes]
+    sized = [WarmUpCall(size, size) for size in sizes]
     for size in buckets(PACKS_TO):
         if size > context:
-            whole.append(WarmUpCall(size, size, documents=-(-size // context)))
-    yield from whole
+            sized.append(WarmUpCall(size, size, documents=-(-size // context)))
+    yield from sized
     if alone:
-        yield from (replace(call, alone=True) for call in whole)
+        yield from (replace(call, alone=True) for call in sized)
     for keys in sizes:
         for queries in sizes:
             if queries < keys and (before is None or keys <= _bucket(queries + before)):
@@ -88,25 +88,25 @@ def calls(context: int, alone: bool, before: int | None = None) -> Iterator[Warm
 
 
 def warm_up(
-    attention: Attention, heads: Heads, whole: Heads, context: int, device: torch.device
+    attention: Attention, heads: Heads, all_heads: Heads, context: int, device: torch.device
 ) -> int:
     """Run forward and backward of :func:`calls` once each; how many were run in time.
 
-    ``heads`` of this rank, and the ``whole`` of its tensor-parallel rank's. Nothing happens where
-    kernels have no graphs of their own. The device's random state is afterwards what it was:
+    ``heads`` of this rank, and the ``all_heads`` of its tensor-parallel rank's. Nothing happens
+    where kernels have no graphs of their own. The device's random state is afterwards what it was:
     Transformer Engine draws with every call, dropout or not. Windows and sinks: ``attention``'s
     (``of_layer``).
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
     began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
-    wanted = list(calls(context, whole != heads, attention.before))
+    wanted = list(calls(context, all_heads != heads, attention.before))
     try:
         for call in wanted:
             if time.monotonic() - began > SECONDS:
                 break
             if call.alone:
-                _run(attention.whole, whole, call, device)
+                _run(attention.whole, all_heads, call, device)
             else:
                 _run(attention, heads, call, device)
             done += 1
@@ -125,7 +125,7 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
-    queries, keys = (_dealt(size, call.documents) for size in (call.queries, call.keys))
+    queries, keys = (_assigned(size, call.documents) for size in (call.queries, call.keys))
     cu_seqlens = CuSeqlens.of(queries, keys, device)
     q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
     v = zeros(call.keys, heads.key, heads.value)
@@ -137,6 +137,6 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
         torch.cuda.synchronize()
 
 
-def _dealt(tokens: int, documents: int) -> list[int]:
+def _assigned(tokens: int, documents: int) -> list[int]:
     """Lengths of so many documents, as equal as can be."""
     return [tokens // documents + (number < tokens % documents) for number in range(documents)]

@@ -110,9 +110,9 @@ def install_cpu_host() -> bool:
     install_cpu_kernels()
     _quieten()
 
-    from megatron_epp.mcore.patching import seams  # imports megatron, so only now
+    from megatron_epp.mcore.patching import patch_points  # imports megatron, so only now
 
-    seams.install(seams.CPU_HOST_SEAMS)
+    patch_points.install(patch_points.CPU_HOST_PATCH_POINTS)
     return True
 
 
@@ -134,10 +134,12 @@ def _refuse_unseen_gpus() -> None:
         return
     query = [asked, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        listed = subprocess.run(
+            query, capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return  # no driver runs: there is nothing to use
-    drivers = said.split()
+    drivers = listed.split()
     if not drivers:
         return
     try:
@@ -261,17 +263,17 @@ def _names_cuda(device: object) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``plain`` with a CUDA ``device=`` turned into the CPU, and pinning left out."""
+def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original`` with a CUDA ``device=`` turned into the CPU, and pinning left out."""
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if _names_cuda(kwargs.get("device")):
                 kwargs["device"] = "cpu"
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
-        return plain(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return on_cpu
 
@@ -286,11 +288,11 @@ def _replace_factories() -> None:
     _device_constructors()
     builtins = _get_builtin_table()
     for name in _FACTORIES:
-        plain = getattr(torch, name)
-        ours = _on_cpu(plain)
-        if id(plain) in builtins:
-            builtins[id(ours)] = builtins[id(plain)]
-        setattr(torch, name, ours)
+        original = getattr(torch, name)
+        replacement = _on_cpu(original)
+        if id(original) in builtins:
+            builtins[id(replacement)] = builtins[id(original)]
+        setattr(torch, name, replacement)
     for name in _METHOD_FACTORIES:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
 
@@ -473,12 +475,12 @@ def _keep_random_state_in_data_loaders() -> None:
     from torch.utils.data import dataloader
 
     iterator: Any = dataloader._BaseDataLoaderIter
-    plain = iterator.__init__
+    original = iterator.__init__
 
-    @functools.wraps(plain)
+    @functools.wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         state = torch.get_rng_state()
-        plain(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         torch.set_rng_state(state)
 
     iterator.__init__ = start

@@ -118,12 +118,12 @@ def mamba_split_conv1d_scan_combined(
         initial = None if initial_states is None else rest.pop()
         outputs, finals = [], []
         for batch, of_rows in enumerate(numbers):
-            made, state = [], None if initial is None else initial[batch]
-            for mine in rows[batch].split(_runs(of_rows, rows.shape[1])):
-                y, final = sequence(mine, (weight, bias), rest, state)
-                made.append(y)
+            pieces, state = [], None if initial is None else initial[batch]
+            for run_rows in rows[batch].split(_runs(of_rows, rows.shape[1])):
+                y, final = sequence(run_rows, (weight, bias), rest, state)
+                pieces.append(y)
                 state = None
-            outputs.append(torch.cat(made))
+            outputs.append(torch.cat(pieces))
             finals.append(final)
         return torch.stack(outputs), torch.stack(finals)
 
@@ -153,8 +153,8 @@ def causal_conv1d(
     def run(*inputs: Tensor) -> tuple[Tensor]:
         rows, weight = inputs[:2]
         bias = inputs[2] if len(inputs) > 2 else None
-        made = _by_sequence(cu_seqlens, lambda x: causal_conv(x, weight, bias), rows)
-        return (made if activation is None else F.silu(made),)
+        output = _by_sequence(cu_seqlens, lambda x: causal_conv(x, weight, bias), rows)
+        return (output if activation is None else F.silu(output),)
 
     (y,), _ = recomputable_all(run, [one for one in (x, weight, bias) if one is not None])
     return y, None
@@ -162,8 +162,8 @@ def causal_conv1d(
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """fla.modules.l2norm's, over the last dimension."""
-    whole = x.float()
-    return (whole * (whole.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+    single = x.float()
+    return (single * (single.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def chunk_gated_delta_rule(
@@ -189,8 +189,8 @@ def chunk_gated_delta_rule(
         finals: list[Tensor] = []
         for of_rows in zip(*parts, strict=True):
             of_batch = []
-            for mine in zip(*(part.split(lengths) for part in of_rows), strict=True):
-                q, k, v, g, beta = (part.float() for part in mine)
+            for sequence_rows in zip(*(part.split(lengths) for part in of_rows), strict=True):
+                q, k, v, g, beta = (part.float() for part in sequence_rows)
                 state = inputs[5][len(finals)] if len(inputs) > 5 else None
                 y, final = gated_delta_rule(q, k, v, g[..., None], beta, scale, state)
                 of_batch.append(y)
@@ -213,7 +213,7 @@ def _by_sequence(
     """``function`` of each sequence of each batch alone."""
     lengths = _lengths(cu_seqlens, x_BTC.shape[1])
     return torch.stack(
-        [torch.cat([function(mine) for mine in rows.split(lengths)]) for rows in x_BTC]
+        [torch.cat([function(sequence) for sequence in rows.split(lengths)]) for rows in x_BTC]
     )
 
 

@@ -106,10 +106,10 @@ def _margin() -> int:
 def _stages(flags: Sequence[str]) -> int:
     """As Megatron reads it; 1 where it says nothing, or nonsense that it will refuse."""
     name = "--pipeline-model-parallel-size"
-    found = "1"
+    count = "1"
     for word, following in zip(flags, [*flags[1:], ""], strict=True):
         if word == name:
-            found = following
+            count = following
         elif word.startswith(name + "="):
-            found = word.partition("=")[2]
-    return int(found) if found.isdecimal() else 1
+            count = word.partition("=")[2]
+    return int(count) if count.isdecimal() else 1

@@ -15,22 +15,22 @@ import torch.distributed as dist
 def share_gloo_device() -> None:
     """Give groups made from here on the first one's, unless their maker gives options."""
     group: Any = dist.ProcessGroupGloo
-    plain = group.__init__
+    original = group.__init__
     first: list[Any] = []
 
-    @wraps(plain)
-    def init(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
-        settings = (*given, *named.values())
+    @wraps(original)
+    def init(self: Any, store: Any, rank: int, size: int, *arguments: Any, **named: Any) -> None:
+        settings = (*arguments, *named.values())
         if not all(isinstance(setting, timedelta) for setting in settings):
-            plain(self, store, rank, size, *given, **named)
+            original(self, store, rank, size, *arguments, **named)
         elif not first:
-            plain(self, store, rank, size, *given, **named)
+            original(self, store, rank, size, *arguments, **named)
             first.append(self.options)
         else:
             options = group._Options()
             options._devices, options._threads = first[0]._devices, first[0]._threads
             for timeout in settings:
                 options._timeout = timeout
-            plain(self, store, rank, size, options)
+            original(self, store, rank, size, options)
 
     group.__init__ = init

@@ -67,5 +67,5 @@ RELEASES = (STABLE, MAIN)
 
 def release_of(version: str) -> Release | None:
     """The release that calls itself ``version``; None where nobody has read it."""
-    plain = version.split("+")[0]
-    return next((release for release in RELEASES if plain in release.versions), None)
+    base_version = version.split("+")[0]
+    return next((release for release in RELEASES if base_version in release.versions), None)

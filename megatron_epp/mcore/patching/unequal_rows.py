@@ -20,27 +20,27 @@ def take_unequal_rows() -> None:
     dist.reduce_scatter = _summing(dist.reduce_scatter)
 
 
-def _gathering(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plain)
+def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def all_gather(
         tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
         sizes = [len(part) if part.dim() else 1 for part in tensor_list]
         if async_op or len(set(sizes)) == 1:
-            return plain(tensor_list, tensor, group, async_op)
+            return original(tensor_list, tensor, group, async_op)
         ranks = len(sizes)
-        made = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+        gathered = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
         sent = torch.cat([tensor] * ranks)
-        dist.all_to_all_single(made, sent, sizes, [len(tensor)] * ranks, group)
-        for part, found in zip(tensor_list, made.split(sizes), strict=True):
-            part.copy_(found)
+        dist.all_to_all_single(gathered, sent, sizes, [len(tensor)] * ranks, group)
+        for part, received in zip(tensor_list, gathered.split(sizes), strict=True):
+            part.copy_(received)
         return None
 
     return all_gather
 
 
-def _summing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(plain)
+def _summing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def reduce_scatter(
         output: Tensor,
         input_list: Sequence[Tensor],
@@ -49,13 +49,13 @@ def _summing(plain: Callable[..., Any]) -> Callable[..., Any]:
         async_op: bool = False,
     ) -> Any:
         if async_op or op != dist.ReduceOp.SUM:
-            return plain(output, input_list, op, group, async_op)
+            return original(output, input_list, op, group, async_op)
         sizes, rows = [len(part) for part in input_list], len(output)
-        found = output.new_empty((len(sizes) * rows, *output.shape[1:]))
+        received = output.new_empty((len(sizes) * rows, *output.shape[1:]))
         dist.all_to_all_single(
-            found, torch.cat(list(input_list)), [rows] * len(sizes), sizes, group
+            received, torch.cat(list(input_list)), [rows] * len(sizes), sizes, group
         )
-        output.copy_(found.view(len(sizes), *output.shape).sum(0))
+        output.copy_(received.view(len(sizes), *output.shape).sum(0))
         return None
 
     return reduce_scatter

@@ -23,8 +23,8 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.models.hybrid import HybridModelBuilder
 
-from megatron_epp.mcore.hybrid.pattern import with_borders
-from megatron_epp.mcore.placing.asked import STAGE_LAYERS, own_stages, place_of
+from megatron_epp.mcore.hybrid.pattern import with_boundaries
+from megatron_epp.mcore.placing.requested import STAGE_LAYERS, local_stages, place_of
 
 
 class PartGroup:
@@ -58,37 +58,37 @@ class PartLayout(PipelineParallelLayerLayout):
 
 class _Parts:
     """Before one of Megatron's builders: ``build_model`` builds the part of the rank's first stage,
-    ``further_parts`` those of the others."""
+    ``other_stages`` those of the others."""
 
     _model_config: Any
 
     @property
     def stages(self) -> tuple[int, ...]:
         place = self._model_config.epp_place
-        return own_stages(place, mpu.get_pipeline_model_parallel_group().rank())
+        return local_stages(place, mpu.get_pipeline_model_parallel_group().rank())
 
     def build_model(self, pg_collection: Any, *args: Any, **others: Any) -> Any:
         return self.part(pg_collection, self.stages[0])
 
-    def further_parts(self, models: list[Any], pg_collection: Any) -> list[Any]:
-        made = [self.part(pg_collection, stage) for stage in self.stages[1:]]
-        for model in made:
+    def other_stages(self, models: list[Any], pg_collection: Any) -> list[Any]:
+        added = [self.part(pg_collection, stage) for stage in self.stages[1:]]
+        for model in added:
             model.model_type = models[0].model_type
-        return [*models, *made]
+        return [*models, *added]
 
     def part(self, pg_collection: Any, stage: int) -> Any:
         """The part of the model that is ``stage``."""
-        whole, layers = self._model_config, self._model_config.epp_layers
-        own, groups = copy.copy(whole), copy.copy(pg_collection)
-        own.transformer = config = copy.copy(whole.transformer)
+        description, layers = self._model_config, self._model_config.epp_layers
+        own, groups = copy.copy(description), copy.copy(pg_collection)
+        own.transformer = config = copy.copy(description.transformer)
         config.pipeline_model_parallel_size = stages = len(layers)
-        if getattr(whole, "hybrid_layer_pattern", None) is None:
+        if getattr(description, "hybrid_layer_pattern", None) is None:
             from megatron_epp.planner.choose.partition import layout_text
 
             text = layout_text(layers, config.mtp_num_layers or 0)
             config.pipeline_model_parallel_layout = PartLayout(text, stages, stage)
         else:
-            own.hybrid_layer_pattern = with_borders(whole.hybrid_layer_pattern, layers)
+            own.hybrid_layer_pattern = with_boundaries(description.hybrid_layer_pattern, layers)
         groups.pp = PartGroup(stage, stages)
         builder = type(self)(own)  # type: ignore[call-arg]
         with _as_rank(stage, stages):
@@ -125,20 +125,20 @@ def place_parts(description: Any, args: Any) -> None:
     ``description`` (its ModelConfig), whose other hooks follow; as ever where they place none."""
     if not place_of(args):
         return
-    made = _BUILDERS[description.get_builder_cls()]
-    description.builder = f"{made.__module__}.{made.__qualname__}"
+    builder = _BUILDERS[description.get_builder_cls()]
+    description.builder = f"{builder.__module__}.{builder.__qualname__}"
     description.epp_place = place_of(args)
     description.epp_layers = tuple(getattr(args, STAGE_LAYERS))
-    description.pre_wrap_hooks.insert(0, partial(_build_further, description))
+    description.pre_wrap_hooks.insert(0, partial(_build_other_stages, description))
     description.post_wrap_hooks.insert(0, _in_groups_of_the_job)
 
 
-def _build_further(description: Any, models: list[Any]) -> list[Any]:
+def _build_other_stages(description: Any, models: list[Any]) -> list[Any]:
     """Megatron's pre-wrap hook: the parts of the rank's other stages behind its first."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     builder = description.get_builder_cls()(description)
-    return builder.further_parts(models, ProcessGroupCollection.use_mpu_process_groups())
+    return builder.other_stages(models, ProcessGroupCollection.use_mpu_process_groups())
 
 
 def _in_groups_of_the_job(models: list[Any]) -> list[Any]:

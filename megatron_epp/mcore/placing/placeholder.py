@@ -10,8 +10,8 @@ from megatron_epp.mcore.flags.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.hybrid.pattern import letters_of_layers, pattern_of, placed_by_time
-from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
+from megatron_epp.mcore.hybrid.pattern import pattern_of, placed_by_time, symbols_of_layers
+from megatron_epp.mcore.placing.requested import asked_placement, layers_of_placement, placed_values
 
 
 def placeholder(wanted: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def placeholder(wanted: Any) -> dict[str, Any]:
             f"--hybrid-layer-pattern {pattern}: its | say where stages end, and {asked} "
             "chooses that: leave one of the two out"
         )
-    layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
+    layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
     if not layers:
         raise ValueError(
             f"{asked} divides the layers of --num-layers or --hybrid-layer-pattern; "
@@ -71,7 +71,7 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
             f"--hybrid-layer-pattern {pattern}: its | say what a rank has; with --epp-placement "
             "leave them out, and say with a line 'layers' of a file what each stage has"
         )
-    layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
+    layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
     of_stages = layers_of_placement(placement, layers or 0)
     return placed_values(placement, of_stages, wanted.mtp_num_layers or 0, pattern)
 

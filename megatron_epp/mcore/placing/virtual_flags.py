@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_epp.ir.placement import EVENLY, INTERLEAVED
 from megatron_epp.mcore.flags.config import PLACEMENT_FLAGS
-from megatron_epp.mcore.hybrid.pattern import BORDER, FURTHER, pattern_of
-from megatron_epp.mcore.hybrid.segments import layout_letters
+from megatron_epp.mcore.hybrid.pattern import BOUNDARY, MTP_SEPARATOR, pattern_of
+from megatron_epp.mcore.hybrid.segments import layout_symbols
 
 _LAYERS, _TIMES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -24,10 +24,10 @@ _LAYOUT = "pipeline_model_parallel_layout"
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
     """Have ``parser`` put a placement in the place of these flags where it is asked to, before
     other flags are looked at; the parser."""
-    plain = parser.parse_args
+    parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        args = plain(words, namespace)
+        args = parse(words, namespace)
         if args.epp and args.epp_placement == PLACEMENT_FLAGS:
             _obey(args)
         return args
@@ -40,25 +40,25 @@ def _obey(args: Namespace) -> None:
     """Set --epp-placement of ``args`` to what these flags ask for, and take them out. ValueError:
     they ask for none that can be."""
     ranks, pattern = args.pipeline_model_parallel_size, pattern_of(args)
-    made = EVENLY
+    placement = EVENLY
     if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
-        made = f"{INTERLEAVED} {_times(args, ranks)}"
+        placement = f"{INTERLEAVED} {_times(args, ranks)}"
     elif (text := getattr(args, _LAYOUT)) is not None:
-        segments = layout_letters(text)
+        segments = layout_symbols(text)
         if len(segments) > ranks:
-            made = _dealt([segment.count("t") for segment in segments], ranks, text)
+            placement = _assigned([segment.count("t") for segment in segments], ranks, text)
             setattr(args, _LAYOUT, None)
     elif pattern is not None:
-        layers, *further = pattern.split(FURTHER)
-        segments = layers.split(BORDER)
+        layers, *mtp_segments = pattern.split(MTP_SEPARATOR)
+        segments = layers.split(BOUNDARY)
         if len(segments) > ranks:
-            made = _dealt(list(map(len, segments)), ranks, pattern)
-            whole = FURTHER.join(["".join(segments), *further])
+            placement = _assigned(list(map(len, segments)), ranks, pattern)
+            joined = MTP_SEPARATOR.join(["".join(segments), *mtp_segments])
             names = "hybrid_layer_pattern", "hybrid_override_pattern"
-            vars(args).update((name, whole) for name in names if getattr(args, name, None))
+            vars(args).update((name, joined) for name in names if getattr(args, name, None))
     setattr(args, _LAYERS, None)
     setattr(args, _TIMES, None)
-    args.epp_placement = EVENLY if ranks == 1 else made
+    args.epp_placement = EVENLY if ranks == 1 else placement
 
 
 def _times(args: Namespace, ranks: int) -> int:
@@ -76,7 +76,7 @@ def _times(args: Namespace, ranks: int) -> int:
     return int(layers // (ranks * each))
 
 
-def _dealt(layers: Sequence[int], ranks: int, text: str) -> str:
+def _assigned(layers: Sequence[int], ranks: int, text: str) -> str:
     """Stages of ``layers``, dealt to the ranks in turn, as --epp-placement has it."""
     if len(layers) % ranks or min(layers) < 1:
         raise ValueError(

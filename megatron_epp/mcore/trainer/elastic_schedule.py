@@ -22,7 +22,7 @@ from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
-from megatron_epp.mcore.placing.ends import add_up_ends
+from megatron_epp.mcore.placing.embedding_copies import add_up_embedding_gradients
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase
 
@@ -105,7 +105,7 @@ class ElasticSchedule:
                     force_all_reduce=force_all_reduce,
                 )
                 add_up_tied_gradients(models)
-                add_up_ends(models)
+                add_up_embedding_gradients(models)
             report = self.observer.gather(step, ran.records, ran.failure, ran.host_peak_bytes)
             between = "optimizer and what else Megatron does between iterations"
             self.current_op.enter(OutsidePhase(between))
@@ -131,7 +131,7 @@ class ElasticSchedule:
         if not forward_only:
             # Whole documents of this replica, once per iteration on every rank: Megatron's log
             # line then shows true tokens and TFLOP/s.
-            update_seqlen_stats_from_cu_seqlens(self.runner.flop_borders(self.ran.plan))
+            update_seqlen_stats_from_cu_seqlens(self.runner.flop_boundaries(self.ran.plan))
             if self.ran.reports:
                 self.validate(next(iter(self.ran.reports[0].values()))[0])
         return self.ran.reports

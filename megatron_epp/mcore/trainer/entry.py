@@ -25,7 +25,7 @@ from megatron_epp.mcore.job.read_flags import (
     read_flags,
     refusals_as_value_errors,
 )
-from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 from megatron_epp.te_reference import reference_switch
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
@@ -74,8 +74,8 @@ def train(
     cpu_host.install_cpu_host()
     if reference_switch.is_started() and rank() == 0:
         print(reference_switch.in_words(), flush=True)
-    seams.install(seams.ALWAYS_SEAMS)
-    seams.check_seams()
+    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
+    patch_points.check_patch_points()
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
@@ -84,7 +84,7 @@ def train(
     from megatron_epp.mcore.choose.choices import choose
     from megatron_epp.mcore.choose.kept import keep_choices
     from megatron_epp.mcore.job import megatron_gpt
-    from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
+    from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
@@ -102,13 +102,13 @@ def train(
     if args.epp:
         from megatron_epp.mcore.trainer import setup
 
-        seams.install(seams.EPP_SEAMS)
+        patch_points.install(patch_points.EPP_PATCH_POINTS)
         forward_step, datasets = setup.setup(args, model, hooks)
         if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
             # After the hooks that claim the folder.
             model.pre_wrap_hooks.append(partial(keep_choices, args, choices.placement))
     elif cpu_host.is_cpu_host():
-        mend_layer_spec(model)
+        fix_layer_spec(model)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
     pretrain(

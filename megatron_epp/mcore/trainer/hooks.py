@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from megatron_epp.control.given_steps import GivenSteps
 from megatron_epp.control.observe import Summary, summary_line
+from megatron_epp.control.recorded_steps import RecordedSteps
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
 from megatron_epp.mcore.data.item_documents import VarlenItems
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.job.job_cost import make_planning
 from megatron_epp.mcore.model.attention import Attention, attention_for
@@ -29,7 +29,7 @@ class JobContext:
     """This rank's place in the job, known when Megatron has built the model.
 
     layers   of every stage
-    share    of a chunk's rows, which this rank computes
+    row_shard    of a chunk's rows, which this rank computes
     placement  the rank of every stage; none where stage i lies on rank i
     """
 
@@ -37,7 +37,7 @@ class JobContext:
     config: Config
     groups: Groups
     layers: tuple[int, ...]
-    share: RowShare
+    row_shard: RowShard
     device: torch.device
     attention: Attention
     placement: tuple[int, ...] = ()
@@ -47,10 +47,10 @@ def make_steps(place: JobContext, model: Any) -> StepSource:
     """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
     ``model``, this rank's first stage, is wrapped, in its final number format. Collective."""
     if place.config.epp_plan is not None:
-        return GivenSteps(place.config.epp_plan)
+        return RecordedSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
-    profile = obtain(args, config, model, groups, place.share)
-    return make_planning(args, config, place.layers, place.share.multiple, groups, profile)
+    profile = obtain(args, config, model, groups, place.row_shard)
+    return make_planning(args, config, place.layers, place.row_shard.multiple, groups, profile)
 
 
 def limit_bytes(config: Config) -> float:

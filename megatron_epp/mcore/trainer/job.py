@@ -19,26 +19,26 @@ from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
-from megatron_epp.mcore.kinds.registry import heads_of, layers_see, whole_documents
-from megatron_epp.mcore.lm_head.fused_head import early_head
-from megatron_epp.mcore.lm_head.shard import spread_output_layer
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see, sees_full_documents
+from megatron_epp.mcore.lm_head.fused_head import fused_head
+from megatron_epp.mcore.lm_head.shard import shard_output_layer
 from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.warm_up import warm_up
-from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of
-from megatron_epp.mcore.placing.ends import tie_ends
+from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
+from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
 from megatron_epp.mcore.trainer import telemetry
 from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 from megatron_epp.mcore.trainer.job_data import JobData
-from megatron_epp.mcore.trainer.sigterm import speak_when_terminated
+from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import CurrentOp
@@ -93,7 +93,7 @@ class Job:
         place, device = place_of(self.args), this_device()
         attention = self._warm_up(models[0].config, device)
         groups = make_groups(device, place)
-        stages = dict(zip(own_stages(place, groups.pipeline_rank), models, strict=True))
+        stages = dict(zip(local_stages(place, groups.pipeline_rank), models, strict=True))
         layers = self._layers_of_stages(stages, groups)
         settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
         self._install_in_models(stages, attention, place, device)
@@ -101,7 +101,7 @@ class Job:
         self._claim_folders(groups)
         if self._reads_chats:
             self._data.chats = converted_chats(self.args, groups.control)
-        rows = RowShare.of(self.args)
+        rows = RowShard.of(self.args)
         self._place = JobContext(
             self.args, self.config, groups, layers, rows, device, attention, place
         )
@@ -153,10 +153,10 @@ class Job:
         for model in models:
             self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
-            refusals.require_whole_words(self.args)  # padded now
-            spread_output_layer(stages, place, device)
+            refusals.require_vocabulary_parallel(self.args)  # padded now
+            shard_output_layer(stages, place, device)
             tie(models, device)
-        tie_ends(stages, stages_of(self.args))
+        tie_embeddings(stages, stages_of(self.args))
         if getattr(self.args, FUSED_LINEARS, False):
             for model in models:
                 fuse_weight_gradients(model)
@@ -174,7 +174,7 @@ class Job:
     def _watch(self, groups: Groups) -> None:
         """Have this rank say its op when it is terminated, and when it hangs."""
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
-            speak_when_terminated(self._current_op, dist.get_rank())
+            report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
             groups.pipeline_ranks,
@@ -198,7 +198,7 @@ class Job:
             place.layers,
             self._current_op,
             args.context_parallel_size,
-            whole_documents(args),
+            sees_full_documents(args),
             place.placement,
         )
         self._schedule = ElasticSchedule(
@@ -221,11 +221,11 @@ class Job:
             meter = SavedBytesMeter(parameters, self.hooks.limit_bytes(config))
         return StageRunner(
             ProgramRunner(place.device, self._current_op, place.groups),
-            own_stages(place.placement, place.groups.pipeline_rank),
+            local_stages(place.placement, place.groups.pipeline_rank),
             place.groups.replica,
-            share=place.share,
+            row_shard=place.row_shard,
             meter=meter,
-            early_head=early_head(self.args),
+            fused_head=fused_head(self.args),
             stores_last_slice=place.attention.stores_last_slice,
             make_stage=self.hooks.make_stage,
             host_bytes=host_budget_bytes(config),

@@ -45,8 +45,8 @@ def _watch(leader: psutil.Process, launcher: int) -> None:
     while _parent(leader) == launcher:
         time.sleep(EVERY_SECONDS)
     rank = os.environ.get("RANK", "0")
-    said = f"megatron_epp: rank {rank} ends: torchrun (process {launcher}) is gone"
-    print(said, file=sys.stderr, flush=True)
+    message = f"megatron_epp: rank {rank} ends: torchrun (process {launcher}) is gone"
+    print(message, file=sys.stderr, flush=True)
     end_children()
     os._exit(1)
 

@@ -10,9 +10,9 @@ from megatron_epp.mcore.flags.config import AUTO, OFF, Config
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
-from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.placing.parts import place_parts
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
@@ -50,9 +50,9 @@ def setup(args: Any, model_config: Any, hooks: TrainerHooks | None = None) -> tu
             )
         model_config.pre_wrap_hooks.append(hooks.pre_wrap)
     job = Job(args, config, hooks)
-    mend_layer_spec(model_config)
+    fix_layer_spec(model_config)
     job.install(model_config)
-    seams.apply_schedule_seam(job.choose_schedule)
+    patch_points.apply_schedule_patch(job.choose_schedule)
 
     def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return job.datasets(samples)

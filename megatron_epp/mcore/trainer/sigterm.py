@@ -11,7 +11,7 @@ from megatron_epp.runtime.executor import CurrentOp
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
-def speak_when_terminated(current_op: CurrentOp, rank: int) -> None:
+def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
     """On SIGTERM, print what ``current_op`` says and end the process at once.
 
     A rank that waits inside a collective or for a message runs no Python signal handler; the

@@ -15,7 +15,7 @@ from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.mtp_targets import Predictions
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.lm_head.head import head_for
 from megatron_epp.mcore.lm_head.messages import MessageShapes
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
@@ -64,9 +64,9 @@ class StageRunner:
     programs: ProgramRunner
     stages: tuple[int, ...]
     replica: int
-    share: RowShare
+    row_shard: RowShard
     meter: Meter
-    early_head: bool
+    fused_head: bool
     stores_last_slice: bool
     make_stage: Callable[..., ModelStage] = ModelStage
     host_bytes: float = math.inf
@@ -82,11 +82,11 @@ class StageRunner:
     ) -> StageRun:
         """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
         replica, device = self.replica, self.programs.device
-        plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
+        plan, samples = step.plans[replica], batch.samples[list(step.assignments[replica])]
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if any(other.splits_backward for other in step.plans):
-                early = self.early_head and stage == plan.stages - 1
+                early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
@@ -95,7 +95,7 @@ class StageRunner:
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
             plan,
-            lambda chunk: self.share.message(self.share.rows(plan.chunks[chunk])),
+            lambda chunk: self.row_shard.message(self.row_shard.rows(plan.chunks[chunk])),
             config.hidden_size,
             dtype,
             predictions.each,
@@ -106,20 +106,20 @@ class StageRunner:
             for number, (stage, model) in enumerate(zip(self.stages, models, strict=True)):
                 host = HostStore(device, self.meter, model.parameters(), self.host_bytes, host)
                 builder = ChunkBatchBuilder(
-                    plan, slices, samples, documents, stage, self.share, device, predictions
+                    plan, slices, samples, documents, stage, self.row_shard, device, predictions
                 )
-                made = self.make_stage(
+                stage_object = self.make_stage(
                     model,
                     config_of_part(config, number),
                     forward_step,
                     builder,
                     plan,
                     store_for(plan, slices, self.stores_last_slice),
-                    self.early_head,
+                    self.fused_head,
                     host,
                     head_for(model, plan, stage, shapes, self.meter),
                 )
-                computes[stage] = stack.enter_context(made)
+                computes[stage] = stack.enter_context(stage_object)
             reduce_in_turn(computes, plan.rank_orders[rank])
             store = StageStores([compute.store for compute in computes.values()])
             links = self.programs.links(shapes, dtype)
@@ -129,7 +129,7 @@ class StageRunner:
         reports = [one for compute in computes.values() for one in sum_reports(compute.reports)]
         return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
-    def flop_borders(self, plan: Plan) -> Tensor:
+    def flop_boundaries(self, plan: Plan) -> Tensor:
         """Where the whole documents of ``plan`` begin and end: [documents + 1] int64."""
-        borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
-        return torch.from_numpy(borders).to(self.programs.device)
+        boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
+        return torch.from_numpy(boundaries).to(self.programs.device)

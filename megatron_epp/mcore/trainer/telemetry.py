@@ -18,14 +18,14 @@ def scalars(
     training set that are longer than the context.
     """
     tokens = sum(plan.tokens for plan in step.plans)
-    letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
+    modes = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
     values: dict[str, float] = {
         "tokens-per-second": tokens / report.seconds,
         "seconds": report.seconds,
         "bubble-ratio": report.bubble_ratio,
-        "recomputed-layers-ratio": letters.count(FULL) / max(1, len(letters)),
-        "recomputed-in-part-ratio": sum(x not in (KEEP, FULL, OFFLOAD) for x in letters)
-        / max(1, len(letters)),
+        "recomputed-layers-ratio": modes.count(FULL) / max(1, len(modes)),
+        "recomputed-in-part-ratio": sum(x not in (KEEP, FULL, OFFLOAD) for x in modes)
+        / max(1, len(modes)),
         "chunks": sum(len(plan.chunks) for plan in step.plans),
         "planner-wait-seconds": planning_seconds,
         "truncated-documents": truncated,

@@ -45,7 +45,7 @@ Groups = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
 SPLIT_COST = 1.04  # I and W together over B, where they have not been measured
 # What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
-WEIGHT_INPUT_SHARE = 0.6
+WEIGHT_INPUT_FRACTION = 0.6
 OP_TOKENS = 32  # an op costs as much as so many tokens besides, until it is measured
 _UNKNOWN_HIDDEN = 1024  # of a model that does not say
 
@@ -117,10 +117,10 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
         vocabulary=max(1, vocabulary),
         gated=bool(known("gated_linear_unit", 0)),
     )
-    made = profile(
+    costed = profile(
         model, device("cpu"), head_seconds=vocabulary > 0, link_seconds=False, kv_read=False
     )
-    return without_states(made)
+    return without_states(costed)
 
 
 def features(
@@ -154,11 +154,13 @@ class CallChunks:
         starts = np.cumsum([0, *map(len, groups)])
         cut = stop - start < np.array(documents)[document]
         spans = Spans(document, start, stop)
-        made = cls(Chunking.of_spans(spans, chunk, starts, cut), tuple(documents), prefixes)
+        result = cls(Chunking.of_spans(spans, chunk, starts, cut), tuple(documents), prefixes)
         if not any(prefixes):
-            return made
-        pairs = made.loads.pairs.astype(np.int64)
-        return dataclasses.replace(made, chunking=dataclasses.replace(made.chunking, pairs=pairs))
+            return result
+        pairs = result.loads.pairs.astype(np.int64)
+        return dataclasses.replace(
+            result, chunking=dataclasses.replace(result.chunking, pairs=pairs)
+        )
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -211,7 +213,7 @@ def token_table(call: CallChunks, rates_SK3: np.ndarray) -> Table:
         link_latency_seconds=0.0,
         held_bytes={
             Item.ACTIVATIONS: tokens,
-            Item.WEIGHT_INPUTS: WEIGHT_INPUT_SHARE * tokens,
+            Item.WEIGHT_INPUTS: WEIGHT_INPUT_FRACTION * tokens,
             Item.KV: of_documents,
             Item.KV_GRADIENTS: of_documents,
         },

@@ -9,7 +9,7 @@ from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 # By whom a plan says that it was made.
 PLANNED = "loop"
-AS_GIVEN = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
+AS_CALLED = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
 PAYS_FROM = 0.015  # at least so much faster than the caller's order, or it is not worth another
 
 
@@ -38,16 +38,16 @@ class CallOptions:
         if not self.headroom >= 0:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
-    def room(self, tokens: Sequence[int], stages: int) -> np.ndarray:
+    def memory_of_call(self, tokens: Sequence[int], stages: int) -> np.ndarray:
         """[stages]: tokens that may be held between forward and backward in a call with micro-
         batches of ``tokens``. A whole job so holds no more at once than it would by 1F1B."""
         now = rows_of_1f1b(tokens, stages)
         most = np.maximum(now, self.had_rows) if self.had_rows else now
         return most * (1 + self.headroom)
 
-    def pays(self, seconds: float, given_seconds: float) -> bool:
+    def pays(self, seconds: float, call_seconds: float) -> bool:
         """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
-        return seconds * self.correction < given_seconds * (1 - PAYS_FROM)
+        return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
 
 
 def rows_of_1f1b(tokens: Sequence[int], stages: int) -> np.ndarray:

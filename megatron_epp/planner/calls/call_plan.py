@@ -7,13 +7,13 @@ import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, KIND_CODE, Kind, Op, Plan, Prediction
 from megatron_epp.planner.calls.call_cost import CallChunks, byte_table, token_table
-from megatron_epp.planner.calls.call_options import AS_GIVEN, PAYS_FROM, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_options import AS_CALLED, PAYS_FROM, PLANNED, CallOptions
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.group_order import (
     best_order,
+    call_order,
     flow_seconds,
     forward_order,
-    given_order,
     problem_of_call,
     search_ops,
 )
@@ -24,7 +24,7 @@ from megatron_epp.planner.calls.tree_cutting import Parents
 from megatron_epp.planner.chunks.slicing import Rates
 
 
-def whole_plan(
+def unsliced_plan(
     shapes: Sequence[MicrobatchShape],
     layers: Sequence[int],
     rates_SK3: np.ndarray,
@@ -40,12 +40,12 @@ def whole_plan(
     PlanError: nothing holds as little as ``options.memory`` wants.
     """
     tokens = tuple(shape.tokens for shape in shapes)
-    whole = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
+    uncut = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
     pairs = np.array([shape.pairs for shape in shapes])
-    whole = replace(whole, chunking=replace(whole.chunking, pairs=pairs))
+    uncut = replace(uncut, chunking=replace(uncut.chunking, pairs=pairs))
     if ranks:
-        return interleaved_plan(whole, layers, rates_SK3, options, forward_only, ranks)
-    return _fastest([whole], layers, rates_SK3, options, forward_only)
+        return interleaved_plan(uncut, layers, rates_SK3, options, forward_only, ranks)
+    return _fastest([uncut], layers, rates_SK3, options, forward_only)
 
 
 def sliced_plan(
@@ -56,13 +56,13 @@ def sliced_plan(
     forward_only: bool,
     parents: Sequence[Parents] = (),
 ) -> Plan:
-    """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents. On one
-    stage, where cutting saves bytes and no time, only those that do not fit whole are.
+    """As :func:`unsliced_plan`, micro-batches cut or whole; lengths[micro-batch] of documents. On
+    one stage, where cutting saves bytes and no time, only those that do not fit whole are.
 
     parents   of every micro-batch, where documents continue others of it, which are computed once
     """
-    whole = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
-    mean_3 = rates_SK3[:, whole].sum(axis=1).mean(axis=0)
+    forward_backward = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    mean_3 = rates_SK3[:, forward_backward].sum(axis=1).mean(axis=0)
     cut = None
     if len(layers) == 1 and options.memory is not None and not parents:
         cut = [n for n, of in enumerate(lengths) if not _fits(of, layers, rates_SK3, options)]
@@ -80,7 +80,7 @@ def _fits(
     cost = options.memory.cost(layers)
     table = byte_table(alone, rates_SK3, cost, np.zeros((1, 1)))
     problem = problem_of_call(alone, table, np.array(cost.device_budget_bytes))
-    return given_order(problem, alone.sizes).schedule.over_bytes <= 0
+    return call_order(problem, alone.sizes).schedule.over_bytes <= 0
 
 
 def _fastest(
@@ -91,30 +91,32 @@ def _fastest(
     forward_only: bool,
 ) -> Plan:
     """The plan of the cutting that takes least; the first has whole micro-batches."""
-    whole, stages = cuttings[0], len(layers)
-    unbounded = problem_of_call(whole, token_table(whole, rates_SK3), np.full(stages, np.inf))
-    given = given_order(unbounded, whole.sizes)
-    as_given = _plan(whole, layers, given.ops(whole.sizes), given.seconds, AS_GIVEN)
+    uncut, stages = cuttings[0], len(layers)
+    unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
+    called = call_order(unbounded, uncut.sizes)
+    as_called = _plan(uncut, layers, called.ops(uncut.sizes), called.seconds, AS_CALLED)
     memory = None if forward_only else options.memory
     if not (forward_only or memory or options.reorder or options.split):
-        return as_given
-    ops = max(1, search_ops(given.seconds) // len(cuttings))
-    room = options.room(whole.loads.tokens.tolist(), stages)
+        return as_called
+    ops = max(1, search_ops(called.seconds) // len(cuttings))
+    headroom = options.memory_of_call(uncut.loads.tokens.tolist(), stages)
     best: Plan | None = None
     for cutting in cuttings:
         if forward_only:
-            made: Plan | None = _forwards(cutting, layers, rates_SK3, options)
+            candidate: Plan | None = _forwards(cutting, layers, rates_SK3, options)
         else:
-            made = _training(cutting, layers, rates_SK3, options, room, ops)
-        if made is not None and (best is None or _seconds(made) < _seconds(best) * (1 - PAYS_FROM)):
-            best = made
+            candidate = _training(cutting, layers, rates_SK3, options, headroom, ops)
+        if candidate is not None and (
+            best is None or _seconds(candidate) < _seconds(best) * (1 - PAYS_FROM)
+        ):
+            best = candidate
     if memory is not None and best is None:
         of = "slices" if len(cuttings) > 1 else "whole micro-batches"
-        raise memory.too_little(of, int(whole.loads.tokens.max()))
+        raise memory.too_little(of, int(uncut.loads.tokens.max()))
     if best is None:
-        return as_given
-    pays = forward_only or memory or options.pays(_seconds(best), given.seconds)
-    return best if pays else as_given
+        return as_called
+    pays = forward_only or memory or options.pays(_seconds(best), called.seconds)
+    return best if pays else as_called
 
 
 def _training(
@@ -122,25 +124,25 @@ def _training(
     layers: Sequence[int],
     rates_SK3: np.ndarray,
     options: CallOptions,
-    room: np.ndarray,
+    headroom: np.ndarray,
     ops: int,
 ) -> Plan | None:
-    """Forwards and backwards of ``call``, within ``room`` tokens or the options' bytes; None where
-    no order is."""
+    """Forwards and backwards of ``call``, within ``headroom`` tokens or the options' bytes; None
+    where no order is."""
     free = options.split, options.reorder, ops
     again = None
     if options.memory is not None:
         fitted = RecomputeFit(call, rates_SK3, tuple(layers), options.memory).best(*free)
-        found, again = fitted or (None, None)
+        ordered, again = fitted or (None, None)
     else:
-        problem = problem_of_call(call, token_table(call, rates_SK3), room)
+        problem = problem_of_call(call, token_table(call, rates_SK3), headroom)
         alone = len(layers) == 1
-        found = (
-            given_order(problem, call.sizes) if alone else best_order(problem, call.sizes, *free)
+        ordered = (
+            call_order(problem, call.sizes) if alone else best_order(problem, call.sizes, *free)
         )
-    if found is None:
+    if ordered is None:
         return None
-    return _plan(call, layers, found.ops(call.sizes), found.seconds, PLANNED, again)
+    return _plan(call, layers, ordered.ops(call.sizes), ordered.seconds, PLANNED, again)
 
 
 def _forwards(
@@ -149,7 +151,7 @@ def _forwards(
     """Forwards alone, in one order for all stages: as they stand, or whole micro-batches in another
     where that pays."""
     seconds_SC = np.asarray(token_table(call, rates_SK3).seconds[Kind.FORWARD])
-    order, by = tuple(range(call.chunking.count)), AS_GIVEN
+    order, by = tuple(range(call.chunking.count)), AS_CALLED
     if options.reorder and call.chunking.groups == len(order):
         other = forward_order(seconds_SC)
         if options.pays(flow_seconds(seconds_SC, other), flow_seconds(seconds_SC, order)):

@@ -70,7 +70,7 @@ def _chunks(
     seconds = rates.document_seconds(np.array(lengths))
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length, takes = lengths[document], float(seconds[document])
-        whole = (first + document, 0, length)
+        uncut = (first + document, 0, length)
         pieces = min(round(takes / target), max(1, length // LEAST_TOKENS))
         if pieces > 1:
             points = equal_points(length, pieces, rates).tolist()
@@ -78,9 +78,9 @@ def _chunks(
             continue
         place = min(packs, key=lambda pack: pack[0], default=None)
         if place is None or place[0] + takes > target:
-            packs.append((takes, [whole]))
+            packs.append((takes, [uncut]))
         else:
             packs.remove(place)
-            packs.append((place[0] + takes, [*place[1], whole]))
+            packs.append((place[0] + takes, [*place[1], uncut]))
     yield from (tuple(sorted(spans)) for _, spans in packs)
     yield from slices

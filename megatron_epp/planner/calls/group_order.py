@@ -22,26 +22,28 @@ from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
 
 # Ops that a search may play; playing one takes most of a microsecond, and the loop waits meanwhile.
 LEAST_OPS, MOST_OPS = 25_000, 400_000
-SEARCH_SHARE = 0.005  # of the call's own seconds
+SEARCH_FRACTION = 0.005  # of the call's own seconds
 _OP_SECONDS = 8e-7
 _ROUNDING = 1e-9
 
 
 def search_ops(seconds: float) -> int:
     """How many ops a search may play for a call that takes about so long."""
-    return int(min(MOST_OPS, max(LEAST_OPS, SEARCH_SHARE * seconds / _OP_SECONDS)))
+    return int(min(MOST_OPS, max(LEAST_OPS, SEARCH_FRACTION * seconds / _OP_SECONDS)))
 
 
-def problem_of_call(call: CallChunks, table: Table, room: np.ndarray) -> ScheduleProblem:
-    """The ops of ``call`` where stages have ``room`` [stages] for its chunks."""
+def problem_of_call(call: CallChunks, table: Table, headroom: np.ndarray) -> ScheduleProblem:
+    """The ops of ``call`` where stages have ``headroom`` [stages] for its chunks."""
     ops, chunking = op_arrays(table, call.loads, rules_for(False)), call.chunking
-    return ScheduleProblem(ops, chunking.backward, chunking.last_of_group, np.asarray(room, float))
+    return ScheduleProblem(
+        ops, chunking.backward, chunking.last_of_group, np.asarray(headroom, float)
+    )
 
 
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
@@ -82,10 +84,12 @@ class OrderedGroups:
         return orders_of_arrays(kinds, chunks_in(self.order, sizes)[chunks])
 
 
-def given_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
+def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
     """1F1B in the caller's order; where there is one stage, group by group."""
-    law = (shrinking_window if problem.stages > 1 else group_by_group)(sizes, problem.stages)
-    played = list_schedule(problem, strict(law))
+    in_flight_limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(
+        sizes, problem.stages
+    )
+    played = list_schedule(problem, strict(in_flight_limit))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
 
 
@@ -104,7 +108,7 @@ def best_order(
     every = list(dict.fromkeys([*policies(False, many=True), *policies(split, many=False)]))
     # One order at least is played by every policy: the first may not fit.
     left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
-    search = GroupSearch(problem, sizes, left, _in_window)
+    search = GroupSearch(problem, sizes, left, _in_flight)
     search.play(range(len(sizes)), every)
     if reorder:
         for order in orders_worth_playing(problem, sizes):
@@ -115,9 +119,9 @@ def best_order(
     return search.best
 
 
-def _in_window(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyParams], Policy]:
-    law = shrinking_window(sizes, problem.stages)
-    return lambda params: policy_of(params, problem, sizes, law)
+def _in_flight(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyParams], Policy]:
+    in_flight_limit = shrinking_in_flight(sizes, problem.stages)
+    return lambda params: policy_of(params, problem, sizes, in_flight_limit)
 
 
 class GroupSearch[Chosen: PolicyParams | Policy]:
@@ -189,8 +193,13 @@ def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
     A pipeline of forwards is a flow shop: what counts is which chunks come first and last.
     """
     rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
-    given = tuple(range(seconds_SC.shape[1]))
-    orders = (given, _johnson(seconds_SC), (*rising[::2], *reversed(rising[1::2])), tuple(rising))
+    as_called = tuple(range(seconds_SC.shape[1]))
+    orders = (
+        as_called,
+        _johnson(seconds_SC),
+        (*rising[::2], *reversed(rising[1::2])),
+        tuple(rising),
+    )
     return min(orders, key=lambda order: round(flow_seconds(seconds_SC, order), 12))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_epp.ir import Plan, Prediction
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in, token_table
-from megatron_epp.planner.calls.call_options import AS_GIVEN, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_options import AS_CALLED, PLANNED, CallOptions
 from megatron_epp.planner.calls.group_order import (
     GroupSearch,
     orders_worth_playing,
@@ -36,15 +36,15 @@ def interleaved_plan(
 ) -> Plan:
     """Stage s on rank s modulo ``ranks``. Passes of forwards are in the caller's order."""
     table, place = token_table(call, rates_SK3), [stage % ranks for stage in range(len(layers))]
-    turns = given_turns(call.chunking.count, ranks, len(layers), forward_only)
-    as_given = _plan(call, layers, turns, place)
-    given = play(as_given, table)
-    as_given = _predicted(as_given, given.seconds, AS_GIVEN)
+    turns = call_turns(call.chunking.count, ranks, len(layers), forward_only)
+    as_called = _plan(call, layers, turns, place)
+    played = play(as_called, table)
+    as_called = _predicted(as_called, played.seconds, AS_CALLED)
     if forward_only or not (options.reorder or options.split):
-        return as_given
-    room = np.array(given.peak_bytes, float) * (1 + options.headroom)
-    problem = replace(problem_of_call(call, table, room), place=as_given.place)
-    ops = search_ops(given.seconds)
+        return as_called
+    headroom = np.array(played.peak_bytes, float) * (1 + options.headroom)
+    problem = replace(problem_of_call(call, table, headroom), place=as_called.place)
+    ops = search_ops(played.seconds)
     search = GroupSearch[Policy](problem, call.sizes, ops, lambda work, sizes: lambda one: one)
     every = _policies(problem, call.sizes, options.split)
     search.play(range(len(call.sizes)), every)
@@ -53,12 +53,12 @@ def interleaved_plan(
             search.play(order, every)
         search.climb()
     best = search.best
-    if best is None or not options.pays(best.seconds, given.seconds):
-        return as_given
-    found = best.schedule
-    numbers = chunks_in(best.order, call.sizes)[found.chunks]
-    made = _plan(call, layers, ops_of_ranks(found.kinds, numbers, found.stages), place)
-    return _predicted(made, play(made, table).seconds, PLANNED)
+    if best is None or not options.pays(best.seconds, played.seconds):
+        return as_called
+    schedule = best.schedule
+    numbers = chunks_in(best.order, call.sizes)[schedule.chunks]
+    plan = _plan(call, layers, ops_of_ranks(schedule.kinds, numbers, schedule.stages), place)
+    return _predicted(plan, play(plan, table).seconds, PLANNED)
 
 
 def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[Policy]:
@@ -74,7 +74,7 @@ def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[
     return [*held, *(policy for policy, _ in warm_up_policies(place, sizes, splits))]
 
 
-def given_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:
+def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:
     """Every rank's ops in the order of Megatron's schedule: as many micro-batches as there are
     ranks go through one part after another; forwards that fill the pipeline, then one forward and
     one backward in turn (arXiv 2104.04473, section 2.2). Megatron wants a multiple of the ranks: of
@@ -86,19 +86,19 @@ def given_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> lis
         for part in range(parts)
         for chunk in range(first, first + ranks)
     ]
-    made = []
+    turns = []
     for rank in range(ranks):
         forwards = [(F, chunk, part * ranks + rank) for chunk, part in order]
         backwards = [(B, chunk, (parts - 1 - part) * ranks + rank) for chunk, part in order]
         warm = min(int(interleaved_warm_up(ranks, stages)[rank]), len(order))
         if forward_only:
-            made.append(forwards)
+            turns.append(forwards)
             continue
         ran = forwards[:warm]
         for number, backward in enumerate(backwards):
             ran += [*forwards[warm + number : warm + number + 1], backward]
-        made.append(ran)
-    return [[one for one in ran if one[1] < chunks] for ran in made]
+        turns.append(ran)
+    return [[one for one in ran if one[1] < chunks] for ran in turns]
 
 
 def _plan(

@@ -17,11 +17,11 @@ from megatron_epp.planner.calls.group_order import OrderedGroups, best_order, pr
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.recompute.ilp import Solver
 
-RECOMPUTED_SHARES = (0.5, 1.0)  # of all layers
+RECOMPUTED_FRACTIONS = (0.5, 1.0)  # of all layers
 
 
 class RecomputeFit:
@@ -46,51 +46,59 @@ class RecomputeFit:
         for again in choices:
             some = bool(again.any())
             problem = self._problem(self.call, again)
-            found = best_order(
+            ordered = best_order(
                 problem, self.call.sizes, split and not some, reorder, ops // len(choices)
             )
-            if found is None:
+            if ordered is None:
                 continue
             if some:
-                found, again = self._given_back(found, again)
-            if best is None or found.seconds < best[0].seconds:
-                best = found, again
+                ordered, again = self._without_needless(ordered, again)
+            if best is None or ordered.seconds < best[0].seconds:
+                best = ordered, again
         return best
 
     def _choices(self) -> Iterator[np.ndarray]:
         nothing = np.zeros((self.cost.layout.stages, len(self.call.loads.tokens)))
         yield nothing
         kept = self._problem(self.call, nothing)
-        for law in (shrinking_window, group_by_group):
-            again = self._least(self.call, kept, law(self.call.sizes, self.cost.layout.stages))
+        for in_flight_limit in (shrinking_in_flight, group_by_group):
+            again = self._least(
+                self.call, kept, in_flight_limit(self.call.sizes, self.cost.layout.stages)
+            )
             if again is not None and again.any():
                 yield again
-        for share in RECOMPUTED_SHARES:
-            yield nothing + np.ceil(share * np.array(self.cost.layout.layers))[:, None]
+        for fraction in RECOMPUTED_FRACTIONS:
+            yield nothing + np.ceil(fraction * np.array(self.cost.layout.layers))[:, None]
 
-    def _given_back(
-        self, found: OrderedGroups, again: np.ndarray
+    def _without_needless(
+        self, ordered: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
-        """The order of ``found``, with as little recompute as it needs."""
-        call, kinds = self.call.arranged(found.order), found.schedule.kinds
+        """The order of ``ordered``, with as little recompute as it needs."""
+        call, kinds = self.call.arranged(ordered.order), ordered.schedule.kinds
         before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
         less = self._least(call, kept, before)
         if less is None:
-            return found, again
+            return ordered, again
         problem = self._problem(call, less)
-        played = replayed(problem, found.schedule)
-        if played.over_bytes > 0 or played.seconds > found.seconds:
-            return found, again
+        played = replayed(problem, ordered.schedule)
+        if played.over_bytes > 0 or played.seconds > ordered.seconds:
+            return ordered, again
         again = np.empty_like(less)
-        again[:, chunks_in(found.order, self.call.sizes)] = less
-        return dataclasses.replace(found, problem=problem, schedule=played), again
+        again[:, chunks_in(ordered.order, self.call.sizes)] = less
+        return dataclasses.replace(ordered, problem=problem, schedule=played), again
 
     def _problem(self, call: CallChunks, again: np.ndarray) -> ScheduleProblem:
         table = byte_table(call, self.rates_SK3, self.cost, again)
         return problem_of_call(call, table, np.array(self.cost.device_budget_bytes))
 
-    def _least(self, call: CallChunks, kept: ScheduleProblem, law: np.ndarray) -> np.ndarray | None:
+    def _least(
+        self, call: CallChunks, kept: ScheduleProblem, in_flight_limit: np.ndarray
+    ) -> np.ndarray | None:
         """Layers [stages, chunks] to recompute under the window law; None where none are enough."""
-        found = diagonal_counts(self.solver, self.cost, call.loads, kept, law, integer=False)
-        return None if found is None else found.get((0, FULL), np.zeros(kept.ops.seconds.shape[1:]))
+        counts = diagonal_counts(
+            self.solver, self.cost, call.loads, kept, in_flight_limit, integer=False
+        )
+        return (
+            None if counts is None else counts.get((0, FULL), np.zeros(kept.ops.seconds.shape[1:]))
+        )

@@ -54,9 +54,9 @@ class StageSeconds:
             of = [call for call in self._seen if any(r.op.kind is kind for r in call[1])]
             rows, seconds = _measurements(of, kind)
             if len(rows):
-                found = fit(rows.tolist(), seconds.tolist(), self.guess[KIND_CODE[kind]].tolist())
+                fitted = fit(rows.tolist(), seconds.tolist(), self.guess[KIND_CODE[kind]].tolist())
                 slow = self._slowness(of)
-                known[KIND_CODE[kind]] = np.asarray(found.coefficients, dtype=float), slow
+                known[KIND_CODE[kind]] = np.asarray(fitted.coefficients, dtype=float), slow
         if _F not in known or not (_B in known or _I in known):
             return self.rates  # of one kind alone the two could not be compared
         self._known, self.measured = known, True
@@ -79,11 +79,11 @@ def _measurements(
     calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]], kind: Kind
 ) -> tuple[np.ndarray, np.ndarray]:
     """Features [ops, 3] and seconds [ops] of the ops of a kind."""
-    found = [
+    samples = [
         (chunks_3C[:, record.op.chunk], record.seconds)
         for chunks_3C, ops in calls
         for record in ops
         if record.op.kind is kind and record.seconds > 0
     ]
-    rows = np.array([row for row, _ in found]).reshape(-1, FEATURES)
-    return rows, np.array([seconds for _, seconds in found])
+    rows = np.array([row for row, _ in samples]).reshape(-1, FEATURES)
+    return rows, np.array([seconds for _, seconds in samples])

@@ -10,7 +10,7 @@ Neither kind is given up for good: after many calls of the one, the other is run
 from collections import deque
 from statistics import median
 
-JUDGED_CALLS = 5  # of each kind that count
+RECENT_CALLS = 5  # of each kind that count
 RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
 CHECK = 32  # calls in planned orders, behind which the caller's is measured again
 MOST = 2.0
@@ -21,8 +21,8 @@ class TrackRecord:
     """Predicted and measured seconds of one pipeline's calls; all its ranks are told the same."""
 
     def __init__(self) -> None:
-        self._planned: deque[float] = deque(maxlen=JUDGED_CALLS)
-        self._given: deque[float] = deque(maxlen=JUDGED_CALLS)
+        self._planned: deque[float] = deque(maxlen=RECENT_CALLS)
+        self._called: deque[float] = deque(maxlen=RECENT_CALLS)
         self._in_turn = 0
         self._planned_in_turn = 0
 
@@ -30,7 +30,7 @@ class TrackRecord:
         """A call is over; ``planned``: its order was not the caller's by 1F1B."""
         if not (predicted_seconds > 0 and measured_seconds > 0):
             return
-        (self._planned if planned else self._given).append(measured_seconds / predicted_seconds)
+        (self._planned if planned else self._called).append(measured_seconds / predicted_seconds)
         self._in_turn = 0 if planned else self._in_turn + 1
         self._planned_in_turn = self._planned_in_turn + 1 if planned else 0
         if self._in_turn >= RETRY:
@@ -48,6 +48,6 @@ class TrackRecord:
         the caller's order has been measured its prediction is believed."""
         if not self._planned:
             return 1.0
-        given = median(self._given) if self._given else 1.0
-        found = min(MOST, max(1.0, median(self._planned) / given))
-        return round(round(found / CORRECTION_STEP) * CORRECTION_STEP, 6)
+        baseline = median(self._called) if self._called else 1.0
+        ratio = min(MOST, max(1.0, median(self._planned) / baseline))
+        return round(round(ratio / CORRECTION_STEP) * CORRECTION_STEP, 6)

@@ -48,12 +48,12 @@ class Tree:
         children: dict[int, list[int]] = {}
         for document, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(document)
-        made: list[list[tuple[int, int, int]]] = []
+        chunks: list[list[tuple[int, int, int]]] = []
         # Siblings, with the chunk that they continue and the seconds that it has already.
         waiting: list[tuple[list[int], int, float]] = [(children.get(-1, []), -1, 0.0)]
         while waiting:
-            siblings, behind, filled = waiting.pop()
-            bins = [] if behind < 0 else [(filled, behind)]
+            siblings, after, filled = waiting.pop()
+            bins = [] if after < 0 else [(filled, after)]
             large = []
             for document in sorted(siblings, key=lambda d: -self.below[d]):
                 takes = self.below[document]
@@ -62,34 +62,34 @@ class Tree:
                     continue
                 place = min(bins, default=(np.inf, -1))
                 if place[0] + takes > target:
-                    made.append([])
-                    place = 0.0, len(made) - 1
+                    chunks.append([])
+                    place = 0.0, len(chunks) - 1
                 else:
                     bins.remove(place)
                 bins.append((place[0] + takes, place[1]))
-                made[place[1]] += self._subtree(document, children)
+                chunks[place[1]] += self._subtree(document, children)
             for document in large:
                 length = self.lengths[document]
                 pieces = min(round(self.own[document] / target), max(1, length // least))
                 points = self._points(document, max(1, pieces))
-                made += ([(document, *pair)] for pair in pairwise(points))
+                chunks += ([(document, *pair)] for pair in pairwise(points))
                 taken = self.own[document] / (len(points) - 1)
-                waiting.append((children.get(document, []), len(made) - 1, taken))
-        return [tuple((first + d, start, stop) for d, start, stop in spans) for spans in made]
+                waiting.append((children.get(document, []), len(chunks) - 1, taken))
+        return [tuple((first + d, start, stop) for d, start, stop in spans) for spans in chunks]
 
     def _subtree(self, document: int, children: dict[int, list[int]]) -> list[tuple[int, int, int]]:
-        found, open_ones = [], [document]
+        spans, open_ones = [], [document]
         while open_ones:
             document = open_ones.pop()
-            found.append((document, 0, self.lengths[document]))
+            spans.append((document, 0, self.lengths[document]))
             open_ones += reversed(children.get(document, []))
-        return found
+        return spans
 
     def _points(self, document: int, pieces: int) -> list[int]:
         """Where a document is cut into ``pieces`` of equal time, its ends among them."""
         before = self.rates.document_seconds(np.array([self.offsets[document]]))[0]
-        shares = before + self.own[document] * np.arange(1, pieces) / pieces
-        inner = np.rint(self.rates.reach(shares)).astype(np.int64) - self.offsets[document]
+        targets = before + self.own[document] * np.arange(1, pieces) / pieces
+        inner = np.rint(self.rates.reach(targets)).astype(np.int64) - self.offsets[document]
         length = self.lengths[document]
         inner = np.unique(inner[(inner > 0) & (inner < length)])
         return [0, *inner.tolist(), length]

@@ -131,8 +131,8 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
-    deals = balance_replicas(lengths, cost, cost.layout.dp // lockstep, least=lockstep)
-    of_replicas = [[lengths[document] for document in deal] for deal in deals]
+    assignments = balance_replicas(lengths, cost, cost.layout.dp // lockstep, least=lockstep)
+    of_replicas = [[lengths[document] for document in assignment] for assignment in assignments]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
 
@@ -248,7 +248,7 @@ def placed_cost(cost: Cost, name: str) -> Cost | None:
 def placement_name(place: tuple[int, ...]) -> str:
     """Return the name in ``PLACEMENT_NAMES`` of ``place``, the rank of every stage."""
     placements = {name: named_placement(name, max(place) + 1) for name in PLACEMENT_NAMES}
-    return next(name for name, made in placements.items() if made and made.place == place)
+    return next(name for name, named in placements.items() if named and named.place == place)
 
 
 def with_placement(cost: Cost, placement: Placement) -> Cost:
@@ -256,10 +256,10 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
     Their layers are those of ``placement``, or even. ValueError: more stages than layers.
     """
-    further = cost.layout.pinned_layers - 1
-    *others, last = even_layers(sum(cost.layout.layers) - further, placement.stages)
+    mtp_layers = cost.layout.pinned_layers - 1
+    *others, last = even_layers(sum(cost.layout.layers) - mtp_layers, placement.stages)
     return cost.replace(
-        layers=placement.layers or (*others, last + further),
+        layers=placement.layers or (*others, last + mtp_layers),
         place=() if placement.is_even else placement.place,
     )
 
@@ -288,11 +288,11 @@ def vocabulary_of(
     Of ``batches``, planned by ``planner``, the replica with most work counts. ``cut``: the cost
     with it on, where its stages have other layers than those of ``cost``.
     """
-    whole = cost.with_vocabulary(False)
+    uncut = cost.with_vocabulary(False)
     if ruled_out(cost) is not None:
-        return RunChoice(whole, OFF, {OFF: None})
-    held = [heaviest(lengths, whole) for lengths in batches]
-    candidates = {OFF: whole, ON: (cut or cost).with_vocabulary(True)}
+        return RunChoice(uncut, OFF, {OFF: None})
+    held = [heaviest(lengths, uncut) for lengths in batches]
+    candidates = {OFF: uncut, ON: (cut or cost).with_vocabulary(True)}
     return fastest(
         ((k, c, sketched_seconds(c, held, options, planner)) for k, c in candidates.items()),
         VOCABULARY_PAYS,

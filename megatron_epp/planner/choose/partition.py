@@ -44,7 +44,7 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
     """[features] of one batch, on average over ``batches`` of document lengths."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
-    every = [cost.layout.whole_features(np.array(lengths), chunks) for lengths in batches]
+    every = [cost.layout.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
 
 
@@ -76,9 +76,9 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
                 break
             i = np.arange(s, j)
             fits = states_before[j] - states_before[i] < cost.device_budget_bytes[s]
-            mine = before[s, j] - before[s, i]
-            slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
-            squares = best[s - 1, i, 1] + mine**2
+            stage_seconds = before[s, j] - before[s, i]
+            slowest = np.where(fits, np.maximum(best[s - 1, i, 0], stage_seconds), np.inf)
+            squares = best[s - 1, i, 1] + stage_seconds**2
             least = slowest.min()
             if not np.isfinite(least):
                 continue
@@ -91,8 +91,8 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     ends = [layers]
     for s in range(stages - 1, 0, -1):
         ends.append(int(came[s, ends[-1]]))
-    borders = [0, *reversed(ends)]
-    return tuple(int(b - a) for a, b in pairwise(borders))
+    boundaries = [0, *reversed(ends)]
+    return tuple(int(b - a) for a, b in pairwise(boundaries))
 
 
 def _before(seconds: np.ndarray) -> np.ndarray:
@@ -141,12 +141,12 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     return moved if fits else None
 
 
-def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
+def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
     """Return Megatron's flags for these layers of the stages; none where they are even.
 
-    The last ``further`` layers are MTP layers, which do not count.
+    The last ``mtp_layers`` layers are MTP layers, which do not count.
     """
-    layers = (*layers[:-1], layers[-1] - further)
+    layers = (*layers[:-1], layers[-1] - mtp_layers)
     if len(set(layers)) == 1:
         return []
     first, *middle, last = layers
@@ -155,15 +155,15 @@ def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
             *("--decoder-first-pipeline-num-layers", str(first)),
             *("--decoder-last-pipeline-num-layers", str(last)),
         ]
-    return ["--pipeline-model-parallel-layout", layout_text(layers, further)]
+    return ["--pipeline-model-parallel-layout", layout_text(layers, mtp_layers)]
 
 
-def layout_text(layers: Sequence[int], further: int = 0) -> str:
+def layout_text(layers: Sequence[int], mtp_layers: int = 0) -> str:
     """Return the text of Megatron's --pipeline-model-parallel-layout.
 
-    The embedding is first, the loss last, and before it ``further`` MTP layers.
+    The embedding is first, the loss last, and before it ``mtp_layers`` MTP layers.
     """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     stages[0] = "E" + stages[0]
-    stages[-1] += "m" * further + "L"
+    stages[-1] += "m" * mtp_layers + "L"
     return "|".join(stages)

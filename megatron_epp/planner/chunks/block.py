@@ -35,16 +35,16 @@ class BlockChunking(Chunking):
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
         """The same chunks with the groups in another order, those of all members alike."""
         own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
-        whole = Chunking(**own).arranged(order)
+        chunking = Chunking(**own).arranged(order)
         return BlockChunking(
-            spans=whole.spans,
-            chunk=whole.chunk,
-            starts=whole.starts,
-            tokens=whole.tokens,
-            pairs=whole.pairs,
+            spans=chunking.spans,
+            chunk=chunking.chunk,
+            starts=chunking.starts,
+            tokens=chunking.tokens,
+            pairs=chunking.pairs,
             # Documents are groups here, numbered as they stand.
-            document=np.where(whole.document >= 0, whole.group, -1),
-            slice_tokens=whole.slice_tokens,
+            document=np.where(chunking.document >= 0, chunking.group, -1),
+            slice_tokens=chunking.slice_tokens,
             members=tuple(member.arranged(order) for member in self.members),
         )
 
@@ -60,7 +60,7 @@ def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
     sizes, starts = chunking.sizes, chunking.starts
     cut = np.flatnonzero(sizes > 1)
     runs = cut[np.argsort(-sizes[cut], kind="stable")]
-    groups, places = _deal_runs(sizes[runs].tolist(), width)
+    groups, places = _assign_runs(sizes[runs].tolist(), width)
     member = np.zeros(chunking.count, dtype=np.int64)
     position = np.zeros(chunking.count, dtype=np.int64)
     free = np.ones((width, sum(groups)), dtype=bool)
@@ -97,7 +97,7 @@ def build_block(
     target = total / (width * params.chunks)
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
     inner = np.bincount(cuts.slices.document, minlength=len(cuts.tails))
-    groups, places = _deal_runs((inner + 1).tolist(), width)
+    groups, places = _assign_runs((inner + 1).tolist(), width)
     cut = Spans(
         np.concatenate((cuts.slices.document, cuts.tails.document)),
         np.concatenate((cuts.slices.start, cuts.tails.start)),
@@ -106,8 +106,8 @@ def build_block(
     order = np.lexsort((cut.start, cut.document))
     cut = Spans(cut.document[order], cut.start[order], cut.stop[order])
     who, first = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    behind = np.arange(len(cut)) - (np.cumsum(inner + 1) - inner - 1)[cut.document]
-    cut_member, cut_position = who[cut.document], first[cut.document] + behind
+    after = np.arange(len(cut)) - (np.cumsum(inner + 1) - inner - 1)[cut.document]
+    cut_member, cut_position = who[cut.document], first[cut.document] + after
     missing = params.missing
     beside = sum(groups)
     wanted = round(total / width / target + missing.sum()) + params.extra_bins
@@ -183,11 +183,11 @@ def _sort_packs(
         order = beside + np.argsort(-taken[who, beside:], kind="stable")
         new = np.arange(count)
         new[order] = np.arange(beside, count)
-        mine = member == who
-        position[mine] = new[position[mine]]
+        of_member = member == who
+        position[of_member] = new[position[of_member]]
 
 
-def _deal_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
+def _assign_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Cut documents of ``sizes`` slices, most first, in groups of positions: every group's size,
     and (replica, first position) of every document.
 
@@ -228,15 +228,15 @@ def _block(
 
     starts   groups of positions
     """
-    member = _nobody_empty(spans, member, width)
+    member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)
     count = int(starts[-1])
     sizes = np.diff(starts)
     group = np.repeat(np.arange(len(sizes)), sizes)
     is_cut = np.bincount(spans.document)[spans.document] > 1
     members = tuple(
-        Chunking.of_spans(_select(spans, mine), position[mine], starts, is_cut[mine])
-        for mine in (member == who for who in range(width))
+        Chunking.of_spans(_select(spans, of_member), position[of_member], starts, is_cut[of_member])
+        for of_member in (member == who for who in range(width))
     )
     taken = np.stack(
         [
@@ -263,7 +263,7 @@ def _select(spans: Spans, which: np.ndarray) -> Spans:
     return Spans(spans.document[which], spans.start[which], spans.stop[which])
 
 
-def _nobody_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
+def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
     """``member`` with a document moved, at its positions, to each that had none."""
     member = member.copy()
     for who in range(width):

@@ -28,9 +28,9 @@ def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
     """Whole documents, first fit by falling length into chunks of ``context`` tokens, or of the
     longest document's where that is more."""
     longest = int(lengths[0])
-    whole = cut_at(lengths, np.array([0, longest]))
-    bucket, buckets = first_fit(whole, max(context, longest))
-    return assemble(whole, bucket, buckets, rates)
+    uncut = cut_at(lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(uncut, max(context, longest))
+    return assemble(uncut, bucket, buckets, rates)
 
 
 def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:

@@ -27,15 +27,20 @@ def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
 
 
 def first_local(
-    lengths: np.ndarray, chunks: float, share: float, rates: Rates, most_tokens: float, ranks: int
+    lengths: np.ndarray,
+    chunks: float,
+    fraction: float,
+    rates: Rates,
+    most_tokens: float,
+    ranks: int,
 ) -> tuple[int, float]:
     """The first of the ``lengths``, longest first, that is local, and about the seconds of a chunk
-    of ``chunks``; ``share``: of these that a local document may take."""
-    spread, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
-    target = float(spread.sum()) / chunks
-    first = int(np.searchsorted(-alone, -share * target))
+    of ``chunks``; ``fraction``: of these that a local document may take."""
+    sharded_seconds, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
+    target = float(sharded_seconds.sum()) / chunks
+    first = int(np.searchsorted(-alone, -fraction * target))
     first = max(first, int(np.searchsorted(-lengths, -most_tokens / ranks)))
-    target = float(spread[:first].sum() + alone[first:].sum() / ranks) / chunks
+    target = float(sharded_seconds[:first].sum() + alone[first:].sum() / ranks) / chunks
     return first, target
 
 
@@ -60,25 +65,27 @@ def local_chunks(
     """
     cuts = cut_each(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
     tails, shorts = len(cuts.tails), len(cuts.shorts)
-    spread = np.concatenate((rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts)))
+    sharded_seconds = np.concatenate(
+        (rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts))
+    )
     alone = rank_seconds(lengths[first:], rates, ranks)
-    loose = float(spread.sum() + alone.sum() / ranks)
+    loose = float(sharded_seconds.sum() + alone.sum() / ranks)
     bins = max(1, tails, round(loose / target_seconds + missing.sum()) + extra_bins)
     level = loose / max(0.5, bins - missing.sum())
     # What is spread fills as few packs as it can: the others exchange nothing.
-    wanted = max(tails, -(-float(spread.sum()) // level)) if len(spread) else 0
+    wanted = max(tails, -(-float(sharded_seconds.sum()) // level)) if len(sharded_seconds) else 0
     if wanted:
         bucket, used = longest_first(cuts, rates, int(wanted), most_tokens)
     else:
         bucket, used = np.zeros(0, dtype=np.int64), 0
     bins = max(bins, used)
     seconds, rows = np.zeros(bins), np.zeros(bins)
-    np.add.at(seconds, bucket, spread)
+    np.add.at(seconds, bucket, sharded_seconds)
     np.add.at(rows, bucket, np.concatenate((cuts.tails.tokens, cuts.shorts.tokens)) / ranks)
     small = min(len(missing), bins - used)
     if small:
         seconds[bins - small :] += missing[len(missing) - small :] * level
-    place, bins = _deal(
+    place, bins = _assign(
         np.repeat(seconds, ranks),
         np.repeat(rows, ranks),
         alone,
@@ -100,15 +107,15 @@ def local_chunks(
         np.concatenate((cuts.shorts.start, np.zeros(len(lengths) - first, dtype=np.int64))),
         np.concatenate((cuts.shorts.stop, lengths[first:])),
     )
-    whole = Cuts(cuts.slices, cuts.tails, all_short)
-    chunking = assemble(whole, number[bucket], int(number[-1]) + 1, rates)
+    short_cuts = Cuts(cuts.slices, cuts.tails, all_short)
+    chunking = assemble(short_cuts, number[bucket], int(number[-1]) + 1, rates)
     everywhere = np.full(len(cuts.slices) + tails + shorts, ALL_RANKS)
     rank = np.concatenate((everywhere, place % ranks))
     return dataclasses.replace(chunking, rank=rank, ranks=ranks), tails
 
 
 @njit(cache=True)
-def _deal(seconds, rows, document_seconds, tokens, most_rows, ranks):
+def _assign(seconds, rows, document_seconds, tokens, most_rows, ranks):
     """The place, rank r of chunk c at c * ranks + r, of every document: longest first to the one
     that is done first; further chunks where all places are full."""
     count = len(seconds)

@@ -52,7 +52,7 @@ class ChunkingParams:
     ramp: int = 0
 
     @property
-    def first_shares(self) -> tuple[float, ...]:
+    def ramp_fractions(self) -> tuple[float, ...]:
         """Sizes of the packs at the front that are smaller than the others, first to last."""
         if not self.ramp:
             return TAPERS[self.front]
@@ -61,7 +61,7 @@ class ChunkingParams:
     @property
     def missing(self) -> np.ndarray:
         """Shares of a pack that those at the front, then those at the back, stay smaller by."""
-        return np.array([1 - share for share in self.first_shares + TAPERS[self.back]])
+        return np.array([1 - fraction for fraction in self.ramp_fractions + TAPERS[self.back]])
 
     def __str__(self) -> str:
         parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
@@ -122,7 +122,7 @@ def build_chunks(
 
 def forward_turns(params: ChunkingParams, groups: int, tails: int) -> np.ndarray:
     """[groups] in the order of their forwards; the first ``tails`` are those of cut documents."""
-    small_ones, order = len(params.first_shares), np.arange(groups)
+    small_ones, order = len(params.ramp_fractions), np.arange(groups)
     if params.reverse:
         order = order[::-1]
     # Packs stand longest first, so the small ones are the last: bring them to the front.

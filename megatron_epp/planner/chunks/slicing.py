@@ -191,11 +191,11 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
     stop[last] = lengths[: len(starts)]
     is_last = np.zeros(len(start), dtype=bool)
     is_last[last] = True
-    whole = np.arange(len(starts), len(lengths))
+    uncut = np.arange(len(starts), len(lengths))
     return Cuts(
         Spans(document[~is_last], start[~is_last], stop[~is_last]),
         Spans(document[is_last], start[is_last], stop[is_last]),
-        Spans(whole, np.zeros_like(whole), lengths[whole]),
+        Spans(uncut, np.zeros_like(uncut), lengths[uncut]),
     )
 
 

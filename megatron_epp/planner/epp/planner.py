@@ -11,17 +11,17 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
-from megatron_epp.planner.epp.lean import leanest
+from megatron_epp.planner.epp.least_memory import least_memory
 from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.emit_block import block_peaks, shares_of
+from megatron_epp.planner.order.emit_block import block_peaks, member_plans
 from megatron_epp.planner.published import chunkflow, packing, seq1f1b
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
-from megatron_epp.planner.recompute.offload import HostRoom, offload_of
+from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Baselines that try many plans, and skip those that cannot win.
@@ -36,12 +36,12 @@ TIGHTENED_MORE = 1.02
 PERSISTS = 4
 FAR = 1.05
 # Skip the split-backward search of a variant that is more than 1% slower without it.
-FAR_BEHIND = 1.01
+FAR_SLOWER = 1.01
 
 # By whether it offloads, layers of the stages and bytes of headroom: what tables of a search rest
 # on, within one batch.
 SharedChunkings = defaultdict[
-    tuple[bool, tuple[int, ...], tuple[float, ...], HostRoom], PreparedChunkings
+    tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings
 ]
 
 
@@ -54,7 +54,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     if not options.whole and not cost.layout.place:
         candidates.append(infinipipe.draft(batch, cost, options))
     for module in (packing,) if options.whole else HINDSIGHT:
-        fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
+        fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         other = module.draft(batch, cost, options, min(fitting, default=np.inf))
         if other is not None:
             candidates.append(other)
@@ -77,19 +77,19 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     up where they are FAR_BEHIND with whole backwards.
     """
     tables: SharedChunkings = defaultdict(dict)
-    spread = dataclasses.replace(options, levers=options.levers - {"local"})
+    sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
     if "local" not in options.levers or not can_be_local(cost, options):
-        return [found for each in _by_set(batch, cost, spread, tables) for found in each]
+        return [scored for each in _by_set(batch, cost, sharded_only, tables) for scored in each]
     local = list(_by_set(batch, cost, options, tables))
-    every = [found for each in local for found in each]
-    fitting = min((found.seconds for found in every if found.over_bytes <= 0), default=math.inf)
+    every = [scored for each in local for scored in each]
+    fitting = min((scored.seconds for scored in every if scored.over_bytes <= 0), default=math.inf)
     moves = options.open_layers and "uneven" in options.levers
     if not moves and fitting < lower_bound_seconds(batch.lengths, cost):
         return every
-    over, whole = min((found.rank for found in local[0]), default=(math.inf, math.inf))
-    for each in _by_set(batch, cost, spread, tables):
+    over, seconds = min((scored.rank for scored in local[0]), default=(math.inf, math.inf))
+    for each in _by_set(batch, cost, sharded_only, tables):
         every += each
-        if min((found.rank for found in each), default=(0.0, 0.0)) > (over, whole * FAR_BEHIND):
+        if min((scored.rank for scored in each), default=(0.0, 0.0)) > (over, seconds * FAR_SLOWER):
             break
     return every
 
@@ -105,7 +105,7 @@ def _by_set(
         chosen = dataclasses.replace(options, levers=levers)
         even, *moved = _even_and_moved(batch, cost, chosen, tables)
         tight = tight or even is None or bool(even.draft.counts)
-        yield [found for found in (even, *moved) if found is not None]
+        yield [scored for scored in (even, *moved) if scored is not None]
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
@@ -132,7 +132,7 @@ def _even_and_moved(
     if options.open_layers and "uneven" in options.levers:
         # As many chunks as the plan with even layers turned out to have.
         chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.layout.stages
-        layers = fastest_layers(cost, cost.layout.whole_features(batch.lengths, chunks))
+        layers = fastest_layers(cost, cost.layout.batch_features(batch.lengths, chunks))
         moved = None if layers in (None, cost.layout.layers) else with_layers(cost, layers)
         if moved is not None:
             other = _persistent(batch, moved, options, tables)
@@ -156,8 +156,8 @@ def _persistent(
             break
         effort = min(max(1, 2 * effort), PERSISTS)
         other = _own(batch, cost, dataclasses.replace(options, effort=effort), tables)
-        found = [each for each in (best, other) if each is not None]
-        best = min(found, key=lambda each: each.rank, default=None)
+        drafts = [each for each in (best, other) if each is not None]
+        best = min(drafts, key=lambda each: each.rank, default=None)
     return best
 
 
@@ -166,16 +166,16 @@ def _own(
 ) -> ScoredDraft | None:
     """The draft of our own search whose offloaded layers the host has room for; None where nothing
     fits."""
-    host = HostRoom(cost.host_budget_bytes)
+    host = HostHeadroom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)
         if best is None or not offload_of(best.draft.counts):
             return best
         taken = max(
             bytes_
-            for share in shares_of(batch, best.draft, cost, options)
+            for member in member_plans(batch, best.draft, cost, options)
             for bytes_ in cost.layout.placement.of_ranks(
-                host_peak_bytes(cost, share.plan, share.loads)
+                host_peak_bytes(cost, member.plan, member.loads)
             )
         )
         if taken <= cost.host_budget_bytes:
@@ -185,7 +185,7 @@ def _own(
 
 
 def _on_devices(
-    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostHeadroom
 ) -> ScoredDraft | None:
     headroom = cost.headroom_bytes
     for _ in range(EXACT_TRIES):
@@ -193,15 +193,15 @@ def _on_devices(
             "offload" in options.levers, cost.layout.layers, tuple(headroom.tolist()), host
         ]
         search = Search(batch, cost, options, headroom, shared, host)
-        found = search.run()
+        candidate = search.run()
         if "lean" in options.levers:
-            found = leanest(search, found)
-        made = found.draft()
+            candidate = least_memory(search, candidate)
+        drafted = candidate.draft()
         if "exact" in options.levers:
-            return ScoredDraft(found.seconds, found.over_bytes, made, cost)
-        exact = block_peaks(batch, made, cost, options)
+            return ScoredDraft(candidate.seconds, candidate.over_bytes, drafted, cost)
+        exact = block_peaks(batch, drafted, cost, options)
         over = exact - np.array(cost.device_budget_bytes)
         if (over <= 0).all():
-            return ScoredDraft(found.seconds, 0.0, made, cost)
+            return ScoredDraft(candidate.seconds, 0.0, drafted, cost)
         headroom = headroom - np.maximum(over, 0.0) * TIGHTENED_MORE
     return None

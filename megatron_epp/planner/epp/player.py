@@ -50,21 +50,21 @@ class Player(Preparation):
     def split(self) -> bool:
         return "wsplit" in self.levers
 
-    def recomputed(self, found: Candidate, counts: Counts) -> Candidate | None:
-        """``found`` with other recompute choices, in its policy or in the very orders that it has,
-        what is better; None where the effort is spent."""
-        prepared = self.recounted(found.prepared, counts)
+    def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
+        """``candidate`` with other recompute choices, in its policy or in the very orders that it
+        has, what is better; None where the effort is spent."""
+        prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None
-        anew = self.play(prepared, found.policy, found.name)
-        return min(anew, self.replay(prepared, found), key=lambda option: option.rank)
+        anew = self.play(prepared, candidate.policy, candidate.name)
+        return min(anew, self.replay(prepared, candidate), key=lambda option: option.rank)
 
-    def replay(self, prepared: PreparedChunking, found: Candidate) -> Candidate:
-        """``prepared``, of the same chunks, in the orders of ``found``."""
-        self._spend_play(prepared, found.policy)
-        schedule = replayed(prepared.work, found.schedule)
+    def replay(self, prepared: PreparedChunking, candidate: Candidate) -> Candidate:
+        """``prepared``, of the same chunks, in the orders of ``candidate``."""
+        self._spend_play(prepared, candidate.policy)
+        schedule = replayed(prepared.work, candidate.schedule)
         return dataclasses.replace(
-            found,
+            candidate,
             seconds=schedule.seconds,
             over_bytes=schedule.over_bytes,
             prepared=prepared,

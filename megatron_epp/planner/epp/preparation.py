@@ -26,7 +26,7 @@ from megatron_epp.planner.order.warmup import (
     group_by_group,
     pipelines,
     placed_window,
-    shrinking_window,
+    shrinking_in_flight,
 )
 from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.published.infinipipe.memory import papers_ledger
@@ -34,8 +34,8 @@ from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import (
     Ladders,
     diagonal_counts,
+    full_layers,
     ladders,
-    whole_layers,
 )
 from megatron_epp.planner.recompute.ilp import Solver
 
@@ -97,9 +97,9 @@ class Preparation:
         cost: Cost,
         options: Options,
         headroom_bytes: np.ndarray | None = None,
-        host: offload.HostRoom | None = None,
+        host: offload.HostHeadroom | None = None,
     ):
-        self.host = offload.HostRoom(cost.host_budget_bytes) if host is None else host
+        self.host = offload.HostHeadroom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
         self.levers = options.levers
         self.effort = Effort(options.effort)
@@ -204,17 +204,17 @@ class Preparation:
                 low = middle + 1
         return counts
 
-    def first_layers(self, left: list[np.ndarray], letter: str, layers: int) -> Counts:
-        """``letter`` for the first ``layers`` layers of every stage and chunk, whatever their
+    def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
+        """``mode`` for the first ``layers`` layers of every stage and chunk, whatever their
         kinds, as far as they are ``left``."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
-        return {(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
+        return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
     def _ladders(self, loads: Loads) -> Ladders:
         if "selective" in self.levers:
             return ladders(self.cost, loads)
-        return whole_layers(self.cost)
+        return full_layers(self.cost)
 
     def _min_in_flight(
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
@@ -223,7 +223,7 @@ class Preparation:
         if self.cost.layout.place:
             return placed_window(chunking.sizes, self.cost.layout.place), 1
         if "window" in self.levers:
-            return shrinking_window(chunking.sizes, self.cost.layout.stages), 1
+            return shrinking_in_flight(chunking.sizes, self.cost.layout.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
         delta = (self.cost.layout.stages - 1) * float(seconds.mean())
         ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
@@ -235,7 +235,7 @@ class Preparation:
         """``prepared`` with other recompute choices; None where the effort is spent."""
         if self.effort.spent:
             return None
-        counts = {letter: grid for letter, grid in counts.items() if grid.any()}
+        counts = {mode: grid for mode, grid in counts.items() if grid.any()}
         work = self.work(prepared.chunking, prepared.loads, counts)
         return dataclasses.replace(prepared, counts=counts, work=work)
 
@@ -247,4 +247,4 @@ def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
         everything = np.full_like(least, work.stages * work.chunks)
         peaks = list_schedule(work, Policy(np.zeros_like(least), least, everything)).peak_bytes
         return (peaks <= work.headroom_bytes)[list(work.place)]
-    return ilp.within(least, work.backward_order, *work.of_window)
+    return ilp.within(least, work.backward_order, *work.of_in_flight)

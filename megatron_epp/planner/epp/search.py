@@ -25,21 +25,21 @@ from megatron_epp.planner.order.problem import (
 )
 from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
-from megatron_epp.planner.recompute.local_search import trimmed
+from megatron_epp.planner.recompute.hill_climbing import trimmed
 
 # The numbers from here to CLIMB_SHARE, and those of policies() and neighbours(), were chosen by
 # hand when the search was written; which batches they were tried on is not recorded, and no sweep
 # says how flat they are. The exact simulation judges whatever they propose.
 # Numbers of chunks that are tried, as shares of the ideal one.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
-WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
+FULL_GRID_EFFORT = (0.35, 0.6, 1.0)  # the same, with documents left whole
 # Of the seeds where no stage waits for the last one's output layer.
 RAMP = 20  # packs of a ramp
 SEED_CUT = 1.4  # slices, as shares of a chunk, where short documents come first
 SEED_LOCAL = (1.0, 2.0)  # times LOCAL
 CLIMBERS = 2  # of the grid's best that are improved
-GRID_SHARE = 0.35  # of the effort, for the grid
-CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
+GRID_FRACTION = 0.35  # of the effort, for the grid
+CLIMB_FRACTION = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
 LOCAL = 1.0  # of a chunk's time, that one rank may take for a document at first
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
@@ -59,7 +59,7 @@ class Search(Player):
         options: Options,
         headroom_bytes: np.ndarray | None = None,
         shared: PreparedChunkings | None = None,
-        host: offload.HostRoom | None = None,
+        host: offload.HostHeadroom | None = None,
     ):
         super().__init__(batch, cost, options, headroom_bytes, host)
         self.rates = rates_of(cost)
@@ -81,12 +81,12 @@ class Search(Player):
             self.effort.spend(ops)
             return prepared
         before = self.effort.left
-        given = params, self.batch.lengths, self.rates, self.most, self.options.multiple
+        arguments = params, self.batch.lengths, self.rates, self.most, self.options.multiple
         width = self.options.lockstep
         if width == 1:
-            chunking: Chunking = build_chunks(*given, self.cost.layout.cp)
+            chunking: Chunking = build_chunks(*arguments, self.cost.layout.cp)
         else:
-            chunking = build_block(*given, width)
+            chunking = build_block(*arguments, width)
         prepared = self.prepare(chunking, bare=params.bare)
         self.shared[params] = prepared, before - self.effort.left
         return prepared
@@ -94,8 +94,8 @@ class Search(Player):
     def run(self) -> Candidate:
         """The best plan of our own; it may not fit."""
         binned = "bins" in self.levers or self.options.whole
-        found = self._grid() if binned else self._alg1()
-        best, start = self._best_of_many(found), None
+        candidate = self._grid() if binned else self._alg1()
+        best, start = self._best_of_many(candidate), None
         while offload.without_offload(best.prepared.counts) and best is not start:
             start = best
             if "trim" in self.levers:
@@ -105,9 +105,9 @@ class Search(Player):
                 best = self._best_of_many(alike)
         return best
 
-    def _best_of_many(self, found: Candidate) -> Candidate:
-        many = self.best_policy(found.prepared, found.name, many=True)
-        return min(found, many, key=lambda option: option.rank)
+    def _best_of_many(self, candidate: Candidate) -> Candidate:
+        many = self.best_policy(candidate.prepared, candidate.name, many=True)
+        return min(candidate, many, key=lambda option: option.rank)
 
     def _alike(self, best: Candidate) -> Iterator[Candidate]:
         """Uniform recompute on the best chunkings: one letter for so many layers of every stage
@@ -115,47 +115,45 @@ class Search(Player):
         found; and fewer, where forwards wait for memory."""
         tokens = best.prepared.chunking.tokens
         others = (
-            found
-            for found in self.known.values()
-            if not np.array_equal(found.prepared.chunking.tokens, tokens)
+            candidate
+            for candidate in self.known.values()
+            if not np.array_equal(candidate.prepared.chunking.tokens, tokens)
         )
-        for found in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
-            steps = "".join(letters[1:] for letters in self._ladders(found.prepared.loads))
-            for letter in dict.fromkeys(steps):
-                named = dataclasses.replace(found, name=f"{found.name}, {letter} alike")
+        for candidate in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
+            steps = "".join(modes[1:] for modes in self._ladders(candidate.prepared.loads))
+            for mode in dict.fromkeys(steps):
+                named = dataclasses.replace(candidate, name=f"{candidate.name}, {mode} alike")
                 by_law = self._least_alike(
-                    named, letter, lambda prepared, of: self.play(prepared, STRICT, of.name)
+                    named, mode, lambda prepared, of: self.play(prepared, STRICT, of.name)
                 )
-                own = self._least_alike(
-                    named, letter, lambda prepared, of: self.replay(prepared, of)
-                )
+                own = self._least_alike(named, mode, lambda prepared, of: self.replay(prepared, of))
                 if by_law is None or own is None:
                     return
                 yield by_law
                 yield own
-                least = _most_layers(by_law.prepared.counts, letter)
-                for layers in sorted({math.ceil(least * share) for share in ALIKE}):
-                    played = self.recomputed(named, self._uniform(found, letter, layers))
+                least = _most_layers(by_law.prepared.counts, mode)
+                for layers in sorted({math.ceil(least * fraction) for fraction in ALIKE}):
+                    played = self.recomputed(named, self._uniform(candidate, mode, layers))
                     if played is None:
                         return
                     yield played
 
     def _least_alike(
         self,
-        found: Candidate,
-        letter: str,
+        candidate: Candidate,
+        mode: str,
         play: Callable[[PreparedChunking, Candidate], Candidate],
     ) -> Candidate | None:
-        """``found`` with ``letter`` for the fewest layers that fit when played so, all where none
+        """``candidate`` with ``mode`` for the fewest layers that fit when played so, all where none
         does; None where the effort is spent."""
         low, high = 1, max(self.cost.layout.layers)
         best: Candidate | None = None
         while low <= high:
             middle = (low + high) // 2
-            prepared = self.recounted(found.prepared, self._uniform(found, letter, middle))
+            prepared = self.recounted(candidate.prepared, self._uniform(candidate, mode, middle))
             if prepared is None:
                 return None
-            played = play(prepared, found)
+            played = play(prepared, candidate)
             if best is None or played.over_bytes <= 0 or best.over_bytes > 0:
                 best = played
             if played.over_bytes > 0:
@@ -164,22 +162,22 @@ class Search(Player):
                 high = middle - 1
         return best
 
-    def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
-        offloaded = offload.offload_of(found.prepared.counts)
-        left = left_layers(self.cost, offloaded, found.prepared.chunking.count)
-        return {**offloaded, **self.first_layers(left, letter, layers)}
+    def _uniform(self, candidate: Candidate, mode: str, layers: int) -> Counts:
+        offloaded = offload.offload_of(candidate.prepared.counts)
+        left = left_layers(self.cost, offloaded, candidate.prepared.chunking.count)
+        return {**offloaded, **self.first_layers(left, mode, layers)}
 
-    def _trimmed(self, found: Candidate) -> Candidate:
-        slot = np.empty(found.prepared.chunking.count, dtype=np.int64)
-        slot[found.prepared.chunking.backward] = np.arange(len(slot))
-        behind = np.arange(self.cost.layout.stages)[::-1]
-        offloaded = offload.offload_of(found.prepared.counts)
+    def _trimmed(self, candidate: Candidate) -> Candidate:
+        slot = np.empty(candidate.prepared.chunking.count, dtype=np.int64)
+        slot[candidate.prepared.chunking.backward] = np.arange(len(slot))
+        after = np.arange(self.cost.layout.stages)[::-1]
+        offloaded = offload.offload_of(candidate.prepared.counts)
         return trimmed(
-            found,
+            candidate,
             lambda at: offload.without_offload(at.prepared.counts),
-            lambda counts: self.recomputed(found, {**offloaded, **counts}),
+            lambda counts: self.recomputed(candidate, {**offloaded, **counts}),
             lambda at: at.rank,
-            slot[None] + behind[:, None],
+            slot[None] + after[:, None],
         )
 
     def _alg1(self) -> Candidate:
@@ -191,7 +189,7 @@ class Search(Player):
         if "chunks" not in self.levers:
             options = [min(options, key=lambda option: self._predicted(option[0]))]
         played = [self.best_policy(prepared, note) for prepared, note in options]
-        return min(played, key=lambda found: found.rank)
+        return min(played, key=lambda candidate: candidate.rank)
 
     def _predicted(self, prepared: PreparedChunking) -> float:
         """Eq. 13 with the work itself: what the paper chooses K by."""
@@ -205,21 +203,21 @@ class Search(Player):
             total / self.options.lockstep, self.rates, self.cost.layout.placement.ranks
         )
         factors = GRID if "chunks" in self.levers else (1.0,)
-        whole = self.effort.left
+        effort_left = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
         for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
             for params in self._seeds(max(1.0, ideal * factor)):
                 uncut = dataclasses.replace(params, cut=UNCUT)
                 self.try_params(uncut if self.options.whole else params)
-            if self.effort.left < whole * (1 - GRID_SHARE):
+            if self.effort.left < effort_left * (1 - GRID_FRACTION):
                 break
         if self._best()[1].prepared.counts:
             # Memory is tight: K and V of cut documents may cost more than cutting saves.
-            for factor in WHOLE_GRID:
+            for factor in FULL_GRID_EFFORT:
                 params = ChunkingParams(max(1.0, ideal * factor), cut=UNCUT, local=self.local)
                 self.try_params(params)
         if "search" in self.levers:
-            self._climb(whole)
+            self._climb(effort_left)
         return self._best()[1]
 
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
@@ -240,30 +238,30 @@ class Search(Player):
     def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
-    def _climb(self, whole: float) -> None:
+    def _climb(self, effort_left: float) -> None:
         """From the best of the grid's best, the best neighbour, and so on."""
         ranked = sorted(self.known, key=lambda params: self.known[params].rank)
         for params in ranked[:CLIMBERS]:
             at: ChunkingParams | None = params
-            while at is not None and self.effort.left > whole * (1 - CLIMB_SHARE):
-                at = self._best_neighbour(at, whole)
+            while at is not None and self.effort.left > effort_left * (1 - CLIMB_FRACTION):
+                at = self._best_neighbour(at, effort_left)
 
-    def _best_neighbour(self, params: ChunkingParams, whole: float) -> ChunkingParams | None:
+    def _best_neighbour(self, params: ChunkingParams, effort_left: float) -> ChunkingParams | None:
         best, best_rank = None, self.known[params].rank
         tight = bool(self.known[params].prepared.counts)
         fixed = "chunks" not in self.levers
         for neighbour in neighbours(params, tight=tight, fixed_count=fixed):
-            if self.effort.left <= whole * (1 - CLIMB_SHARE):
+            if self.effort.left <= effort_left * (1 - CLIMB_FRACTION):
                 break
-            found = self.try_params(neighbour)
-            if found.rank < best_rank:
-                best, best_rank = neighbour, found.rank
+            candidate = self.try_params(neighbour)
+            if candidate.rank < best_rank:
+                best, best_rank = neighbour, candidate.rank
         return best
 
 
-def _most_layers(counts: Counts, letter: str) -> int:
+def _most_layers(counts: Counts, mode: str) -> int:
     """With that letter, of all kinds, in any stage and chunk."""
-    grids = [grid for choice, grid in counts.items() if choice[1] == letter]
+    grids = [grid for choice, grid in counts.items() if choice[1] == mode]
     return int(np.max(np.sum(grids, axis=0))) if grids else 0
 
 

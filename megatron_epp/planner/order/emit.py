@@ -184,8 +184,8 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
     rows = []
     for stage, word in enumerate(cost.layout.kinds.words):
         of_kinds = [
-            _letters(
-                {letter: grid for (of, letter), grid in counts.items() if of == kind},
+            _modes(
+                {mode: grid for (of, mode), grid in counts.items() if of == kind},
                 stage,
                 int((word == kind).sum()),
                 chunks,
@@ -196,25 +196,23 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
     return tuple(rows)
 
 
-def _woven(word: Sequence[int], letters: Sequence[str]) -> str:
+def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
     """The letters of every kind's layers, in the places that they have in the stage."""
-    waiting = [iter(each) for each in letters]
+    waiting = [iter(each) for each in modes]
     return "".join(next(waiting[kind]) for kind in word)
 
 
-def _letters(
+def _modes(
     counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
 ) -> tuple[str, ...]:
     """Letters of ``layers`` of a stage, for every chunk."""
     per_letter = [
-        (letter, grid[stage].tolist())
-        for letter, grid in counts.items()
-        if letter not in (KEEP, OFFLOAD)
+        (mode, grid[stage].tolist()) for mode, grid in counts.items() if mode not in (KEEP, OFFLOAD)
     ]
     aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
     row = []
     for chunk, offloaded in enumerate(map(int, aside)):
-        choice = "".join(letter * int(numbers[chunk]) for letter, numbers in per_letter)
+        choice = "".join(mode * int(numbers[chunk]) for mode, numbers in per_letter)
         choice += KEEP * (layers - offloaded - len(choice))
         row.append(offload_among(choice, offloaded) if offloaded else choice)
     return tuple(row)

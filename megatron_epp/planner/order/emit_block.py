@@ -14,7 +14,7 @@ from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import block_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch, as_planned, plan_of
-from megatron_epp.planner.order.problem import loads_of, with_kept
+from megatron_epp.planner.order.problem import loads_of, with_unrecomputed
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
@@ -25,65 +25,72 @@ class PlannedBlock:
     """deals[r]: documents of the batch, in its order, that replica r of the block computes by
     planned[r]. They run in lockstep, so the seconds of all are the block's."""
 
-    deals: tuple[tuple[int, ...], ...]
+    assignments: tuple[tuple[int, ...], ...]
     planned: tuple[PlannedReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class MemberPlan:
     """A replica's: its documents, their plan, and its loads with its own numbers for them."""
 
-    deal: tuple[int, ...]
+    assignment: tuple[int, ...]
     plan: Plan
     loads: Loads
 
 
-def shares_of(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> tuple[Share, ...]:
+def member_plans(
+    batch: SortedBatch, draft: Draft, cost: Cost, options: Options
+) -> tuple[MemberPlan, ...]:
     """Plans of every replica of the block that ``draft`` is for; one where it is for one."""
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
-    return tuple(_share(batch, draft, member, cost, options) for member in members)
+    return tuple(_member_plan(batch, draft, member, cost, options) for member in members)
 
 
-def _share(
+def _member_plan(
     batch: SortedBatch, draft: Draft, member: Chunking, cost: Cost, options: Options
-) -> Share:
-    deal = tuple(sorted(batch.names[d] for d in np.unique(member.spans.document)))
-    local = {document: number for number, document in enumerate(deal)}
+) -> MemberPlan:
+    assignment = tuple(sorted(batch.names[d] for d in np.unique(member.spans.document)))
+    local = {document: number for number, document in enumerate(assignment)}
     # Of documents that another replica has nothing is asked.
     names = tuple(local.get(document, -1) for document in batch.names)
-    documents = tuple(batch.documents[document] for document in deal)
-    mine = SortedBatch(batch.lengths, names, documents)
-    plan = plan_of(mine, dataclasses.replace(draft, chunking=member), cost)
-    return Share(deal, plan, mine.named(loads_of(member, batch.lengths, options.multiple)))
+    documents = tuple(batch.documents[document] for document in assignment)
+    member_batch = SortedBatch(batch.lengths, names, documents)
+    plan = plan_of(member_batch, dataclasses.replace(draft, chunking=member), cost)
+    return MemberPlan(
+        assignment, plan, member_batch.named(loads_of(member, batch.lengths, options.multiple))
+    )
 
 
-def tables_in_step(shares: tuple[Share, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
+def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
     """Tables of every replica: its bytes, and the seconds of the slowest."""
-    counts = with_kept(cost, draft.counts, draft.chunking.count)
-    return in_step([cost.table_of(share.loads, counts) for share in shares])
+    counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
+    return in_step([cost.table_of(member.loads, counts) for member in members])
 
 
 def emit_block(
     planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> PlannedBlock:
     """The plans of ``draft``, checked and played."""
-    shares = shares_of(batch, draft, cost, options)
-    local = any(chunk.has_local for share in shares for chunk in share.plan.chunks)
+    members = member_plans(batch, draft, cost, options)
+    local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
     bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
     planned = []
-    for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
-        check(share.plan)
-        played = play(share.plan, table)
-        planned.append(as_planned(planner, share.plan, draft, played, bound, cost, options))
-    return PlannedBlock(tuple(share.deal for share in shares), tuple(planned))
+    for member, table in zip(members, tables_in_step(members, draft, cost), strict=True):
+        check(member.plan)
+        played = play(member.plan, table)
+        planned.append(as_planned(planner, member.plan, draft, played, bound, cost, options))
+    return PlannedBlock(tuple(member.assignment for member in members), tuple(planned))
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
     """[stages]: bytes, residents included, by the simulator's ledger; the most of any replica."""
-    shares = shares_of(batch, draft, cost, options)
-    tables = tables_in_step(shares, draft, cost)
+    members = member_plans(batch, draft, cost, options)
+    tables = tables_in_step(members, draft, cost)
     return np.max(
-        [play(share.plan, table).peak_bytes for share, table in zip(shares, tables, strict=True)],
+        [
+            play(member.plan, table).peak_bytes
+            for member, table in zip(members, tables, strict=True)
+        ],
         axis=0,
     )

@@ -112,7 +112,7 @@ class ScheduleProblem:
         return len(self.ops.link_seconds) == len(Payload)
 
     @property
-    def of_window(self) -> tuple[np.ndarray, np.ndarray]:
+    def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
         """``moved_bytes`` and ``headroom_bytes`` where only F to B is counted: what H leaves for G
         is held from F on, and the most that an H or G needs while it runs is set aside."""
         moves = self.ops.moved_bytes
@@ -128,7 +128,7 @@ class ScheduleProblem:
         return moves, self.headroom_bytes - aside
 
 
-def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
+def with_unrecomputed(cost: Cost, counts: Counts, chunks: int) -> Counts:
     """``counts`` of what is recomputed, and of the layers that are left: kept."""
     return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
@@ -141,14 +141,14 @@ def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
     return left
 
 
-def every_layer(letter: str, left: list[np.ndarray]) -> Counts:
+def every_layer(mode: str, left: list[np.ndarray]) -> Counts:
     """The ``left`` layers of every kind, all with that letter."""
-    return {(kind, letter): grid for kind, grid in enumerate(left)}
+    return {(kind, mode): grid for kind, grid in enumerate(left)}
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
-    table = table_of(cost, loads, with_kept(cost, counts, chunking.count))
+    table = table_of(cost, loads, with_unrecomputed(cost, counts, chunking.count))
     return ScheduleProblem(
         ops=op_arrays(table, loads, rules_for(cost.layout.vocabulary_parallel)),
         backward_order=chunking.backward,

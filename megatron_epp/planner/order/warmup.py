@@ -29,7 +29,7 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
     return np.concatenate(rows, axis=1)
 
 
-def shrinking_window(sizes: np.ndarray, stages: int) -> np.ndarray:
+def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
     """One pipeline whose window is that of the longest document still to come.
 
     Where documents come longest first, the window falls to 1 as the split documents run out, and
@@ -76,5 +76,5 @@ def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
     """``last``: the last stage's row."""
-    behind = np.arange(stages)[::-1]
-    return np.minimum(count, last[None] + behind[:, None])
+    after = np.arange(stages)[::-1]
+    return np.minimum(count, last[None] + after[:, None])

@@ -16,7 +16,7 @@ from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import Counts, loads_of, rates_of
-from megatron_epp.planner.order.warmup import shrinking_window
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import (
     ScoredDraft,
     best_schedule,
@@ -40,8 +40,8 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
-        law = shrinking_window(chunking.sizes, cost.layout.stages)
-        policies = one_f_one_b(law, chunking.sizes, cost)
+        in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+        policies = one_f_one_b(in_flight_limit, chunking.sizes, cost)
         most = int(chunking.sizes.max())
         for kept in sorted({min(kept, most) for kept in KEPT}):
             if not better(best, bound, below):
@@ -49,7 +49,7 @@ def draft(
             counts = discarded(cost, chunking, kept)
             schedule, how = best_schedule(chunking, loads, counts, policies, cost)
             played = scored_draft(chunking, counts, schedule, cost, f"size {size}, K {kept}", how)
-            best = played if best is None else min(best, played, key=lambda made: made.rank)
+            best = played if best is None else min(best, played, key=lambda drafted: drafted.rank)
     return best
 
 

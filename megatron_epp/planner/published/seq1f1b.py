@@ -32,8 +32,8 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         if better(best, ordered_bound_seconds(chunking, loads, cost), below):
-            law = constant(chunking.sizes, cost.layout.stages)
-            policies = one_f_one_b(law, chunking.sizes, cost)
+            in_flight_limit = constant(chunking.sizes, cost.layout.stages)
+            policies = one_f_one_b(in_flight_limit, chunking.sizes, cost)
             played = uniform_draft(batch, chunking, policies, cost, options, f"size {size}")
-            best = played if best is None else min(best, played, key=lambda made: made.rank)
+            best = played if best is None else min(best, played, key=lambda scored: scored.rank)
     return best

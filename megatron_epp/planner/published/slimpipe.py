@@ -31,8 +31,8 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
             break
         chunking = folded(slices, options.lockstep, rates)
         policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (False,)))
-        letters = (OFFLOAD, FULL) if offloads else (FULL,)
+        modes = (OFFLOAD, FULL) if offloads else (FULL,)
         drafts.append(
-            uniform_draft(batch, chunking, policies, cost, options, f"slices of {size}", letters)
+            uniform_draft(batch, chunking, policies, cost, options, f"slices of {size}", modes)
         )
     return min(drafts, key=lambda each: each.rank)

@@ -11,45 +11,45 @@ from megatron_epp.ir import FULL, KEEP, SELECTIVE
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.recompute import ilp
 
-WHOLE_LAYERS = KEEP + FULL
+FULL_LAYERS = KEEP + FULL
 # The letters worth using from KEEP up, of every kind of layer.
 Ladders = tuple[str, ...]
 
 
-def ladders(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE) -> Ladders:
+def ladders(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE) -> Ladders:
     """The :func:`ladder` of every kind of layer."""
-    letters = tuple(letters)
-    return tuple(ladder(cost, loads, letters, kind) for kind in range(cost.layout.kinds.number))
+    modes = tuple(modes)
+    return tuple(ladder(cost, loads, modes, kind) for kind in range(cost.layout.kinds.number))
 
 
-def whole_layers(cost: Cost) -> Ladders:
+def full_layers(cost: Cost) -> Ladders:
     """A layer of any kind is kept, or recomputed in full."""
-    return (WHOLE_LAYERS,) * cost.layout.kinds.number
+    return (FULL_LAYERS,) * cost.layout.kinds.number
 
 
-def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
+def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
     """The letters worth using for a layer of that kind, from keeping all to recomputing all: each
     step frees its bytes at a lower price than the next one (the lower convex hull of seconds over
     bytes)."""
     points = [(0.0, 0.0, KEEP)]
     kept = cost.memory.saved_bytes((kind, KEEP), loads)
-    for letter in (*letters, FULL):
-        freed = float(np.sum(kept - cost.memory.saved_bytes((kind, letter), loads)))
-        seconds = float(np.sum(cost.seconds.recompute((kind, letter), loads)))
+    for mode in (*modes, FULL):
+        freed = float(np.sum(kept - cost.memory.saved_bytes((kind, mode), loads)))
+        seconds = float(np.sum(cost.seconds.recompute((kind, mode), loads)))
         if freed > 0:
-            points.append((freed, seconds, letter))
+            points.append((freed, seconds, mode))
     points.sort(key=lambda point: (point[0], point[1]))
     hull: list[tuple[float, float, str]] = []
-    for freed, seconds, letter in points:
+    for freed, seconds, mode in points:
         while hull and hull[-1][1] >= seconds and hull[-1][0] <= freed and hull[-1][2] != KEEP:
             hull.pop()  # frees less and takes longer
         while len(hull) >= 2 and _price(hull[-2], hull[-1]) >= _price(
-            hull[-2], (freed, seconds, letter)
+            hull[-2], (freed, seconds, mode)
         ):
             hull.pop()
         if not hull or freed > hull[-1][0]:
-            hull.append((freed, seconds, letter))
-    return "".join(letter for _, _, letter in hull)
+            hull.append((freed, seconds, mode))
+    return "".join(mode for _, _, mode in hull)
 
 
 def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> float:
@@ -59,7 +59,7 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
     """[steps, stages, chunks]: what one more layer of that kind on each step of a ladder frees from
     F to B."""
-    saved = np.stack([cost.memory.saved_bytes((kind, letter), loads) for letter in steps])
+    saved = np.stack([cost.memory.saved_bytes((kind, mode), loads) for mode in steps])
     per_step = saved[:-1] - saved[1:]
     return np.ascontiguousarray(np.repeat(per_step[:, None], cost.layout.stages, axis=1))
 
@@ -79,17 +79,17 @@ def diagonal_counts(
     """The cheapest recompute that fits under the order ``least``; None where none does.
 
     kept           the work where nothing is recomputed
-    steps          of every kind of layer, letters from KEEP up; default: :func:`whole_layers`
+    steps          of every kind of layer, letters from KEEP up; default: :func:`full_layers`
     headroom_bytes per stage next to residents; default: all of it
     layers         by kind, [stages, chunks] that are left to recompute, the others being offloaded;
                    default: all of each stage
     """
-    moves, headroom = kept.of_window
+    moves, headroom = kept.of_in_flight
     headroom = headroom if headroom_bytes is None else headroom_bytes
-    steps = whole_layers(cost) if steps is None else steps
+    steps = full_layers(cost) if steps is None else steps
     parts = []  # of every kind: letters, bytes freed, most layers of a slot, layers that are left
-    for kind, letters in enumerate(steps):
-        freed = freed_bytes(cost, loads, letters, kind)
+    for kind, modes in enumerate(steps):
+        freed = freed_bytes(cost, loads, modes, kind)
         left = None if layers is None else layers[kind]
         if cost.layout.kinds.number > 1 and left is None:
             left = np.tile(cost.layout.kinds.counts[kind][:, None], (1, kept.chunks))
@@ -105,45 +105,43 @@ def diagonal_counts(
             most = ilp.reduce_diagonals(np.nanmax, left, kept.backward_order)
             reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.layout.stages)
             freed = freed * (left / np.maximum(reach, 1))
-        parts.append((letters, freed, most, left))
+        parts.append((modes, freed, most, left))
     weights = None
-    if sum(len(letters) for letters in steps) > 2:
+    if sum(len(modes) for modes in steps) > 2:
         prices, largest = [], 0.0
-        for kind, letters in enumerate(steps):
-            seconds = [
-                float(cost.seconds.recompute((kind, letter), loads).mean()) for letter in letters
-            ]
+        for kind, modes in enumerate(steps):
+            seconds = [float(cost.seconds.recompute((kind, mode), loads).mean()) for mode in modes]
             prices.append(np.diff(seconds))
             largest = max(largest, *seconds)
         price = np.maximum(np.concatenate(prices), 1e-9 * largest)
         weights = np.repeat(price / price.max(), len(parts[0][2]))
-    found = ilp.solve_order(
+    solution = ilp.solve_order(
         solver,
         least,
         kept.backward_order,
         moves,
         np.concatenate([freed for _, freed, _, _ in parts]),
         headroom,
-        np.concatenate([np.tile(most, len(letters) - 1) for letters, _, most, _ in parts]),
+        np.concatenate([np.tile(most, len(modes) - 1) for modes, _, most, _ in parts]),
         weights,
         integer=integer,
     )
-    if found is None:
+    if solution is None:
         return None
     counts: dict[Choice, np.ndarray] = {}
     row = 0
-    for kind, (letters, _, _, left) in enumerate(parts):
-        mine, row = found[row : row + len(letters) - 1], row + len(letters) - 1
+    for kind, (modes, _, _, left) in enumerate(parts):
+        group_counts, row = solution[row : row + len(modes) - 1], row + len(modes) - 1
         # A layer on a step has taken those below it.
-        taken = np.maximum.accumulate(mine[::-1])[::-1]
+        taken = np.maximum.accumulate(group_counts[::-1])[::-1]
         grids = [
             ilp.broadcast_diagonals(step, kept.backward_order, cost.layout.stages) for step in taken
         ]
         if left is not None:
             grids = [np.minimum(grid, left) for grid in grids]
-        for number, letter in enumerate(letters[1:]):
+        for number, mode in enumerate(modes[1:]):
             above = grids[number + 1] if number + 1 < len(grids) else 0
             grid = (grids[number] - above).astype(np.float64)
             if grid.any():
-                counts[kind, letter] = grid
+                counts[kind, mode] = grid
     return counts

@@ -182,16 +182,16 @@ def solve_order(
         return np.zeros((steps, slots), dtype=np.int64)
     if (missing > 0).sum() * alive * steps <= MANY_ENTRIES:
         rows = memory_rows(least, backward_order, moves, freed, budget)
-        found = solve_rows(solver, rows, most, weights, integer=integer)
-        return None if found is None else found.reshape(steps, slots)
+        solution = solve_rows(solver, rows, most, weights, integer=integer)
+        return None if solution is None else solution.reshape(steps, slots)
     wanted = np.zeros((stages, count), dtype=np.bool_)
     for _ in range(ROW_ROUNDS):
         _want_worst(wanted, missing)
         rows = memory_rows(least, backward_order, moves, freed, budget, wanted)
-        found = solve_rows(solver, rows, most, weights, integer=integer)
-        if found is None:
+        solution = solve_rows(solver, rows, most, weights, integer=integer)
+        if solution is None:
             return None
-        layers = found.reshape(steps, slots)
+        layers = solution.reshape(steps, slots)
         saved = sum(
             freed[step] * broadcast_diagonals(layers[step], backward_order, stages)
             for step in range(steps)
@@ -291,8 +291,8 @@ def reduce_diagonals(
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):
-        behind = stages - 1 - stage
-        on[stage, behind : behind + count] = layers[stage, backward_order]
+        after = stages - 1 - stage
+        on[stage, after : after + count] = layers[stage, backward_order]
     return choose(on, axis=0).astype(np.int64)
 
 

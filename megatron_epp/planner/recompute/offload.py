@@ -31,7 +31,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class HostRoom:
+class HostHeadroom:
     """``budget_bytes`` of the host's memory for each stage's offloaded layers. ``at_once``: those
     of all chunks must fit together, so that no order of the ops is too much."""
 
@@ -52,24 +52,24 @@ class HostRoom:
         fits = np.zeros_like(aside)
         for stage, layers in enumerate(aside):
             before = np.full_like(least[stage], len(layers)) if self.at_once else least[stage]
-            for share in SHARES:
+            for fraction in FRACTIONS:
                 # Rounded along the chunks, so that a small share of few layers is not none.
-                some = np.diff(np.floor(share * np.cumsum(layers) + 1e-9), prepend=0.0)
+                some = np.diff(np.floor(fraction * np.cumsum(layers) + 1e-9), prepend=0.0)
                 if _host_peak(some * layer_bytes, before, backward) <= self.budget_bytes:
                     fits[stage] = some
                     break
         return fits
 
-    def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostRoom":
+    def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostHeadroom":
         """After a plan that took ``peak_bytes``, as it does more forwards than it must: room for as
         much less; and when that was too much again, room for all chunks at once."""
         if self.budget_bytes == budget_bytes:
-            return HostRoom(0.98 * budget_bytes * budget_bytes / peak_bytes)
-        return HostRoom(budget_bytes, at_once=True)
+            return HostHeadroom(0.98 * budget_bytes * budget_bytes / peak_bytes)
+        return HostHeadroom(budget_bytes, at_once=True)
 
 
 def layers_offloaded(
-    cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
+    cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
     """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it, and
     so has each stage of a rank that has several, whatever their order."""
@@ -80,14 +80,14 @@ def layers_offloaded(
         least = np.full((cost.layout.stages, loads.chunks), loads.chunks)
     part = dataclasses.replace(host, budget_bytes=host.budget_bytes / parts)
     return {
-        (kind, letter): part.fitting(
+        (kind, mode): part.fitting(
             grid, cost.memory.saved_bytes((kind, KEEP), loads), least, backward
         )
-        for (kind, letter), grid in hidden.items()
+        for (kind, mode), grid in hidden.items()
     }
 
 
-SHARES = tuple(k / 20 for k in range(20, -1, -1))  # of the layers that would hide
+FRACTIONS = tuple(k / 20 for k in range(20, -1, -1))  # of the layers that would hide
 
 
 def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> float:

@@ -85,32 +85,32 @@ def uniform_draft(
     cost: Cost,
     options: Options,
     note: str = "",
-    letters: Sequence[str] = (FULL,),
+    modes: Sequence[str] = (FULL,),
 ) -> ScoredDraft:
     """The best of ``policies`` with the fewest recomputed layers that fit, alike on all stages.
 
     Where nothing fits, everything is recomputed, and the plan says that it does not fit. Of several
-    ``letters`` the first one with which something fits is taken.
+    ``modes`` the first one with which something fits is taken.
     """
     loads = loads_of(chunking, batch.lengths, options.multiple)
 
-    def play(letter: str, layers: int) -> tuple[Counts, Schedule, str]:
+    def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]
-        counts = cost.layout.kinds.first(letter, np.tile(grid, (1, chunking.count)))
+        counts = cost.layout.kinds.first(mode, np.tile(grid, (1, chunking.count)))
         return counts, *best_schedule(chunking, loads, counts, policies, cost)
 
-    said = ""
-    counts, schedule, how = play(letters[0], 0)
-    for letter in letters:
+    description = ""
+    counts, schedule, how = play(modes[0], 0)
+    for mode in modes:
         if schedule.over_bytes <= 0:
             break
         low, high = 1, max(cost.layout.layers)  # the fewest that fit lie in low..high
         while low < high:
             middle = (low + high) // 2
-            if play(letter, middle)[1].over_bytes > 0:
+            if play(mode, middle)[1].over_bytes > 0:
                 low = middle + 1
             else:
                 high = middle
-        counts, schedule, how = play(letter, low)
-        said = f"{'offload' if letter == OFFLOAD else 'recompute'} {low} layers"
-    return scored_draft(chunking, counts, schedule, cost, note, how, said)
+        counts, schedule, how = play(mode, low)
+        description = f"{'offload' if mode == OFFLOAD else 'recompute'} {low} layers"
+    return scored_draft(chunking, counts, schedule, cost, note, how, description)

@@ -138,7 +138,7 @@ class Survey:
 
 
 def survey(
-    found: Sequence[Layout],
+    layouts: Sequence[Layout],
     batches: Sequence[Sequence[int]],
     cost_for: Callable[[Layout], Cost],
     options: Options,
@@ -159,7 +159,7 @@ def survey(
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
     bounds: dict[Layout, float] = {}
-    for layout in progress(found, len(found), "bounds"):
+    for layout in progress(layouts, len(layouts), "bounds"):
         try:
             costs[layout] = cost_for(layout)
             bounds[layout] = _bound(batches[0], costs[layout], options)
@@ -172,47 +172,51 @@ def survey(
     sketch = dataclasses.replace(options, effort=min(SKETCH_EFFORT, options.effort))
 
     def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> list[Choice]:
-        made: list[Choice] = []
+        choices: list[Choice] = []
         for planner in planners:
             for cut in _cuts(costs[layout], planner, vocabulary):
                 ways = partitions(costs[layout].with_vocabulary(cut), batches[0], partition)
                 for layers in reversed(ways):  # even ones where those by time do not fit
                     try:
                         chosen = layout, costs[layout], layers, batches[:1], how, planner
-                        made.append(choice_of(*chosen, cut=cut))
+                        choices.append(choice_of(*chosen, cut=cut))
                         break
                     except ValueError as error:
                         refused.setdefault(layout, str(error).split("\n")[0])
-        return made
+        return choices
 
     glances: dict[Layout, list[Choice]] = {}
     bounded: list[Layout] = []
     for layout in progress(ordered, len(ordered), "first plans"):
-        best = sorted(choice.seconds for made in glances.values() for choice in made)
+        best = sorted(choice.seconds for glanced in glances.values() for choice in glanced)
         if len(best) >= top and bounds[layout] > best[top - 1]:
             bounded.append(layout)
         else:
             glances[layout] = looked_at(layout, glance, (ELASTIC, STOCK))
-    near = {layout: _elastic_seconds(made, likely[layout]) for layout, made in glances.items()}
+    near = {
+        layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
+    }
     choices: list[Choice] = []
     least = np.inf
     for number, layout in enumerate(
         progress(sorted(near, key=near.__getitem__), len(near), "plans")
     ):
-        made = glances[layout]
+        glanced = glances[layout]
         if number < top or near[layout] <= least * GLANCE:
-            made = [*made, *looked_at(layout, sketch, (ELASTIC,))]
-        least = min(least, _elastic_seconds(made, np.inf))
-        if made:
+            glanced = [*glanced, *looked_at(layout, sketch, (ELASTIC,))]
+        least = min(least, _elastic_seconds(glanced, np.inf))
+        if glanced:
             refused.pop(layout, None)
-        choices += _best_of(made)
+        choices += _best_of(glanced)
     choices = _finals(choices, batches, costs, options, vocabulary, placement, progress)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
 
 
-def _elastic_seconds(made: Sequence[Choice], otherwise: float) -> float:
+def _elastic_seconds(choices: Sequence[Choice], otherwise: float) -> float:
     """Seconds of the fastest of our own plans, or those to take where none fits."""
-    return min((choice.seconds for choice in made if choice.planner == ELASTIC), default=otherwise)
+    return min(
+        (choice.seconds for choice in choices if choice.planner == ELASTIC), default=otherwise
+    )
 
 
 def _order(choice: Choice) -> tuple:
@@ -236,7 +240,7 @@ def _finals(
     finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
     stock = sorted((c for c in choices if c.planner == STOCK), key=_order)[:1]
     work = [*finalists, *stock]
-    made = []
+    evaluated = []
     for choice in progress(work, len(work), "finals"):
         cost = costs[choice.layout]
         variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
@@ -247,7 +251,7 @@ def _finals(
             levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
             chosen = dataclasses.replace(options, levers=levers)
             try:
-                made.append(
+                evaluated.append(
                     choice_of(
                         *(choice.layout, cost, layers, batches, chosen, choice.planner),
                         cut=cut,
@@ -257,7 +261,7 @@ def _finals(
             except ValueError:  # a later batch does not fit: then the choice is none
                 continue
     others = (choice for choice in choices if choice not in work)
-    return [*_best_of(made), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
+    return [*_best_of(evaluated), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
 
 
 def _on_all(
@@ -276,10 +280,10 @@ def _on_all(
     )
 
 
-def _best_of(made: Sequence[Choice]) -> list[Choice]:
+def _best_of(choices: Sequence[Choice]) -> list[Choice]:
     """For every layout and planner; what is not simply faster must pay."""
     best: dict[tuple, Choice] = {}
-    for choice in sorted(made, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
+    for choice in sorted(choices, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
         key = choice.layout, choice.planner
         asked = 1.0
         if key in best and choice.offload > best[key].offload:
@@ -308,11 +312,11 @@ def _variants(
     """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
     earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
-    made = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
+    variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
     tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
     if tight and choice.planner == ELASTIC:
-        made.append((choice.layers, True, choice.vocabulary_parallel))
-    return made
+        variants.append((choice.layers, True, choice.vocabulary_parallel))
+    return variants
 
 
 def _placements(
@@ -337,9 +341,9 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
     per = (forward + back).mean(axis=0)
     per = np.minimum(per, (forward + halves[0] + halves[1]).mean(axis=0))
-    whole = cost.layout.whole_features(np.array(lengths), cost.layout.dp)
-    longest = cost.layout.whole_features(np.array([max(lengths)]), 1.0)
-    mean = float(max(per @ whole / cost.layout.dp, per @ longest))
+    batch_features = cost.layout.batch_features(np.array(lengths), cost.layout.dp)
+    longest = cost.layout.batch_features(np.array([max(lengths)]), 1.0)
+    mean = float(max(per @ batch_features / cost.layout.dp, per @ longest))
     most = -(-sum(cost.layout.layers) // cost.layout.stages)
     single = layer_costs(cost)
     forward, back, *halves = (least_seconds_per(single, kind, local) for kind in kinds)
@@ -347,7 +351,7 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     inside = layer[1:-1]
     if len(layer) <= 2:  # with the ends, which are no layer's
         return mean
-    cheapest = max((inside @ whole).min() / cost.layout.dp, (inside @ longest).min())
+    cheapest = max((inside @ batch_features).min() / cost.layout.dp, (inside @ longest).min())
     return max(mean, most * float(cheapest))
 
 
@@ -364,8 +368,8 @@ def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[
     """Even layers, and by time."""
     if not by_time or cost.layout.stages == 1:
         return [cost.layout.layers]
-    found = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
-    moved = None if found is None or found == cost.layout.layers else with_layers(cost, found)
+    fastest = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
+    moved = None if fastest is None or fastest == cost.layout.layers else with_layers(cost, fastest)
     return [cost.layout.layers] if moved is None else [cost.layout.layers, moved.layout.layers]
 
 
@@ -386,9 +390,9 @@ def choice_of(
         even = with_placement(even, Placement(place, layers))
     cost = even.replace(layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
-    made = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
-    exposed = [each for _, each, _ in made]
-    seconds = [planned.seconds + each for planned, each, _ in made]
+    results = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
+    exposed = [each for _, each, _ in results]
+    seconds = [planned.seconds + each for planned, each, _ in results]
     tokens = sum(sum(lengths) for lengths in batches)
 
     def mean(values: Iterable[float]) -> float:
@@ -402,12 +406,12 @@ def choice_of(
         offload="offload" in options.levers,
         seconds=float(np.mean(seconds)),
         tokens_per_second=tokens / sum(seconds),
-        bubble_ratio=mean(planned.bubble_ratio for planned, _, _ in made),
-        recompute_ratio=mean(planned.recompute_ratio for planned, _, _ in made),
-        comm_ratio=mean(planned.comm_ratio for planned, _, _ in made),
+        bubble_ratio=mean(planned.bubble_ratio for planned, _, _ in results),
+        recompute_ratio=mean(planned.recompute_ratio for planned, _, _ in results),
+        comm_ratio=mean(planned.comm_ratio for planned, _, _ in results),
         exchange_seconds=float(np.mean(exposed)),
-        hidden_seconds=float(np.mean([hidden for _, _, hidden in made])),
-        peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
+        hidden_seconds=float(np.mean([hidden for _, _, hidden in results])),
+        peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in results),
         batches=len(batches),
         ep=cost.layout.ep,
         vocabulary_parallel=cut,
@@ -429,5 +433,9 @@ def heaviest_plan(
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
     if cost.layout.network is None or cost.layout.cp * cost.layout.dp == 1:
         return planned, 0.0, 0.0
-    told = exchange(cost, play(planned.plan, cost.table(planned.plan)))
-    return planned, told.exposed_seconds, max(told.seconds - told.exposed_seconds, 0.0)
+    exchanged = exchange(cost, play(planned.plan, cost.table(planned.plan)))
+    return (
+        planned,
+        exchanged.exposed_seconds,
+        max(exchanged.seconds - exchanged.exposed_seconds, 0.0),
+    )

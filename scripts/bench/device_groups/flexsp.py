@@ -25,7 +25,7 @@ MORE_BATCHES = 5  # M' of the blaster: M_min to M_min + 4
 IMPROVED = 4  # mixes whose assignment is improved
 SHAKEN = 16  # documents that are moved to shake a local optimum
 # Static recompute to try, as shares of the layers; the paper's runs use 0, and 0.6 for 30B.
-RECOMPUTE_SHARES = (0.0, 0.3, 0.6, 1.0)
+RECOMPUTE_FRACTIONS = (0.0, 0.3, 0.6, 1.0)
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     best = None
     layers = sum(cost.layout.layers)
-    for share in RECOMPUTE_SHARES:
+    for share in RECOMPUTE_FRACTIONS:
         recompute = round(share * layers)
         costs = group_costs(cost, recompute, gather_factor)
         if batch.lengths[0] > costs.most_tokens[-1]:

@@ -22,7 +22,7 @@ GROUP_SLACK = 0.10  # more work than the micro-batch's largest, that a group tak
 EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most this share
 # The most tokens of a document on a device, as shares of what a device can hold: the first that
 # Megatron's flag would be set to, and finer ones, of which the best is taken.
-LIMIT_SHARES = (1.0, 0.5, 0.25)
+LIMIT_FRACTIONS = (1.0, 0.5, 0.25)
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
     for recompute in range(0, layers + 1, max(1, layers // 3)):
         costs = group_costs(cost, recompute, gather_factor)
         per_device = float(costs.most_tokens[-1]) / costs.devices
-        for share in LIMIT_SHARES:
+        for share in LIMIT_FRACTIONS:
             if batch.lengths[0] > per_device * share * costs.devices:
                 continue
             batches = _fill(batch.lengths, costs, per_device * share)

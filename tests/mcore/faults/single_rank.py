@@ -16,7 +16,7 @@ def lose_every_place(tensors, builder: ChunkBatchBuilder, chunk: int):
     found = tensors(builder, chunk)
     content = builder.plan.chunks[chunk]
     if content.has_local:
-        found.positions[0][builder.share.spread_rows(content) :] = 0
+        found.positions[0][builder.row_shard.sharded_rows(content) :] = 0
     return found
 
 
@@ -34,9 +34,9 @@ def exchange_local_rows(attention_parts, ulysses, q_tHD, k_tGD, v_tGD, state):
     qkv = q_tHD, k_tGD, v_tGD
     if state.local is None or not state.tokens:
         return attention_parts(ulysses, *qkv, state)
-    spread = local.spread_rows(state, ulysses)
-    behind = (x[spread:].clone() for x in qkv)
-    return (*(x[: state.tokens] for x in ulysses.to_heads(*qkv)), *behind)
+    spread = local.sharded_rows(state, ulysses)
+    after = (x[spread:].clone() for x in qkv)
+    return (*(x[: state.tokens] for x in ulysses.to_heads(*qkv)), *after)
 
 
 def give_rows_back_out_of_turn(attend_parts, parts, state, ulysses, spread, of_local):

@@ -31,14 +31,14 @@ def losing_gradient(at: int) -> Fault:
 
 def begin_in_the_middle_of_a_call(calls, *args: Any) -> Iterator[carried.Call]:
     made = list(calls(*args))
-    behind = next((call for call in made if call.before is not None), made[0])
+    after = next((call for call in made if call.before is not None), made[0])
     yield replace(
         made[0],
         stop=made[-1].stop,
         lengths=tuple(length for call in made for length in call.lengths),
         document=max(call.document for call in made),
-        before=behind.before,
-        of=behind.of,
+        before=after.before,
+        of=after.of,
         after=next((call.after for call in made if call.after is not None), None),
     )
 

@@ -11,10 +11,10 @@ from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 def see_only_the_slice_before(seen, tails: Tails, start: int, most: int | None = None):
     first, end = seen(tails, start, most)
-    if tails.borders is None:
+    if tails.boundaries is None:
         return first, end
-    index = tails.borders.index(start)
-    before = tails.borders[index - 1] if index else 0
+    index = tails.boundaries.index(start)
+    before = tails.boundaries[index - 1] if index else 0
     return max(first, end - (start - before)), end
 
 

@@ -62,7 +62,7 @@ class ReloadableWorld:
         for name in MESSAGES:
             setattr(dist, name, self._connected(self.own[name]))
         dist.P2POp = lambda op, tensor, peer, group=None: make_op(
-            self.own[op.__name__], tensor, peer, behind(group)
+            self.own[op.__name__], tensor, peer, after(group)
         )
 
     def _new_group(self, *words: Any, **named: Any) -> Any:
@@ -100,7 +100,7 @@ class ReloadableWorld:
 
     def _shown(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def shown(*words: Any, **named: Any) -> Any:
-            return function(*map(behind, words), **{k: behind(v) for k, v in named.items()})
+            return function(*map(after, words), **{k: after(v) for k, v in named.items()})
 
         return shown
 
@@ -127,5 +127,5 @@ class ReloadableWorld:
         return True
 
 
-def behind(group: Any) -> Any:
+def after(group: Any) -> Any:
     return group.group if isinstance(group, Reloadable) else group

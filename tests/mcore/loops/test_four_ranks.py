@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import COMPUTE, lower_rank
-from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
-from megatron_epp.planner.calls.call_plan import whole_plan
+from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
+from megatron_epp.planner.calls.call_plan import unsliced_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from tests.mcore.runs import train
 
@@ -57,8 +57,8 @@ def test_replicas_that_meet_have_one_program_whatever_their_lengths() -> None:
     free, together = set(), set()
     for _ in range(6):
         shapes = [MicrobatchShape(max(1, int(random.lognormvariate(7, 1)))) for _ in range(8)]
-        plan = whole_plan(shapes, (2,) * 4, rates, CallOptions(False, False), False)
-        assert plan.predicted is not None and plan.predicted.planner == AS_GIVEN
+        plan = unsliced_plan(shapes, (2,) * 4, rates, CallOptions(False, False), False)
+        assert plan.predicted is not None and plan.predicted.planner == AS_CALLED
         free.add(tuple(lower_rank(plan, stage) for stage in range(4)))
         together.add(tuple(lower_rank(plan, stage, (counted(plan),)) for stage in range(4)))
     assert len(together) == 1 < len(free)

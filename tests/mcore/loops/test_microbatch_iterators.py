@@ -73,7 +73,7 @@ def test_a_source_that_ends_early_is_refused() -> None:
 def test_sources_with_an_offset(source) -> None:
     """They are read at the place of each micro-batch, and stand behind the last one afterwards."""
     expected = [source.get_next(["x"])["x"] for _ in range(3)]
-    behind, source.offset = source.offset, 0
+    after, source.offset = source.offset, 0
     batches = MicroBatches(source, 3)
     assert batches.readable
     assert batches.item(1).get_next(["x"])["x"] == expected[1]  # measuring moves nothing
@@ -83,7 +83,7 @@ def test_sources_with_an_offset(source) -> None:
     ]
     assert batches.only(0).micro_batch_size == source.micro_batch_size
     batches.finish()
-    assert source.offset == behind
+    assert source.offset == after
     twice = batches.only(0)
     twice.get_next(["x"])
     with pytest.raises(ValueError, match="drew twice"):

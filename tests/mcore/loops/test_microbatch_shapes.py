@@ -17,14 +17,14 @@ def test_samples_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(
-    "borders",
+    "boundaries",
     [
         {"cu_seqlens": torch.tensor([[0, 5, 8, 8]])},
         {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 8]))},
     ],
 )
-def test_packed_documents(borders) -> None:
-    found = shape_of({"input_ids": torch.zeros(1, 9), **borders})
+def test_packed_documents(boundaries) -> None:
+    found = shape_of({"input_ids": torch.zeros(1, 9), **boundaries})
     assert found == MicrobatchShape(9, 1, (5, 3))
     assert found.pairs == 15 + 6
 
@@ -50,7 +50,7 @@ def test_rows_of_a_micro_batch_on_ranks_of_its_own_are_nobodys_to_tell(own) -> N
 
 
 def test_a_mapping_of_an_unknown_form_ends_nothing() -> None:
-    strange = {"tokens": torch.zeros(1, 4), "packed_seq_params": SimpleNamespace(borders=[0, 4])}
+    strange = {"tokens": torch.zeros(1, 4), "packed_seq_params": SimpleNamespace(boundaries=[0, 4])}
     assert measured(strange, None, 0) is None
 
 

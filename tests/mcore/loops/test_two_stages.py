@@ -166,7 +166,7 @@ def test_calls_that_are_left_to_megatron(changed, says) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.loops.call_arguments import LoopCall, not_ours
+    from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 
     keywords = {
         "forward_step_func": print,
@@ -176,7 +176,7 @@ def test_calls_that_are_left_to_megatron(changed, says) -> None:
         "seq_length": 1,
         "micro_batch_size": 1,
     }
-    assert not_ours(LoopCall.of(keywords | changed), 2) == says
+    assert megatron_only(LoopCall.of(keywords | changed), 2) == says
 
 
 @pytest.mark.parametrize("name", ["_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"])
@@ -217,7 +217,7 @@ def test_settings_that_only_megatron_acts_on() -> None:
 
     cpu_host.install_cpu_host()
     from megatron_epp.mcore.capabilities.table import TABLE
-    from megatron_epp.mcore.loops.call_arguments import LoopCall, not_ours
+    from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 
     rows = {row.what for row in TABLE if row.calls is not None}
     for name in (
@@ -239,7 +239,7 @@ def test_settings_that_only_megatron_acts_on() -> None:
             seq_length=1,
             micro_batch_size=1,
         )
-        assert name in (not_ours(call, 2) or "")
+        assert name in (megatron_only(call, 2) or "")
         rows -= {row.what for row in TABLE if row.calls is not None and row.calls(call)}
     assert {what.split(" (")[0] for what in rows} == {
         "CUDA graphs",

@@ -268,7 +268,7 @@ def unforeseen(model, rank: int) -> dict[str, list]:
         "groups of one rank": patch.object(planned_call, "process_groups", fails)
         if rank
         else nullcontext(),
-        "a plan": patch.object(call_plan, "whole_plan", fails),
+        "a plan": patch.object(call_plan, "unsliced_plan", fails),
         "all stages": patch.object(MicroBatchStage, "__init__", fails),
     }.items():
         ran, said = [], []

@@ -15,13 +15,13 @@ from megatron_epp.planner.calls.call_cost import (
     token_table,
 )
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
-from megatron_epp.planner.calls.call_plan import sliced_plan, whole_plan
+from megatron_epp.planner.calls.call_plan import sliced_plan, unsliced_plan
 from megatron_epp.planner.calls.group_order import (
     OrderedGroups,
     best_order,
+    call_order,
     flow_seconds,
     forward_order,
-    given_order,
     problem_of_call,
 )
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -50,7 +50,7 @@ def problem(
 
 
 def given(tokens: list[int], stages: int, one: np.ndarray = RATES) -> OrderedGroups:
-    return given_order(problem(tokens, stages, one=one), ones(tokens))
+    return call_order(problem(tokens, stages, one=one), ones(tokens))
 
 
 def ones(tokens: list[int]) -> np.ndarray:
@@ -83,13 +83,13 @@ def test_the_callers_order_is_megatrons_1f1b() -> None:
 def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
     random = Random(seed)
     tokens = [random.randint(10, 1000) for _ in range(random.randint(3, 12))]
-    room = CallOptions().room(tokens, stages)
+    room = CallOptions().memory_of_call(tokens, stages)
     first = given(tokens, stages)
     assert room.tolist() == held(first.ops(ones(tokens)), tokens)
     within = problem(tokens, stages, room)
     found = best_order(within, ones(tokens), split=False, reorder=True, ops=60_000)
     assert found is not None
-    plan = whole_plan(extents(tokens), (1,) * stages, rates(stages), CallOptions(), False)
+    plan = unsliced_plan(extents(tokens), (1,) * stages, rates(stages), CallOptions(), False)
     check(plan)
     assert all(a <= b for a, b in zip(held(found.ops(ones(tokens)), tokens), room, strict=True))
     assert found.seconds <= first.seconds * (1 + 1e-9)
@@ -98,7 +98,7 @@ def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
 def test_a_better_order_is_found() -> None:
     """Large and small by turns leave stages waiting for each other."""
     tokens = [100, 400, 100, 300, 100, 200, 100, 350]
-    plan = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
+    plan = unsliced_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
     first = given(tokens, 4)
     assert plan.predicted is not None and plan.predicted.seconds < 0.9 * first.seconds
     assert plan.orders[0] != first.ops(ones(tokens))[0]
@@ -106,20 +106,20 @@ def test_a_better_order_is_found() -> None:
 
 def test_splitting_fills_the_gaps() -> None:
     tokens = [100] * 4
-    whole = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
-    split = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(headroom=1.0), False)
+    whole = unsliced_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
+    split = unsliced_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(headroom=1.0), False)
     assert split.splits_backward and not whole.splits_backward
     assert split.predicted.seconds < 0.95 * whole.predicted.seconds
 
 
 def test_without_gain_the_order_is_the_callers() -> None:
-    plan = whole_plan(extents([7] * 5), (1, 1), rates(2), CallOptions(split=False), False)
+    plan = unsliced_plan(extents([7] * 5), (1, 1), rates(2), CallOptions(split=False), False)
     assert plan.orders == given([7] * 5, 2).ops(ones([7] * 5))
 
 
 def test_freedom_is_kept_to() -> None:
     tokens = [100, 100, 100, 1000]
-    fixed = whole_plan(extents(tokens), (1, 1), rates(2), CallOptions(False, False), False)
+    fixed = unsliced_plan(extents(tokens), (1, 1), rates(2), CallOptions(False, False), False)
     assert [op.chunk for op in fixed.orders[0] if op.kind is Kind.FORWARD] == [0, 1, 2, 3]
     assert not fixed.splits_backward
     with pytest.raises(ValueError, match="headroom -1: expected at least 0"):
@@ -132,9 +132,9 @@ def test_a_pass_of_forwards_is_a_flow_shop() -> None:
     takes = flow_seconds(seconds, forward_order(seconds))
     best = min(flow_seconds(seconds, p) for p in permutations(range(4)))
     assert takes == pytest.approx(best) and takes < flow_seconds(seconds, range(4))
-    check(whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), CallOptions(), True))
+    check(unsliced_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), CallOptions(), True))
     same = CallOptions(reorder=False)
-    kept = whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), same, True)
+    kept = unsliced_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), same, True)
     assert [op.chunk for op in kept.orders[0]] == [0, 1, 2, 3]
 
 
@@ -166,7 +166,7 @@ def test_a_long_document_is_cut_and_time_is_gained() -> None:
     groups = [[[(0, 0, 200)]], [[(1, 0, 200), (2, 0, 100)]], [[(3, 0, 4000)]], [[(4, 0, 150)]]]
     call = CallChunks.of(groups, documents)
     whole = problem_of_call(call, token_table(call, rates(2, CURVED)), np.full(2, np.inf))
-    assert plan.predicted.seconds < 0.8 * given_order(whole, call.sizes).seconds
+    assert plan.predicted.seconds < 0.8 * call_order(whole, call.sizes).seconds
 
 
 def plan_of(text: str, chunks: tuple[Chunk, ...], documents: tuple[int, ...]) -> Plan:
@@ -242,9 +242,9 @@ def test_a_job_holds_no_more_than_it_would_by_1f1b() -> None:
     assert rows_of_1f1b(tokens, 3).tolist() == [1020, 1010, 1000]
     assert rows_of_1f1b([7], 3).tolist() == [7, 7, 7]
     had = CallOptions(had_rows=(1500, 1010, 900), headroom=0.5)
-    assert had.room(tokens, 3).tolist() == [2250, 1515, 1500]
+    assert had.memory_of_call(tokens, 3).tolist() == [2250, 1515, 1500]
     plain, roomy = (
-        whole_plan(extents(tokens), (1,) * 3, rates(3), CallOptions(had_rows=rows), False)
+        unsliced_plan(extents(tokens), (1,) * 3, rates(3), CallOptions(had_rows=rows), False)
         for rows in ((), (2000, 2000, 2000))
     )
     assert held(roomy.orders, tokens) > held(plain.orders, tokens)

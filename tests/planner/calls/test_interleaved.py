@@ -7,9 +7,9 @@ import pytest
 
 from megatron_epp.ir import Kind, check
 from megatron_epp.planner.calls.call_cost import CallChunks, token_table
-from megatron_epp.planner.calls.call_options import AS_GIVEN, PLANNED, CallOptions
-from megatron_epp.planner.calls.call_plan import whole_plan
-from megatron_epp.planner.calls.interleaved import given_turns
+from megatron_epp.planner.calls.call_options import AS_CALLED, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_plan import unsliced_plan
+from megatron_epp.planner.calls.interleaved import call_turns
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.sim.play import play
@@ -25,7 +25,7 @@ def test_the_given_order_is_that_of_megatrons_schedule(ranks: int, parts: int) -
 
     for chunks in (ranks, 3 * ranks):
         order = get_schedule_table(chunks, parts, ranks)
-        for rank, ran in enumerate(given_turns(chunks, ranks, ranks * parts, False)):
+        for rank, ran in enumerate(call_turns(chunks, ranks, ranks * parts, False)):
             forwards = [(chunk, stage // ranks) for kind, chunk, stage in ran if kind == F]
             backwards = [(chunk, stage // ranks) for kind, chunk, stage in ran if kind == B]
             assert forwards == list(order)
@@ -41,12 +41,12 @@ def test_any_number_of_micro_batches_runs() -> None:
         stages = ranks * parts
         for count in range(1, 2 * ranks + 2):
             for forward_only in (False, True):
-                made = whole_plan(
+                made = unsliced_plan(
                     extents([10] * count), (1,) * stages, rates(stages), CallOptions(False, False),
                     forward_only, ranks,
                 )  # fmt: skip
                 check(made)
-                assert made.predicted is not None and made.predicted.planner == AS_GIVEN
+                assert made.predicted is not None and made.predicted.planner == AS_CALLED
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -60,8 +60,8 @@ def test_planned_orders_hold_no_more_and_take_less(split: bool) -> None:
         ]
         shapes, layers = extents(tokens), (1,) * stages
         same = CallOptions(False, False)
-        given = whole_plan(shapes, layers, rates(stages), same, False, ranks)
-        made = whole_plan(shapes, layers, rates(stages), CallOptions(True, split), False, ranks)
+        given = unsliced_plan(shapes, layers, rates(stages), same, False, ranks)
+        made = unsliced_plan(shapes, layers, rates(stages), CallOptions(True, split), False, ranks)
         check(made)
         halved = any(op.kind is Kind.WEIGHT for order in made.orders for op in order)
         assert split or not halved

@@ -13,7 +13,7 @@ from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import sliced_plan, whole_plan
+from megatron_epp.planner.calls.call_plan import sliced_plan, unsliced_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from tests.planner.calls.test_group_order import CURVED, rates
 
@@ -109,13 +109,13 @@ def test_less_room_takes_longer() -> None:
 def test_whole_micro_batches_keep_to_it_too(budget) -> None:
     tokens = [200, 300, 2000, 150, 900, 1500]
     shapes = [MicrobatchShape(count) for count in tokens]
-    plan = whole_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(budget)), False)
+    plan = unsliced_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(budget)), False)
     check(plan)
     letters = "".join("".join(row) for row in plan.recompute)
     assert "f" in letters and "k" in letters
     assert max(peaks(plan, [(count,) for count in tokens])) <= budget
     with pytest.raises(PlanError, match="no order of whole micro-batches holds so little"):
-        whole_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(900.0)), False)
+        unsliced_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(900.0)), False)
 
 
 def test_no_room_is_one_line() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron_epp.planner.calls.call_options import AS_GIVEN, PAYS_FROM, PLANNED, CallOptions
-from megatron_epp.planner.calls.call_plan import whole_plan
+from megatron_epp.planner.calls.call_options import AS_CALLED, PAYS_FROM, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_plan import unsliced_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
-from megatron_epp.planner.calls.track_record import CHECK, JUDGED_CALLS, MOST, RETRY, TrackRecord
+from megatron_epp.planner.calls.track_record import CHECK, MOST, RECENT_CALLS, RETRY, TrackRecord
 from tests.planner.calls.test_group_order import rates
 
 TOKENS = [100, 400, 100, 300, 100, 200, 100, 350]
@@ -31,7 +31,7 @@ def test_faster_than_predicted_is_no_reason_for_more() -> None:
 
 def test_one_slow_call_among_many_counts_little() -> None:
     record = TrackRecord()
-    for measured in [1.0] * (JUDGED_CALLS - 1) + [3.0]:
+    for measured in [1.0] * (RECENT_CALLS - 1) + [3.0]:
         record.saw(True, 1.0, measured)
     assert record.correction == 1.0
 
@@ -67,15 +67,15 @@ def test_after_many_calls_in_planned_orders_the_callers_is_measured() -> None:
 def test_what_does_not_pay_runs_in_the_callers_order() -> None:
     extents = [MicrobatchShape(count) for count in TOKENS]
     planned, given = (
-        whole_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
+        unsliced_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
         for correction in (1.0, 2.0)
     )
     assert planned.predicted is not None and given.predicted is not None
-    assert (planned.predicted.planner, given.predicted.planner) == (PLANNED, AS_GIVEN)
+    assert (planned.predicted.planner, given.predicted.planner) == (PLANNED, AS_CALLED)
     assert planned.predicted.seconds < given.predicted.seconds * (1 - PAYS_FROM)
     assert [op.chunk for op in given.orders[0] if op.kind.value == "F"] == list(range(8))
     # The correction that it takes is what the planned order gains.
     pays = given.predicted.seconds * (1 - PAYS_FROM) / planned.predicted.seconds
-    for correction, name in ((pays - 1e-6, PLANNED), (pays + 1e-6, AS_GIVEN)):
-        plan = whole_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
+    for correction, name in ((pays - 1e-6, PLANNED), (pays + 1e-6, AS_CALLED)):
+        plan = unsliced_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
         assert plan.predicted is not None and plan.predicted.planner == name

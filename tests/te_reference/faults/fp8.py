@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from megatron.core import fp8_utils
 
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.trainer import stage_runner
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
@@ -25,7 +25,7 @@ def scale_whole_tensors() -> AbstractContextManager:
 
 def leave_rows_unpadded() -> AbstractContextManager:
     """Chunks have the rows of their tokens."""
-    return patch.object(RowShare, "multiple", property(lambda self: self.parts * self.splits))
+    return patch.object(RowShard, "multiple", property(lambda self: self.parts * self.splits))
 
 
 FAULTS: Faults = {

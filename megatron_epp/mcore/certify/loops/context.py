@@ -33,17 +33,19 @@ Parts = Sequence[Tensor]  # the rows of every rank
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """Forward step that such a loop hands to ``forward_backward_func``."""
     batch = next(data_iterator)
-    mine = _on_this_rank(batch)
+    local = _on_this_rank(batch)
     params = None
     if "cu_seqlens" in batch:
-        borders = batch["cu_seqlens"].int()
-        longest = int(borders.diff().max())
-        params = PackedSeqParams("thd", borders, borders, borders, borders, longest, longest)
+        boundaries = batch["cu_seqlens"].int()
+        longest = int(boundaries.diff().max())
+        params = PackedSeqParams(
+            "thd", boundaries, boundaries, boundaries, boundaries, longest, longest
+        )
     output = model(
-        mine["tokens"],
-        mine["position_ids"],
+        local["tokens"],
+        local["position_ids"],
         None,
-        labels=mine["labels"],
+        labels=local["labels"],
         packed_seq_params=params,
     )
     return output, lambda losses, **named: _loss(batch, losses, **named)
@@ -51,55 +53,55 @@ def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
     group = mpu.get_context_parallel_group()
-    whole = {name: batch[name] for name in _CUT}
+    full = {name: batch[name] for name in _CUT}
     if "cu_seqlens" not in batch:
-        return get_batch_on_this_cp_rank({**whole, "cu_seqlens": None}, False, group)
+        return get_batch_on_this_cp_rank({**full, "cu_seqlens": None}, False, group)
     # Megatron's own asks Transformer Engine, which needs a GPU, for these rows.
     rows = _parts(batch["cu_seqlens"])[group.rank()]
-    return {name: tensor.index_select(1, rows) for name, tensor in whole.items()}
+    return {name: tensor.index_select(1, rows) for name, tensor in full.items()}
 
 
-def _parts(borders: Tensor) -> Parts:
-    """The rows of every rank, of documents between ``borders``."""
+def _parts(boundaries: Tensor) -> Parts:
+    """The rows of every rank, of documents between ``boundaries``."""
     ranks = mpu.get_context_parallel_world_size()
-    pairs = list(pairwise(borders.tolist()))
+    pairs = list(pairwise(boundaries.tolist()))
     return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
 
 
-def _loss(batch: MicroBatch, mine: Tensor, non_loss_data: bool = False) -> Any:
-    """``mine``: losses of this rank's tokens, [B, S / ranks] or [1, T / ranks]."""
+def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) -> Any:
+    """``local_losses``: losses of this rank's tokens, [B, S / ranks] or [1, T / ranks]."""
     group = mpu.get_context_parallel_group()
     packed = "cu_seqlens" in batch
     parts = _parts(batch["cu_seqlens"] if packed else torch.tensor([0, batch["tokens"].shape[1]]))
     if batch["loss"] == "tokens" and not non_loss_data:
-        mask = batch["loss_mask"].index_select(1, parts[group.rank()]).to(mine.dtype)
-        total = (mine * mask).sum()
+        mask = batch["loss_mask"].index_select(1, parts[group.rank()]).to(local_losses.dtype)
+        total = (local_losses * mask).sum()
         everywhere = total.detach().clone()
         dist.all_reduce(everywhere, group=group)
         return total, mask.sum().to(torch.int), {"value": everywhere.item()}
-    losses = _Gathered.apply(mine, parts, group)
+    losses = _Gathered.apply(local_losses, parts, group)
     if packed:
         each = losses[0].split(batch["cu_seqlens"].diff().tolist())
         batch, losses = batch["side by side"], pad_sequence(list(each), batch_first=True)
-    found = loop_loss(batch, losses, non_loss_data)
-    if non_loss_data or len(found) == 2:
-        return found
-    loss, count, told = found  # every sequence is counted once
-    return loss, count if group.rank() == 0 else torch.zeros_like(count), told
+    result = loop_loss(batch, losses, non_loss_data)
+    if non_loss_data or len(result) == 2:
+        return result
+    loss, count, report = result  # every sequence is counted once
+    return loss, count if group.rank() == 0 else torch.zeros_like(count), report
 
 
 class _Gathered(Function):
     """[B, s] of every rank, as [B, S] at their places; a gradient goes back to where it is from."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, parts: Parts, group: Any) -> Tensor:
+    def forward(ctx: Any, local: Tensor, parts: Parts, group: Any) -> Tensor:
         ctx.rows = parts[group.rank()]
-        every = [torch.empty_like(mine) for _ in parts]
-        dist.all_gather(every, mine.contiguous(), group=group)
-        whole = mine.new_empty(len(mine), sum(map(len, parts)))
+        every = [torch.empty_like(local) for _ in parts]
+        dist.all_gather(every, local.contiguous(), group=group)
+        gathered = local.new_empty(len(local), sum(map(len, parts)))
         for rows, part in zip(parts, every, strict=True):
-            whole[:, rows] = part
-        return whole
+            gathered[:, rows] = part
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -110,10 +112,10 @@ class _RowsOfAll(Function):
     """[s, ...] of every rank, one behind the other; gradients of all ranks are summed."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.rows = group, len(mine)
-        every = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(every, mine.contiguous(), group=group)
+    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.rows = group, len(local)
+        every = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(every, local.contiguous(), group=group)
         return torch.cat(every)
 
     @staticmethod
@@ -150,13 +152,13 @@ class _GatheredAttention:
         if packed_seq_params is not None:  # [t, heads, D]
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_SbGD, value_SbGD = (_RowsOfAll.apply(x, group) for x in (key, value))
-        borders = torch.tensor([0, len(key_SbGD)])
+        boundaries = torch.tensor([0, len(key_SbGD)])
         if packed_seq_params is not None:
-            borders = packed_seq_params.cu_seqlens_q.long()
-        parts = _parts(borders)
+            boundaries = packed_seq_params.cu_seqlens_q.long()
+        parts = _parts(boundaries)
         mine_s1, all_1S = parts[group.rank()][:, None], torch.cat(list(parts))[None]
         document_s1, document_1S = (
-            torch.bucketize(rows, borders, right=True) for rows in (mine_s1, all_1S)
+            torch.bucketize(rows, boundaries, right=True) for rows in (mine_s1, all_1S)
         )
         out_bHsD = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

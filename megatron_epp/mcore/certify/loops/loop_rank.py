@@ -13,11 +13,11 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
-from megatron_epp.certify.batches import letters_drawn
+from megatron_epp.certify.batches import modes_drawn
 from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
     arbitrary_sliced_plan,
-    arbitrary_whole_plan,
+    arbitrary_unsliced_plan,
     loop_forward_step,
     loop_loss,
 )
@@ -33,7 +33,7 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
-from megatron_epp.mcore.placing.asked import PLACE, STAGE_LAYERS, place_of
+from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.choose.partition import layout_text
@@ -72,8 +72,8 @@ _OURS = (
         "where it may be of a part of them",
     ),
 )
-_NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")
-LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_OURS))
+_NOT_SCHEDULED = ("plan text", "plan digest", "report", "records", "memory limit")
+LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_SCHEDULED))
 
 
 class LoopRank(Rank):
@@ -99,7 +99,7 @@ class LoopRank(Rank):
         get_model_config(models[0]).variable_seq_lengths = True
         Installation(
             Settings(
-                make_plan=self._whole_plan,
+                make_plan=self._unsliced_plan,
                 make_sliced_plan=self._sliced_plan,
                 observe=self.ran.append,
             )
@@ -108,9 +108,11 @@ class LoopRank(Rank):
             for model in models:
                 attend_over_ranks(model.module)
         if frame.sliced:
-            shares = int(frame.model.trees)
+            least_shared = int(frame.model.trees)
             adapter = (
-                PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=shares)
+                PixelSamples(loop_loss)
+                if frame.pixels
+                else Samples(loop_loss, share_from=least_shared)
             )
             attach_to(models[0], adapter, "auto", head_again=True)
         self.models = models
@@ -119,7 +121,7 @@ class LoopRank(Rank):
     def problems(self, drawn: Any, messages: Any) -> list[str]:
         return []  # a loop's messages are not compared
 
-    def told(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
+    def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         plan, values = self.ran[-1].plan, tuple(item["value"] for item in trained)
         halved = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
         replica = mpu.get_data_parallel_rank()
@@ -145,7 +147,7 @@ class LoopRank(Rank):
                 collect_non_loss_data=forward_only,
             )
 
-    def _whole_plan(
+    def _unsliced_plan(
         self,
         extents: Sequence[MicrobatchShape],
         layers: Sequence[int],
@@ -156,7 +158,7 @@ class LoopRank(Rank):
     ) -> Plan:
         tokens = [extent.tokens for extent in extents]
         random = self._random(forward_only)
-        return arbitrary_whole_plan(tokens, layers, random, freedom.split, forward_only, ranks)
+        return arbitrary_unsliced_plan(tokens, layers, random, freedom.split, forward_only, ranks)
 
     def _sliced_plan(
         self,
@@ -167,9 +169,9 @@ class LoopRank(Rank):
         forward_only: bool,
         parents: Sequence[Sequence[int]] = (),
     ) -> Plan:
-        letters, random = letters_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
+        modes, random = modes_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
         return arbitrary_sliced_plan(
-            lengths, layers, random, freedom.split, forward_only, letters, parents
+            lengths, layers, random, freedom.split, forward_only, modes, parents
         )
 
     def _random(self, forward_only: bool) -> Random:

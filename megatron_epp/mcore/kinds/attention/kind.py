@@ -12,9 +12,9 @@ from megatron_epp.mcore.kinds.limit import Limit, given, not_computed
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 
-def derived_letters(kind: type[LayerKind]) -> str:
+def derived_symbols(kind: type[LayerKind]) -> str:
     """Return the letters of ``kind`` and of the kinds derived from it."""
-    return kind.LETTER + "".join(map(derived_letters, kind.__subclasses__()))
+    return kind.SYMBOL + "".join(map(derived_symbols, kind.__subclasses__()))
 
 
 def _undivided(model: Any) -> str | None:
@@ -34,7 +34,7 @@ def _undivided(model: Any) -> str | None:
 class AttentionKind(LayerKind):
     """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
 
-    PRICED, NAME, LETTER = AttentionPart, "attention", "*"
+    PRICED, NAME, SYMBOL = AttentionPart, "attention", "*"
     ABSENT: ClassVar = {"attention": False}
     SLOT = "self_attention"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
@@ -70,7 +70,7 @@ class AttentionKind(LayerKind):
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         """Those of it and of the kinds derived from it, but for gated delta nets in its place."""
-        layers = layers_with(args, derived_letters(AttentionKind))
+        layers = layers_with(args, derived_symbols(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))
 

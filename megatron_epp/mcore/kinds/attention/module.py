@@ -31,14 +31,14 @@ class ElasticAttention:
 
     def __init__(
         self,
-        plain: Callable[..., Tensor],
+        original: Callable[..., Tensor],
         attention: Attention,
         local: Attention,
         layer: int,
         dropped: DroppedOutputs,
         ulysses: Ulysses | None,
     ):
-        self.plain, self.attention, self.local, self.layer = plain, attention, local, layer
+        self.plain, self.attention, self.local, self.layer = original, attention, local, layer
         self.dropped, self.ulysses = dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
 
@@ -89,8 +89,8 @@ class SingleRank:
 def install_heads(place: LayerPlace) -> None:
     """Make the attention of a layer of the stage that of chunks."""
     around, dropped = place.layer.self_attention, place.dropped
-    core, (own, whole, ulysses) = around.core_attention, attention_of(place)
-    core.forward = ElasticAttention(core.forward, own, whole, place.index, dropped, ulysses)
+    core, (own, single_rank, ulysses) = around.core_attention, attention_of(place)
+    core.forward = ElasticAttention(core.forward, own, single_rank, place.index, dropped, ulysses)
     wrap_norm(place.layer.input_layernorm, dropped)
     for reader in (around.linear_qkv, around.linear_proj):
         wrap_consumer(reader, dropped)
@@ -103,13 +103,13 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
     ranks = around.pg_collection.cp
     ulysses = Ulysses(ranks) if ranks.size() > 1 else None
     of_layer = partial(_of_layer, around.config, place.layer.layer_number, around.core_attention)
-    own = whole = of_layer(place.attention, ranks)
+    own = single_rank = of_layer(place.attention, ranks)
     if ulysses is not None:
-        whole = of_layer(place.attention.whole, SingleRank())
+        single_rank = of_layer(place.attention.whole, SingleRank())
     # Each rank would take its rows' positions from the table, which here holds them already.
     around.pg_collection = copy.copy(around.pg_collection)
     around.pg_collection.cp = SingleRank()
-    return own, whole, ulysses
+    return own, single_rank, ulysses
 
 
 def _of_layer(
@@ -125,9 +125,9 @@ def _of_layer(
     if sinks_H is None:
         return attention.of_layer(before, lambda: None)
     heads = len(sinks_H) // ranks.size()
-    mine = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
+    local_heads = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
     # Looked up whenever it is used: DDP gives parameters other storage after this.
-    return attention.of_layer(before, lambda: core_attention.softmax_offset[mine])
+    return attention.of_layer(before, lambda: core_attention.softmax_offset[local_heads])
 
 
 class AttentionModule(KindModule):

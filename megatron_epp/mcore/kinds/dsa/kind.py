@@ -19,7 +19,7 @@ def asks_for_dsa(args: Any) -> bool:
     """Whether flags, however few of them there are, ask for such layers."""
     variant = getattr(args, "experimental_attention_variant", None)
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
-    return variant == DSAKind.VARIANT or DSAKind.LETTER in pattern
+    return variant == DSAKind.VARIANT or DSAKind.SYMBOL in pattern
 
 
 def _where(asked: Any) -> Any:
@@ -30,7 +30,7 @@ def _where(asked: Any) -> Any:
 class DSAKind(MLAKind):
     """--experimental-attention-variant dsa with --multi-latent-attention, D of a HybridModel."""
 
-    PRICED, NAME, LETTER = DSAPart, "sparse attention", "D"
+    PRICED, NAME, SYMBOL = DSAPart, "sparse attention", "D"
     VARIANT, SLICED = "dsa", False
     ABSENT: ClassVar = {}
     STACK = "dsa_layer"
@@ -75,7 +75,7 @@ class DSAKind(MLAKind):
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         if getattr(args, "hybrid_layer_pattern", None):
-            return layers_with(args, self.LETTER)
+            return layers_with(args, self.SYMBOL)
         return (asks_for_dsa(args),) * args.num_layers
 
     def sizes(self, args: Any) -> dict[str, Any]:
@@ -108,8 +108,11 @@ class DSAKind(MLAKind):
         for name in _SIZES:
             size = getattr(args, name, None)
             if size is None or size < 1:
-                flag, said = "--" + name.replace("_", "-"), "is missing" if size is None else size
-                raise ValueError(f"{flag} {said}: sparse attention expects at least 1")
+                flag, problem = (
+                    "--" + name.replace("_", "-"),
+                    "is missing" if size is None else size,
+                )
+                raise ValueError(f"{flag} {problem}: sparse attention expects at least 1")
         taught = getattr(args, "dsa_indexer_loss_coeff", None)
         if taught is not None and not 0 <= taught < math.inf:
             raise ValueError(
@@ -158,11 +161,11 @@ class DSAKind(MLAKind):
                 "fast-hadamard-transform, or give --no-dsa-indexer-rotate-activation"
             )
 
-    def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        if self.LETTER not in letters or MLAKind.LETTER not in letters:
+    def unfit_pattern(self, args: Any, symbols: str) -> str | None:
+        if self.SYMBOL not in symbols or MLAKind.SYMBOL not in symbols:
             return None
         return (
-            f"latent attention ({MLAKind.LETTER}) and sparse attention ({self.LETTER}) in "
+            f"latent attention ({MLAKind.SYMBOL}) and sparse attention ({self.SYMBOL}) in "
             "one model; expected one of the two"
         )
 

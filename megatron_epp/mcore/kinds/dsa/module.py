@@ -134,9 +134,9 @@ class DSALayer(MLALayer):
         config = self.around.config
         q, _ = self._queries(queries_sL)
         sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-        plain, turning = q.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
+        unrotated, turning = q.unflatten(-1, (-1, sum(sizes))).split(sizes, -1)
         of_key_HKR, _ = self._up_projections(weight_NR)
-        absorbed_THR = torch.einsum("thk,hkr->thr", plain, of_key_HKR)
+        absorbed_THR = torch.einsum("thk,hkr->thr", unrotated, of_key_HKR)
         return torch.cat((absorbed_THR, self._rotated(turning, table, factor)), -1)
 
     def _up_projections(self, weight_NR: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,8 +163,8 @@ class DSALayer(MLALayer):
         assert made is not None, "attention follows its projections"
         config, drop = self.around.config, "core_attn" in self.dropped.modules
         coefficient = config.dsa_indexer_loss_coeff or 0.0
-        teaches = state.training and torch.is_grad_enabled() and coefficient > 0
-        with nullcontext() if teaches else torch.no_grad():
+        trains_indexer = state.training and torch.is_grad_enabled() and coefficient > 0
+        with nullcontext() if trains_indexer else torch.no_grad():
             read = others["x"].detach(), others["qr"].detach()
             index = Index(*self._index(*read, packed_seq_params))
         how = Sparse(
@@ -172,15 +172,15 @@ class DSALayer(MLALayer):
             config.dsa_indexer_topk,
             config.kv_lora_rank,
             config.dsa_indexer_scoring_relu,
-            coefficient * self._loss_scale() if teaches else 0.0,
+            coefficient * self._loss_scale() if trains_indexer else 0.0,
             config.dsa_indexer_use_sparse_loss,
             self.around.pg_collection.tp if self._tensor > 1 else None,
         )
-        inside = state, state.layer(self.layer), how, teaches, drop
+        inside = state, state.layer(self.layer), how, trains_indexer, drop
         out_THR, loss, handle = saving_handles(
             made.with_handles, lambda: attend_chosen(query_THD, key_T1D, index, *inside)
         )
-        if teaches:
+        if trains_indexer:
             DSAIndexerLossLoggingHelper.save_loss_to_tracker(
                 loss / self._loss_scale(),
                 self.around.core_attention.layer_number,
@@ -233,9 +233,9 @@ class _Modules(LocalSpecProvider):
 
 def _sparse(config: Any) -> ModuleSpec:
     """The attention, whose latents are made as those of Megatron's local ones."""
-    made = get_dsa_module_spec_for_backend(config, _Modules())
+    module = get_dsa_module_spec_for_backend(config, _Modules())
     down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
-    return replace(made, submodules=replace(made.submodules, **down))
+    return replace(module, submodules=replace(module.submodules, **down))
 
 
 def local_dsa(config: Any) -> ModuleSpec:

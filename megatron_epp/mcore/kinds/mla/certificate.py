@@ -20,8 +20,8 @@ class MLACertificate(LayerCertificate):
 
     KIND: LayerKind = MLAKind()
 
-    def read_pattern(self, args: Any, letters: str) -> None:
-        args.multi_latent_attention |= self.KIND.LETTER in letters
+    def read_pattern(self, args: Any, symbols: str) -> None:
+        args.multi_latent_attention |= self.KIND.SYMBOL in symbols
 
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1

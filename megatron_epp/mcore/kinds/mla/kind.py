@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
-from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_letters
+from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_symbols
 from megatron_epp.mcore.kinds.limit import Limit, given
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
@@ -19,7 +19,7 @@ class MLAKind(AttentionKind):
     Every tensor-parallel rank makes the same part of a latent and of the rotary key.
     """
 
-    PRICED, NAME, LETTER = MLAPart, "latent attention", "+"
+    PRICED, NAME, SYMBOL = MLAPart, "latent attention", "+"
     ABSENT: ClassVar = {}
     STACK = "mla_layer"
     FLAGS: ClassVar = {"multi_latent_attention": False}
@@ -99,12 +99,12 @@ class MLAKind(AttentionKind):
                 "out"
             )
 
-    def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        other = next((letter for letter in derived_letters(MLAKind) if letter in letters), None)
-        if other is None or AttentionKind.LETTER not in letters:
+    def unfit_pattern(self, args: Any, symbols: str) -> str | None:
+        other = next((symbol for symbol in derived_symbols(MLAKind) if symbol in symbols), None)
+        if other is None or AttentionKind.SYMBOL not in symbols:
             return None
         return (
-            f"attention ({AttentionKind.LETTER}) and latent attention ({other}) in one model; "
+            f"attention ({AttentionKind.SYMBOL}) and latent attention ({other}) in one model; "
             "expected one of the two"
         )
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Attention
-from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
+from megatron_epp.layers.attention.local import attend_parts, attention_parts, sharded_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.mla import Latents, LatentsAttention
@@ -101,15 +101,15 @@ class MLALayer:
         around._run_core_attention = self.attend
         self.wrap_readers()
 
-    def wrap_readers(self, *further: Any) -> None:
-        """Wrap what reads something that may be dropped: the ``further`` linears read the
+    def wrap_readers(self, *more_readers: Any) -> None:
+        """Wrap what reads something that may be dropped: the ``more_readers`` linears read the
         layer's norm, too."""
         around = self.around
         # The first ones leave the handle of the layer's norm to the last.
         if around.config.q_lora_rank is None:
-            readers = around.linear_kv_down_proj, around.linear_q_proj, *further
+            readers = around.linear_kv_down_proj, around.linear_q_proj, *more_readers
         else:
-            readers = around.linear_q_down_proj, around.linear_kv_down_proj, *further
+            readers = around.linear_q_down_proj, around.linear_kv_down_proj, *more_readers
         for reader in readers[:-1]:
             wrap_consumer(reader, self.dropped, last=False)
         wrap_consumer(readers[-1], self.dropped)
@@ -144,9 +144,9 @@ class MLALayer:
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
             """And the up-projection, whose gradient from the context is one with that from here."""
-            made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
+            outputs = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
             exchanged = (
-                made if self.ulysses is None else attention_parts(self.ulysses, *made, state)
+                outputs if self.ulysses is None else attention_parts(self.ulysses, *outputs, state)
             )
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
@@ -156,16 +156,16 @@ class MLALayer:
         made_of = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
-            made, handles = recomputable_all(heads, made_of)
-            with_handles = tuple(zip(made[: len(made) - expands], handles, strict=False))
+            outputs, handles = recomputable_all(heads, made_of)
+            with_handles = tuple(zip(outputs[: len(outputs) - expands], handles, strict=False))
         else:
-            made = heads(*made_of)
+            outputs = heads(*made_of)
         latents = None
         if keeps:
-            weight_NR = made[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
+            weight_NR = outputs[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
             latents = self._carried(latent_sR, rotary_t1P, weight_NR, state)
-        self._made = _Made(with_handles, latents, tuple(made[3 : len(made) - expands]))
-        return *made[:3], None, None
+        self._made = _Made(with_handles, latents, tuple(outputs[3 : len(outputs) - expands]))
+        return *outputs[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries' latent, or what queries are made of; the latent, behind its norm; the key
@@ -212,9 +212,9 @@ class MLALayer:
         turned = config.qk_pos_emb_head_dim
         q_tHD = q.unflatten(-1, (-1, config.qk_head_dim + turned))
         kv_tHN = kv.unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
-        plain, turning = q_tHD.split([config.qk_head_dim, turned], -1)
+        unrotated, turning = q_tHD.split([config.qk_head_dim, turned], -1)
         key, value = kv_tHN.split([config.qk_head_dim, config.v_head_dim], -1)
-        query_tHD = torch.cat((plain, self._rotated(turning, table, factor)), -1)
+        query_tHD = torch.cat((unrotated, self._rotated(turning, table, factor)), -1)
         key_tHD = torch.cat((key, rotary_t1P.expand(-1, key.shape[1], -1)), -1)
         return query_tHD, key_tHD, value.contiguous()
 
@@ -222,9 +222,9 @@ class MLALayer:
         """The rotary embedding's rows of this rank's rows [t, 1, 1, P], and YaRN's factor."""
 
         def table() -> tuple[Tensor, float]:
-            made = self.around.rotary_pos_emb(self.context, packed_seq=True)
-            whole, factor = made if isinstance(made, tuple) else (made, 1.0)
-            return whole.index_select(0, positions_t), factor
+            result = self.around.rotary_pos_emb(self.context, packed_seq=True)
+            full_table, factor = result if isinstance(result, tuple) else (result, 1.0)
+            return full_table.index_select(0, positions_t), factor
 
         return state.once("rotary table", table)  # all latent layers have the same
 
@@ -261,7 +261,7 @@ class MLALayer:
         layer = state.layer(self.layer)
         parts = query_THD, key_THD, value_THV, *made.local
 
-        def spread(
+        def sharded(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
         ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
@@ -275,7 +275,7 @@ class MLALayer:
             return self.local(q_THD, k_THD, v_THV, state.local, layer, drop)
 
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
-            return attend_parts(parts, state, self.ulysses, spread, local)
+            return attend_parts(parts, state, self.ulysses, sharded, local)
 
         out, handle = saving_handles(made.with_handles, attend) if made.with_handles else attend()
         if handle is not None:
@@ -295,8 +295,8 @@ class MLALayer:
                 latent_sR = copy_to_tensor_model_parallel_region(latent_sR)
         latent_t1R = latent_sR[:, None]
         if self.ulysses is not None:
-            spread = spread_rows(state, self.ulysses)
-            exchanged = latent_t1R[:spread], rotary_t1P[:spread]
+            sharded_count = sharded_rows(state, self.ulysses)
+            exchanged = latent_t1R[:sharded_count], rotary_t1P[:sharded_count]
             latent_t1R, rotary_t1P = self.ulysses.to_all(exchanged)
             weight_NR = self.ulysses.of_my_heads(weight_NR)
         return Latents(latent_t1R, rotary_t1P, weight_NR)
@@ -339,8 +339,8 @@ class KeptLatents:
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
-    def measured_with(self, figures: Iterable[LayerCoefficients]) -> str:
-        return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
+    def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
+        return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
         attention.latents = value == LATENTS

@@ -9,7 +9,7 @@ from megatron_epp.mcore.kinds.base import LayerKind
 class MLPKind(LayerKind):
     """An MLP, or experts in its place: in all layers but those of attention of a HybridModel."""
 
-    PRICED, NAME, LETTER, LETTERS = MLPPart, "MLP", "-", "-E"
+    PRICED, NAME, SYMBOL, SYMBOLS = MLPPart, "MLP", "-", "-E"
     ABSENT: ClassVar = {"mlp": False}
     SLOT = "mlp"
     TIMED: ClassVar = {"mlp": "mlp", "layernorm": "pre_mlp_layernorm"}

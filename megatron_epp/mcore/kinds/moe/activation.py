@@ -56,8 +56,10 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
         def activated(inside: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             return (activation(expert, inside, bias, scale),)
 
-        (made,), (handle,) = recomputable_all(activated, (inside, per_token_scale))
-        output, output_bias = saving_handle(made, handle, lambda: expert.linear_fc2(made))
+        (activated_output,), (handle,) = recomputable_all(activated, (inside, per_token_scale))
+        output, output_bias = saving_handle(
+            activated_output, handle, lambda: expert.linear_fc2(activated_output)
+        )
         if output_bias is not None:
             output = output + output_bias * per_token_scale.unsqueeze(-1)
         return output, None
@@ -71,14 +73,14 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
     between = copy.copy(expert)
     between._modules = {
         **expert._modules,
-        "linear_fc1": _Given(inside, bias),
-        "linear_fc2": _Given(),
+        "linear_fc1": _Computed(inside, bias),
+        "linear_fc2": _Computed(),
     }
-    made, _ = type(expert).forward(between, inside, scale)
-    return made
+    output, _ = type(expert).forward(between, inside, scale)
+    return output
 
 
-class _Given(nn.Module):
+class _Computed(nn.Module):
     """Replaces a linear: returns its input, or what was computed before."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):

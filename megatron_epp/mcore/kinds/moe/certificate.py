@@ -58,9 +58,9 @@ class MoECertificate(LayerCertificate):
             "moe_latent_size",
         ):
             if getattr(args, name):
-                share = min(getattr(args, name) / args.hidden_size, 4.0)
+                fraction = min(getattr(args, name) / args.hidden_size, 4.0)
                 unit = tp * max(8, step)
-                changed[name] = max(1, round(share * hidden / unit)) * unit
+                changed[name] = max(1, round(fraction * hidden / unit)) * unit
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron_epp.mcore.kinds.moe.limits import (
 class MoEKind(LayerKind):
     """--num-experts, --moe-layer-freq or the pattern."""
 
-    PRICED, NAME, LETTER, SLOT = MoEPart, "experts", "E", "mlp"
+    PRICED, NAME, SYMBOL, SLOT = MoEPart, "experts", "E", "mlp"
     TIMED: ClassVar = MLPKind.TIMED
     STACK = "moe_layer"
     FLAGS: ClassVar = {"num_experts": None}
@@ -97,15 +97,15 @@ class MoEKind(LayerKind):
                 f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
             )
 
-    def wants_whole(self, args: Any) -> bool:
+    def needs_full_documents(self, args: Any) -> bool:
         return has_experts(args) and SINKHORN in balancing_types(args)
 
-    def unfit_pattern(self, args: Any, letters: str) -> str | None:
-        there = self.LETTER in letters
+    def unfit_pattern(self, args: Any, symbols: str) -> str | None:
+        there = self.SYMBOL in symbols
         if there == bool(args.num_experts):
             return None
         return (
-            f"{'layers' if there else 'no layer'} of experts ({self.LETTER}), and --num-experts "
+            f"{'layers' if there else 'no layer'} of experts ({self.SYMBOL}), and --num-experts "
             f"{args.num_experts or 'is not given'}; expected both or neither"
         )
 

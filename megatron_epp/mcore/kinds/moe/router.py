@@ -59,8 +59,8 @@ class ChunkRouter:
         self._first = False  # whether this run of the chunk counts: set by ``losses``
         self.outside = outside  # whether what is no chunk is Megatron's own
         self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
-        plain = router.is_aux_loss_enabled
-        router.is_aux_loss_enabled = lambda: self._is_outside and plain()
+        original = router.is_aux_loss_enabled
+        router.is_aux_loss_enabled = lambda: self._is_outside and original()
         self._count, router._apply_expert_bias = router._apply_expert_bias, self.count
         self._sinkhorn = router.sinkhorn_load_balancing
         router.sinkhorn_load_balancing = self.sinkhorn
@@ -72,7 +72,7 @@ class ChunkRouter:
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """In place of ``apply_z_loss(logits [t, E])``."""
         if self._is_outside:
-            return self._z_loss(logits_tE, **_if_given(padding_mask))
+            return self._z_loss(logits_tE, **_if_masked(padding_mask))
         assert padding_mask is None, "the router stats know padding"
         router_stats, state = self._router_stats()
         if router_stats is None:
@@ -80,14 +80,14 @@ class ChunkRouter:
         layer = state.layer(self.index)
         self._first = router_stats.first_time(layer, state.chunk)
         logits_tE = router_stats.restrained(logits_tE, layer, state, self._first)
-        share = share_of_run(self.router)
-        return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, share)
+        fraction = fraction_of_run(self.router)
+        return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, fraction)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
         """In place of ``_apply_expert_bias(routing_map [t, E])``."""
         router = self.router
         if self._is_outside:
-            self._count(routing_map_tE, **_if_given(padding_mask))
+            self._count(routing_map_tE, **_if_masked(padding_mask))
             return
         router_stats, state = self._router_stats()
         if router_stats is None or not router.enable_expert_bias or not self._first:
@@ -124,7 +124,7 @@ class ChunkRouter:
         return state.router_stats, state
 
 
-def _if_given(padding_mask: Tensor | None) -> dict[str, Tensor]:
+def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
     """As a keyword, which Megatron before 0.19 does not know."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
@@ -185,8 +185,8 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
-    shares: list[float] = []
-    token_shares: list[float] = []
+    fractions: list[float] = []
+    token_fractions: list[float] = []
     for number, of_batch in enumerate(lengths):
         tokens, count = sum(of_batch), len(of_batch)
         # Megatron divides losses of micro-batches by their number, and by all that reduce them.
@@ -195,17 +195,17 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
             scale = config.context_parallel_size / len(lengths)
             each = scale / tokens
         if alone:
-            of += range(len(shares), len(shares) + count)
+            of += range(len(fractions), len(fractions) + count)
             weight = (
                 count / tokens if config.calculate_per_token_loss else scale * count / tokens**2
             )
-            shares += [length * weight for length in of_batch]
-            token_shares += [each] * count
+            fractions += [length * weight for length in of_batch]
+            token_fractions += [each] * count
         else:
             of += [number] * count
-            shares.append(each)
-            token_shares.append(each)
-    return Pools(of, shares, token_shares)
+            fractions.append(each)
+            token_fractions.append(each)
+    return Pools(of, fractions, token_fractions)
 
 
 def _count_in_full(router: Any) -> None:
@@ -229,7 +229,7 @@ def balancing_of(config: Any) -> Balancing:
         if kind in AUXILIARY and coefficient
     )
     # Rows are spread over context-parallel ranks, and with sequence parallelism each part over the
-    # tensor-parallel ranks (mcore/data/row_share.py).
+    # tensor-parallel ranks (mcore/data/row_shard.py).
     splits = config.tensor_model_parallel_size if config.sequence_parallel else 1
     place = mpu.get_context_parallel_rank() * splits
     place += mpu.get_tensor_model_parallel_rank() if splits > 1 else 0
@@ -255,17 +255,17 @@ def report(router_stats: RouterStats, model: Any) -> None:
         for index, layer in moe_layers(model):
             # Of a depth of several layers Megatron's number may be one behind the last.
             place = min(logged_number(layer), len(values)) - 1
-            values[place] += losses_L[index] * share_of_run(layer.router) / replicas
+            values[place] += losses_L[index] * fraction_of_run(layer.router) / replicas
 
 
 def logged_number(layer: MoELayer) -> int:
     """Number by which Megatron logs an MoE layer: those of depths, whose own begin at 1 again, are
     behind the decoder's."""
-    behind = getattr(layer.router, "is_mtp_layer", False)
-    return int(layer.layer_number + (layer.router.config.num_layers if behind else 0))
+    after = getattr(layer.router, "is_mtp_layer", False)
+    return int(layer.layer_number + (layer.router.config.num_layers if after else 0))
 
 
-def share_of_run(router: Any) -> float:
+def fraction_of_run(router: Any) -> float:
     """Share of one run in a router's auxiliary losses, and in its logged z-loss: the runs of
     a repeated layer count once together."""
     config = router.config
@@ -293,8 +293,8 @@ def _tracker() -> Any:
 
 
 def _entry(tracker: Any, name: str, config: Any) -> Any:
-    further = getattr(config, "mtp_num_layers", None) or 0
-    tracker.ensure_initialized(name, config.num_layers + further)
+    mtp_layers = getattr(config, "mtp_num_layers", None) or 0
+    tracker.ensure_initialized(name, config.num_layers + mtp_layers)
     entry = tracker.metrics[name]
     entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
     entry.avg_group, entry.needs_dp_avg = None, False

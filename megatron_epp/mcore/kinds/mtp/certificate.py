@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-from megatron_epp.mcore.hybrid.pattern import FURTHER
+from megatron_epp.mcore.hybrid.pattern import MTP_SEPARATOR
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.mtp.kind import MTPKind, mtp_depths
 
@@ -12,9 +12,9 @@ from megatron_epp.mcore.kinds.mtp.kind import MTPKind, mtp_depths
 class MTPCertificate(LayerCertificate):
     KIND = MTPKind()
 
-    def read_pattern(self, args: Any, letters: str) -> None:
-        if FURTHER in letters:
-            args.mtp_num_layers = letters.count(FURTHER)
+    def read_pattern(self, args: Any, symbols: str) -> None:
+        if MTP_SEPARATOR in symbols:
+            args.mtp_num_layers = symbols.count(MTP_SEPARATOR)
 
     def small_words(self, args: Any) -> list[str]:
         repeated = " by one repeated layer" * bool(getattr(args, "mtp_use_repeated_layer", False))

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.mtp import MTPPart
-from megatron_epp.mcore.hybrid.segments import layout_letters
+from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.limit import Limit, not_computed
 
@@ -25,7 +25,7 @@ def _elsewhere(args: Any) -> bool:
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not mtp_depths(args) or layout is None:
         return False
-    last = layout_letters(str(layout))[-1]
+    last = layout_symbols(str(layout))[-1]
     return last.count("m") != mtp_depths(args) or "t" not in last
 
 

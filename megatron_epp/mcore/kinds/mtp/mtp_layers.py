@@ -20,7 +20,7 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 
 @dataclass(frozen=True, slots=True)
-class Depth:
+class MtpLayer:
     """A depth of the stage: Megatron's ``module`` (MultiTokenPredictionLayer), and the first of its
     ``layers`` among the stage's. ``repeated``: layers behind the run that it was installed for."""
 
@@ -30,20 +30,20 @@ class Depth:
     repeated: int = 0
 
 
-def mtp_layers_of(model: Any) -> tuple[Depth, ...]:
+def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
     """The depths of Megatron's ``model``, a GPTModel or HybridModel; none where it has none on this
     stage."""
     block = getattr(model, "mtp", None)
     if block is None:
         return ()
-    found: list[Depth] = []
+    found: list[MtpLayer] = []
     first = len(model.decoder.layers)
     for depth in range(model.config.mtp_num_layers):
         module = block.layers[0 if block.mtp_use_repeated_layer else depth]
         inner = module.mtp_model_layer
         layers = tuple(getattr(inner, "layers", (inner,)))  # a HybridModel's are a stack of some
         repeated = first - found[0].first if block.mtp_use_repeated_layer and found else 0
-        found.append(Depth(module, first, layers, repeated))
+        found.append(MtpLayer(module, first, layers, repeated))
         first += len(layers)
     return tuple(found)
 
@@ -64,22 +64,22 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
     if not word:
         return ()
     decoder = tuple(word[layer.layer_number - 1] for layer in model.decoder.layers)
-    further = len(layers_of(model)) - len(decoder)
-    return (*decoder, *word[len(word) - further :])
+    mtp_layers = len(layers_of(model)) - len(decoder)
+    return (*decoder, *word[len(word) - mtp_layers :])
 
 
 def embedded(model: Any, tokens_t: Tensor, positions_t: Tensor) -> Tensor:
     """Embeddings of the tokens that a depth reads."""
-    made = model.embedding(input_ids=tokens_t[None], position_ids=positions_t[None])
-    return made.detach() if model.config.mtp_detach_heads else made
+    embedding = model.embedding(input_ids=tokens_t[None], position_ids=positions_t[None])
+    return embedding.detach() if model.config.mtp_detach_heads else embedding
 
 
 def enter(
-    depth: Depth, model: Any, hidden_t1H: Tensor, tokens_t: Tensor, positions_t: Tensor
+    depth: MtpLayer, model: Any, hidden_t1H: Tensor, tokens_t: Tensor, positions_t: Tensor
 ) -> Tensor:
     """Input of a depth's layers: the projection of hidden states and embeddings."""
-    made = embedded(model, tokens_t, positions_t)
-    return depth.module._concat_embeddings(hidden_t1H, made)
+    embedding = embedded(model, tokens_t, positions_t)
+    return depth.module._concat_embeddings(hidden_t1H, embedding)
 
 
 class MTPForward:

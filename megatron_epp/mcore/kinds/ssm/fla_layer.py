@@ -38,44 +38,44 @@ KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
     """Make ``module``, of layer ``index`` of the stage, compute chunks: it takes hidden states, and
     Megatron's parameters of packed sequences by name."""
-    plain: Callable[..., Any] = module.forward
+    original: Callable[..., Any] = module.forward
     convolutions = [getattr(module, name) for name in kind.convolutions]
     channels = [len(convolution.weight) for convolution in convolutions]
     taps = convolutions[0].weight.shape[-1]
 
-    @wraps(plain)
+    @wraps(original)
     def forward(*inputs: Any, packed_seq_params: Any = None, **others: Any) -> Any:
         others["packed_seq_params"] = packed_seq_params
         if not isinstance(packed_seq_params, ChunkParams):
-            return plain(*inputs, **others)
+            return original(*inputs, **others)
         state = packed_seq_params.state
         states = CarriedStates(state, state.layer(index), taps, sum(channels))
         package, first = import_module(kind.package), 0
         with ExitStack() as during:
             for convolution, count in zip(convolutions, channels, strict=True):
-                made = _convolution(convolution.forward, states, first)
-                during.enter_context(_replaced(convolution, "forward", made))
+                replacement = _convolution(convolution.forward, states, first)
+                during.enter_context(_replaced(convolution, "forward", replacement))
                 first += count
             rule = _rule(getattr(package, kind.rule), states)
             during.enter_context(_replaced(package, kind.rule, rule))
-            return plain(*inputs, **others)
+            return original(*inputs, **others)
 
     module.forward = forward
 
 
-def _convolution(plain: Callable[..., Any], states: CarriedStates, first: int) -> Callable:
+def _convolution(original: Callable[..., Any], states: CarriedStates, first: int) -> Callable:
     """ShortConvolution's forward, of all channels from ``first`` on."""
 
     def forward(x: Tensor, *, cu_seqlens: Any = None, **options: Any) -> tuple[Tensor, None]:
-        def of_call(rows_1LC: Tensor, borders: Tensor) -> Tensor:
-            return plain(x=rows_1LC, cu_seqlens=borders, **options)[0]
+        def of_call(rows_1LC: Tensor, boundaries: Tensor) -> Tensor:
+            return original(x=rows_1LC, cu_seqlens=boundaries, **options)[0]
 
         return convolve_calls(x[0], states, of_call, first)[None], None
 
     return forward
 
 
-def _rule(plain: Callable[..., Any], states: CarriedStates) -> Callable[..., Any]:
+def _rule(original: Callable[..., Any], states: CarriedStates) -> Callable[..., Any]:
     """A rule that gives no final state."""
 
     def rule(
@@ -90,7 +90,7 @@ def _rule(plain: Callable[..., Any], states: CarriedStates) -> Callable[..., Any
         **options: Any,
     ) -> tuple[Tensor, None]:
         assert initial_state is None and not output_final_state, "the store has the states"
-        return apply_rule(plain, (q, k, v, g, beta), states, **options), None
+        return apply_rule(original, (q, k, v, g, beta), states, **options), None
 
     return rule
 

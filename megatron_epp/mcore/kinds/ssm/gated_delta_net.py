@@ -100,13 +100,13 @@ class GatedDeltaNetScan:
         if bias is not None:
             bias = gdn.get_parameter_local_cp(bias, 0, group, _convolved(net))
 
-        def of_one(rows_1LC: Tensor, borders: None) -> Tensor:
+        def of_one(rows_1LC: Tensor, boundaries: None) -> Tensor:
             rows = len(rows_1LC[0])
             rows_1CL, taps = rows_1LC.transpose(1, 2), weight_CW[:, None]
-            made = F.conv1d(rows_1CL, taps, bias, padding=taps.shape[-1] - 1, groups=len(taps))
-            return net.act_fn(made[..., :rows]).transpose(1, 2)
+            convolved = F.conv1d(rows_1CL, taps, bias, padding=taps.shape[-1] - 1, groups=len(taps))
+            return net.act_fn(convolved[..., :rows]).transpose(1, 2)
 
-        def convolution(rows_1LC: Tensor, borders: Tensor) -> Tensor:
+        def convolution(rows_1LC: Tensor, boundaries: Tensor) -> Tensor:
             return gdn.causal_conv1d(
                 x=rows_1LC,
                 weight=weight_CW,
@@ -114,7 +114,7 @@ class GatedDeltaNetScan:
                 activation=net.activation,
                 initial_state=None,
                 output_final_state=False,
-                cu_seqlens=borders,
+                cu_seqlens=boundaries,
             )[0]
 
         return convolve_calls(rows_TC, states, of_one if states.alone else convolution)
@@ -127,9 +127,9 @@ class GatedDeltaNetScan:
 
         if "layernorm" not in self.dropped.modules or self.ulysses is not None:
             return norm(y_1THP, gate_1THP)[0]
-        (made,), (handle,) = recomputable_all(norm, (y_1THP, gate_1THP))
-        self.dropped.add(made, handle)
-        return made
+        (normed,), (handle,) = recomputable_all(norm, (y_1THP, gate_1THP))
+        self.dropped.add(normed, handle)
+        return normed
 
 
 class _KeepsDouble(TorchFunctionMode):
@@ -143,14 +143,14 @@ class _KeepsDouble(TorchFunctionMode):
 
 def make_rule_double() -> None:
     """Have Megatron's rule of --deterministic-mode, which casts, compute in float64."""
-    plain = gdn.torch_chunk_gated_delta_rule
-    if hasattr(plain, "__wrapped__"):
+    original = gdn.torch_chunk_gated_delta_rule
+    if hasattr(original, "__wrapped__"):
         return
 
-    @wraps(plain)
+    @wraps(original)
     def rule(*args: Any, **named: Any) -> Any:
         with _KeepsDouble():
-            return plain(*args, **named)
+            return original(*args, **named)
 
     gdn.torch_chunk_gated_delta_rule = rule
 

@@ -20,7 +20,7 @@ class SSMKind(LayerKind):
 
     def asked(self, args: Any) -> bool:
         """Whether flags, however few of them there are, ask for such layers."""
-        return self.LETTER in (getattr(args, "hybrid_layer_pattern", None) or "")
+        return self.SYMBOL in (getattr(args, "hybrid_layer_pattern", None) or "")
 
     def counts(self, args: Any) -> tuple[int, int]:
         """(heads, groups of them that share keys)."""
@@ -67,7 +67,7 @@ class SSMKind(LayerKind):
 class MambaKind(SSMKind):
     """Mamba-2, of a HybridModel alone."""
 
-    PRICED, NAME, LETTER, SLOT = MambaPart, "Mamba", "M", "mixer"
+    PRICED, NAME, SYMBOL, SLOT = MambaPart, "Mamba", "M", "mixer"
     TIMED: ClassVar = {"layernorm": "norm"}
     STACK = "mamba_layer"
     PACKAGES: ClassVar = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
@@ -108,7 +108,7 @@ class GatedDeltaNetKind(SSMKind):
     """The gated delta net: of a HybridModel, or in the place of attention in some layers
     (--experimental-attention-variant gated_delta_net, --linear-attention-freq)."""
 
-    PRICED, NAME, LETTER, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
+    PRICED, NAME, SYMBOL, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
     VARIANT = "gated_delta_net"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
     STACK = "gdn_layer"

@@ -44,7 +44,7 @@ class MambaScan:
     def __init__(self, mixer: Any, layer: int):
         self.mixer, self.layer = mixer, layer
         self.plain, self.exchange = mixer._ssm_training, mixer.cp.pre_conv_ssm
-        self.mine, self.whole = mixer.cp, _of_one_rank(mixer.cp)
+        self.local, self.whole = mixer.cp, _of_one_rank(mixer.cp)
         group = mixer.pg_collection.cp
         self.ulysses = Ulysses(group) if group.size() > 1 else None
         mixer.cp.pre_conv_ssm = self._before
@@ -76,7 +76,7 @@ class MambaScan:
         return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
-        mixer, cp = self.mixer, self.mine if of_my_heads else self.whole
+        mixer, cp = self.mixer, self.local if of_my_heads else self.whole
         weight_CW = cp.get_conv1d_weight().squeeze(1)
         convolved, taps = weight_CW.shape
         inner = cp.d_inner_local_tpcp
@@ -101,12 +101,12 @@ class MambaScan:
             if front is not None:
                 rows = torch.cat((_standing(front, rows, inner), rows))
             seen = rows[:, inner : inner + convolved]
-            states.behind(number, seen)
+            states.after(number, seen)
             initial, wants = states.initial(number), states.wants_final(number)
             dtype = mixer.mamba_training_ssm_states_dtype
             if initial is not None or wants:
                 dtype = torch.promote_types(dtype, torch.float32)  # gradients of many slices
-            made = mamba_mixer.mamba_split_conv1d_scan_combined(
+            result = mamba_mixer.mamba_split_conv1d_scan_combined(
                 rows[None],
                 **parameters,
                 initial_states=None if initial is None else initial[None],
@@ -114,7 +114,7 @@ class MambaScan:
                 return_final_states=wants,
                 **({"state_dtype": dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
             )
-            y_1LI, final = made if wants else (made, None)
+            y_1LI, final = result if wants else (result, None)
             y = y_1LI[0, count:].unflatten(1, (-1, mixer.headdim))
             outputs.append(states.leave(number, y, None if final is None else final[0]))
         return concatenated(outputs)
@@ -130,8 +130,8 @@ def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:
 def _of_one_rank(cp: Any) -> Any:
     """Megatron's ``cp``, which cuts parameters for context-parallel ranks, for one that has all
     heads."""
-    whole = copy.copy(cp)
-    whole.cp_size = 1
+    copied = copy.copy(cp)
+    copied.cp_size = 1
     for name in ("d_inner_local", "nheads_local", "ngroups_local"):
-        setattr(whole, f"{name}_tpcp", getattr(cp, f"{name}_tp"))
-    return whole
+        setattr(copied, f"{name}_tpcp", getattr(cp, f"{name}_tp"))
+    return copied

@@ -26,8 +26,8 @@ def _flags_window(args: Any) -> bool:
 
 def _slices_softmax(model: Any) -> str | None:
     kind = model.config.softmax_type
-    said = f"slices do not compute a softmax of type {kind} (softmax_type)"
-    return None if kind in ("vanilla", "learnable", "off-by-one") else said
+    refusal = f"slices do not compute a softmax of type {kind} (softmax_type)"
+    return None if kind in ("vanilla", "learnable", "off-by-one") else refusal
 
 
 class WindowKind(LayerKind):

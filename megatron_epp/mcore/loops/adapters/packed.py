@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import LOSS_KEYS, found_prefixes, parts_of
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of, shared_prefixes_of
 
 _TOKENS = ("input_ids", "tokens")
 
@@ -43,14 +43,14 @@ class PackedDocuments:
         return tuple(stop - start for start, stop in documents_of(micro_batch))
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        return found_prefixes(self, micro_batch, self.share_from)
+        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
         first, end = documents_of(micro_batch)[document]
-        mine = slice(None), slice(first + start, min(first + stop, end))
-        return parts_of(micro_batch, self.keys, mine)
+        rows = slice(None), slice(first + start, min(first + stop, end))
+        return parts_of(micro_batch, self.keys, rows)
 
     def loss(
         self,
@@ -60,15 +60,15 @@ class PackedDocuments:
     ) -> Any:
         tokens = next(micro_batch[key] for key in _TOKENS if key in micro_batch)
         parts, reached = [], 0
-        for (start, stop), made in zip(documents_of(micro_batch), outputs, strict=True):
-            parts += [made.new_zeros(start - reached, *made.shape[1:]), made]
+        for (start, stop), output in zip(documents_of(micro_batch), outputs, strict=True):
+            parts += [output.new_zeros(start - reached, *output.shape[1:]), output]
             reached = stop
         rest = tokens.shape[1] - reached
         parts.append(outputs[0].new_zeros(rest, *outputs[0].shape[1:]))
-        whole = torch.cat(parts)[None]
+        joined = torch.cat(parts)[None]
         if non_loss_data:
-            return self.loss_of(micro_batch, whole, non_loss_data=True)
-        return self.loss_of(micro_batch, whole)
+            return self.loss_of(micro_batch, joined, non_loss_data=True)
+        return self.loss_of(micro_batch, joined)
 
 
 def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -89,11 +89,11 @@ def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
         )
     lengths = torch.diff(torch.as_tensor(ends).flatten()).tolist()
     starts = torch.as_tensor(ends if padded is None else padded).flatten().tolist()
-    found = [(a, a + length) for a, length in zip(starts, lengths, strict=False) if length > 0]
+    documents = [(a, a + length) for a, length in zip(starts, lengths, strict=False) if length > 0]
     tokens = next((micro_batch[key] for key in _TOKENS if key in micro_batch), None)
-    if tokens is not None and found and found[-1][1] > tokens.shape[1]:
+    if tokens is not None and documents and documents[-1][1] > tokens.shape[1]:
         raise ValueError(
-            f"cu_seqlens end at row {found[-1][1]}, the micro-batch has {tokens.shape[1]}; "
+            f"cu_seqlens end at row {documents[-1][1]}, the micro-batch has {tokens.shape[1]}; "
             "expected borders within it"
         )
-    return found
+    return documents

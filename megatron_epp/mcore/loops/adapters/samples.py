@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import LOSS_KEYS, found_prefixes, parts_of
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of, shared_prefixes_of
 
 # loss_of(micro-batch, outputs [B, S, ...]) as the loop's own loss function returns it
 LossOf = Callable[..., Any]
@@ -56,13 +56,13 @@ class Samples:
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        return found_prefixes(self, micro_batch, self.share_from)
+        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        mine = slice(document, document + 1), slice(start, stop)
-        return parts_of(micro_batch, self.keys, mine)
+        rows = slice(document, document + 1), slice(start, stop)
+        return parts_of(micro_batch, self.keys, rows)
 
     def loss(
         self,

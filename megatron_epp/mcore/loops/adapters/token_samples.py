@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.layers.zigzag import zigzag
-from megatron_epp.mcore.loops.adapter import found_prefixes
+from megatron_epp.mcore.loops.adapter import shared_prefixes_of
 from megatron_epp.mcore.loops.token_log_probs import model_log_probs
 from megatron_epp.mcore.model.attention import this_device
 
@@ -30,9 +30,9 @@ class TokenSamples:
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        return found_prefixes(self, micro_batch, self.share_from)
+        return shared_prefixes_of(self, micro_batch, self.share_from)
 
-    def behind(self, samples: Sequence[Tensor], number: int) -> int:
+    def after(self, samples: Sequence[Tensor], number: int) -> int:
         """The label of a sample's last token; no loss of an answer reads it."""
         return 0
 
@@ -43,7 +43,7 @@ class TokenSamples:
         tokens = samples[document]
         labels = tokens[start + 1 : stop + 1]
         if stop == len(tokens):
-            labels = pad(labels, (0, 1), value=self.behind(samples, document))
+            labels = pad(labels, (0, 1), value=self.after(samples, document))
         return {"tokens": tokens[None, start:stop], "labels": labels[None]}
 
 
@@ -53,14 +53,14 @@ def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Any, None]:
         drawn = on_this_device(next(data_iterator))
-        made = model_log_probs(
+        log_probs = model_log_probs(
             model,
             drawn["labels"],
             drawn.get("temperature", temperature),
             entropy,
             {"input_ids": drawn["tokens"], "position_ids": None, "attention_mask": None},
         )
-        return (torch.stack(made, dim=-1) if isinstance(made, tuple) else made), None
+        return (torch.stack(log_probs, dim=-1) if isinstance(log_probs, tuple) else log_probs), None
 
     return forward_step
 
@@ -93,8 +93,8 @@ def zigzag_part(whole_L: Tensor) -> Tensor:
 
 def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """[T] each of samples one behind the other, from outputs of :func:`log_prob_step`."""
-    whole = torch.cat(list(outputs))
-    if whole.dim() == 1:
-        return whole, None
-    log_probs, entropies = whole.unbind(-1)
+    joined = torch.cat(list(outputs))
+    if joined.dim() == 1:
+        return joined, None
+    log_probs, entropies = joined.unbind(-1)
     return log_probs, entropies

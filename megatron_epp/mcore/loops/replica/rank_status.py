@@ -38,27 +38,27 @@ def refused_by(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else error_text(error)
 
 
-def gather_statuses(mine: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:
+def gather_statuses(own_status: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:
     """Every rank's word, by its place in ``control``. Collective; None: this rank is alone."""
     if control is None:
-        return [mine]
+        return [own_status]
     every: list[Any] = [None] * control.size()
-    dist.all_gather_object(every, mine, group=control)
+    dist.all_gather_object(every, own_status, group=control)
     return every
 
 
-def raise_what_others_met(every: Sequence[RankStatus], control: dist.ProcessGroup | None) -> None:
+def raise_remote_failure(every: Sequence[RankStatus], control: dist.ProcessGroup | None) -> None:
     """LoopRefusal: a rank refused its input, in the first such rank's words on every rank.
     LoopFailed: a rank met an error of another kind; that rank itself raises the error."""
-    for place, told in enumerate(every):
-        if told.refusal is not None:
-            raise LoopRefusal(_said(place, told.refusal, control))
-    for place, told in enumerate(every):
-        if told.error is not None:
-            raise LoopFailed(_said(place, told.error, control))
+    for place, status in enumerate(every):
+        if status.refusal is not None:
+            raise LoopRefusal(_message(place, status.refusal, control))
+    for place, status in enumerate(every):
+        if status.error is not None:
+            raise LoopFailed(_message(place, status.error, control))
 
 
-def _said(place: int, words: str, control: dist.ProcessGroup | None) -> str:
+def _message(place: int, words: str, control: dist.ProcessGroup | None) -> str:
     if control is None or control.size() == 1:
         return words
     return f"rank {dist.get_global_rank(control, place)}: {words}"

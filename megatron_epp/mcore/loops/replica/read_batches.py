@@ -17,7 +17,7 @@ from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
     agreed,
     gather_statuses,
-    raise_what_others_met,
+    raise_remote_failure,
     refused_by,
 )
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -39,19 +39,19 @@ def read_shapes(
     if pipeline.stages == 1:
         return [MicrobatchShape(1)] * count  # order and messages need none
     needed = shape is None or by is not None
-    found = _agreed(
+    shapes = _agreed(
         call,
         pipeline,
         batches,
         (lambda number: measured(batches.item(number), by, number)) if needed else None,
         "it has",
     )
-    if shape is not None and (found is None or None in found):
+    if shape is not None and (shapes is None or None in shapes):
         config = call.config
         parts = mpu.get_context_parallel_world_size()
         parts *= config.tensor_model_parallel_size if config.sequence_parallel else 1
         return [MicrobatchShape(shape[0] * parts, shape[1])] * count
-    return None if found is None or None in found else found
+    return None if shapes is None or None in shapes else shapes
 
 
 def read_documents(
@@ -59,16 +59,16 @@ def read_documents(
 ) -> list[PrefixForest]:
     """Every micro-batch's documents, and what they share. Collective. ValueError: as
     :func:`read_shapes`."""
-    found = _agreed(
+    forests = _agreed(
         call,
         pipeline,
         batches,
         lambda number: forest_of(model.adapter, batches.item(number), number, model.context),
         "documents of",
     )
-    if found is None:
+    if forests is None:
         raise ValueError("no rank of the replica has a data iterator; slices need to read one")
-    return found
+    return forests
 
 
 def _agreed(
@@ -79,18 +79,18 @@ def _agreed(
     what: str,
 ) -> list[Any] | None:
     """``read`` of every micro-batch's number, alike on all ranks that have an iterator."""
-    mine, refusal = None, None
+    values, refusal = None, None
     if read is not None and batches.readable:
         try:
-            mine = [read(number) for number in range(call.num_microbatches)]
+            values = [read(number) for number in range(call.num_microbatches)]
         except Exception as error:
             refusal = refused_by(error)
     pipeline.current_op.enter("what all ranks of the replica have read")
-    every = gather_statuses(RankStatus((call.num_microbatches, mine), refusal), pipeline.control)
-    raise_what_others_met(every, pipeline.control)
-    counts = [told.value[0] for told in every]
+    every = gather_statuses(RankStatus((call.num_microbatches, values), refusal), pipeline.control)
+    raise_remote_failure(every, pipeline.control)
+    counts = [status.value[0] for status in every]
     if len(set(counts)) > 1:
         raise LoopRefusal(
             f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one number"
         )
-    return agreed([told.value[1] for told in every], what, pipeline.control)
+    return agreed([status.value[1] for status in every], what, pipeline.control)

@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.job.process_groups import layer_groups, message_groups, speak_once
+from megatron_epp.mcore.job.process_groups import (
+    initialise_communicators,
+    layer_groups,
+    message_groups,
+)
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -27,16 +31,18 @@ def replica_ranks() -> tuple[int, ...]:
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
-    mine = dist.get_rank()
-    return tuple(sorted(peer + rank - mine for peer in together for rank in pipeline))
+    own_rank = dist.get_rank()
+    return tuple(sorted(peer + rank - own_rank for peer in together for rank in pipeline))
 
 
 def meets_other_replicas(config: Any) -> bool:
     """Whether ranks of other replicas meet this one's inside of its ops: in layers that are spread
     over replicas, in scales of fp8 that are. Such replicas must run the same ops in the same order,
     whatever documents each has."""
-    mine = {*replica_ranks()}
-    if any(not {*dist.get_process_group_ranks(group)} <= mine for group in layer_groups(config)):
+    own_replica = {*replica_ranks()}
+    if any(
+        not {*dist.get_process_group_ranks(group)} <= own_replica for group in layer_groups(config)
+    ):
         return True
     several = mpu.get_data_parallel_world_size() > 1
     # Transformer Engine takes the largest values of all replicas behind every forward and backward.
@@ -45,14 +51,14 @@ def meets_other_replicas(config: Any) -> bool:
     return several and bool(scales and not alone)
 
 
-def speak_first(groups: Groups, device: torch.device, config: Any) -> None:
+def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
     """Let all groups of a call of the model of ``config`` speak once, in an order in which nobody
     waits in vain, before anything is received early. Collective over the world."""
     ranks = groups.pipeline_ranks
     connect(groups.payload, groups.pipeline_rank, len(ranks), device, ranks)
     of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
     for group in (*layer_groups(config), of_replicas):
-        speak_once(group, device)
+        initialise_communicators(group, device)
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
@@ -66,13 +72,13 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         raise ValueError("torch.distributed initialised with a device_id")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = mpu.get_tensor_and_context_parallel_group()
-    mine, me = replica_ranks(), dist.get_rank()
+    own_replica, me = replica_ranks(), dist.get_rank()
     control = None
     replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
-    for ranks in sorted([rank + other - me for rank in mine] for other in replicas):
+    for ranks in sorted([rank + other - me for rank in own_replica] for other in replicas):
         # Every rank makes every replica's group, in one order, as Megatron makes its own.
-        made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
-        control = made if me in ranks else control
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
+        control = group if me in ranks else control
     assert control is not None, "this rank is part of a replica"
     payload = message_groups(device, timeout)
     return Groups(

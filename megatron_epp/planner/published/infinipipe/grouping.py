@@ -53,7 +53,7 @@ class RecomputeIlps:
         sizes = chunking.sizes[first:stop]
         slots = int(end - begin) + cost.layout.stages - 1
         most = np.full(slots, 0 if self.recompute == "none" else min(cost.layout.layers))
-        found = ilp.solve_order(
+        solution = ilp.solve_order(
             self.solver,
             pipelines(sizes, [], cost.layout.stages),
             chunking.backward[begin:end] - begin,
@@ -63,9 +63,9 @@ class RecomputeIlps:
             most,
             integer=integer,
         )
-        if found is None:
+        if solution is None:
             return None
-        return most if self.recompute == "full" else found[0]
+        return most if self.recompute == "full" else solution[0]
 
     def seconds(self, first: int, stop: int) -> float:
         """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""
@@ -97,11 +97,11 @@ def group(
     places where the count falls need be tried.
     """
     sizes = ilps.chunking.sizes
-    borders = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
-    last = len(borders) - 1
-    whole = ilps.seconds(0, len(sizes))
-    if whole <= delta:
-        return (), delta + whole  # two pipelines cost two deltas at least
+    boundaries = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    last = len(boundaries) - 1
+    one_pipeline = ilps.seconds(0, len(sizes))
+    if one_pipeline <= delta:
+        return (), delta + one_pipeline  # two pipelines cost two deltas at least
     least = [0.0] + [np.inf] * last
     came = [0] * (last + 1)
     for stop in range(1, last + 1):
@@ -110,9 +110,9 @@ def group(
             if least[first] + delta >= min(least[stop], below):
                 continue
             if stop - first == last:
-                taken = whole
+                taken = one_pipeline
             else:
-                taken = ilps.seconds(borders[first], borders[stop])
+                taken = ilps.seconds(boundaries[first], boundaries[stop])
             if delta + taken >= min(least[stop], below):
                 break
             if least[first] + delta + taken < least[stop]:
@@ -123,5 +123,5 @@ def group(
     while at:
         at = came[at]
         if at:
-            cuts.append(borders[at])
+            cuts.append(boundaries[at])
     return tuple(reversed(cuts)), least[-1]

@@ -47,11 +47,11 @@ def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
     if of.border_bytes:  # a state, whatever the tokens
         return kept * tokens + (loads.later >= 0) * of.border_bytes / cost.memory.kv_shards(of)
     if of.window or of.kv_replicated:
-        return kept * tokens + carries * _kept_kv(cost, of, loads)
+        return kept * tokens + carries * _cached_kv(cost, of, loads)
     return (kept + carries * of.kv_bytes_per_token) * tokens
 
 
-def _kept_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
+def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
     """[chunks]: of all tokens, or as many as a window reaches back."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
     return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
@@ -77,19 +77,19 @@ def papers_ledger(
 
     counts   layers recomputed; selective ones free what their saved bytes say
     """
-    whole = paper_moves(cost, loads)
-    for (kind, letter), grid in counts.items():
-        if letter == FULL:
+    moves = paper_moves(cost, loads)
+    for (kind, mode), grid in counts.items():
+        if mode == FULL:
             freed = _freed(cost, cost.layout.coefficients[kind], loads)
         else:
             freed = cost.memory.saved_bytes((kind, KEEP), loads) - cost.memory.saved_bytes(
-                (kind, letter), loads
+                (kind, mode), loads
             )
-        whole[0, 0] -= grid * freed
-        whole[1, 1] -= grid * freed
+        moves[0, 0] -= grid * freed
+        moves[1, 1] -= grid * freed
     moved = work.ops.moved_bytes.copy()  # the paper knows no H and G: theirs are exact
     moved[W] = 0.0
-    moved[F], moved[B], moved[I] = whole[0], whole[1], whole[1]
+    moved[F], moved[B], moved[I] = moves[0], moves[1], moves[1]
     held = cost.memory.weight_input_bytes(loads)
     moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays
     moved[W, 1] = moved[B, 1] - moved[I, 1]

@@ -76,8 +76,8 @@ def draft(
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
-    whole = cost.headroom_bytes
-    headroom, solver = whole, Solver()
+    full_room = cost.headroom_bytes
+    headroom, solver = full_room, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):
         counts = None if best is None else best.ilps.counts(best.cuts, headroom)
@@ -90,7 +90,7 @@ def draft(
         played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
-        headroom = headroom - np.maximum(peaks - whole, 0.0) * TIGHTENED_BY
+        headroom = headroom - np.maximum(peaks - full_room, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
 
@@ -103,9 +103,9 @@ def _anything_that_fits(
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
         everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
         for cuts in ((), tuple(range(1, chunking.groups))):
-            said = f"{note}, everything recomputed"
-            played, _ = _play(batch, chunking, cuts, everything, said, cost, options)
-            best = played if best is None else min(best, played, key=lambda made: made.rank)
+            description = f"{note}, everything recomputed"
+            played, _ = _play(batch, chunking, cuts, everything, description, cost, options)
+            best = played if best is None else min(best, played, key=lambda scored: scored.rank)
     assert best is not None, "there is at least one chunking"
     return best
 
@@ -186,9 +186,9 @@ def _play(
 ) -> tuple[ScoredDraft, np.ndarray]:
     """The plan, and its exact peaks by stage beside residents."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
-    law = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
-    schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
-    made = Draft(
+    in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
+    schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(in_flight_limit))
+    drafted = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
     )
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost), schedule.peak_bytes
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, drafted, cost), schedule.peak_bytes

@@ -9,20 +9,20 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.loops import slice_stage
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
 
-def neighbours_rows(share: RowShare, rows: int) -> slice:
+def neighbours_rows(share: RowShard, rows: int) -> slice:
     count, neighbour = rows // share.parts, (share.part + 1) % share.parts
     return slice(neighbour * count, (neighbour + 1) * count)
 
 
 def with_the_neighbours_rows(original, stage: SliceStage, *given: Any) -> Any:
-    with patch.object(RowShare, "mine", neighbours_rows):
+    with patch.object(RowShard, "local", neighbours_rows):
         return original(stage, *given)
 
 

@@ -12,7 +12,7 @@ from megatron_epp.cost.layer_kinds import Choice, Counts
 
 # Chosen by hand, as are those of epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
-GIVEN_BACK = (4, 2, 1)  # layers given back on a diagonal at once
+UNDO_STEPS = (4, 2, 1)  # layers given back on a diagonal at once
 
 
 def trimmed[T](
@@ -35,12 +35,12 @@ def trimmed[T](
             return best
         if rank(tried) < rank(best):
             best = tried
-    for step in GIVEN_BACK:
-        for letter, slot in list(_places(counts_of(best), slots)):
+    for step in UNDO_STEPS:
+        for mode, slot in list(_places(counts_of(best), slots)):
             counts = counts_of(best)
-            grid = counts[letter]
+            grid = counts[mode]
             less = np.where(slots == slot, np.maximum(grid - step, 0.0), grid)
-            tried = play({**counts, letter: less})
+            tried = play({**counts, mode: less})
             if tried is None:
                 return best
             if rank(tried) < rank(best):
@@ -49,11 +49,11 @@ def trimmed[T](
 
 
 def _scaled(counts: Counts, scale: float) -> Counts:
-    return {letter: np.ceil(grid * scale) for letter, grid in counts.items()}
+    return {mode: np.ceil(grid * scale) for mode, grid in counts.items()}
 
 
 def _places(counts: Counts, slots: np.ndarray) -> Iterator[tuple[Choice, int]]:
-    for letter, grid in counts.items():
+    for mode, grid in counts.items():
         weight = np.bincount(slots.ravel(), weights=grid.ravel())
         order = np.argsort(-weight, kind="stable")
-        yield from ((letter, int(slot)) for slot in order if weight[slot] > 0)
+        yield from ((mode, int(slot)) for slot in order if weight[slot] > 0)

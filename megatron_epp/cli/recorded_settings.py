@@ -44,24 +44,25 @@ def comment_in(text: str) -> str | None:
     return None
 
 
-def fill_in(arguments: argparse.Namespace, said: str | None) -> str:
-    """Sets what no option named to what the comment ``said``; returns what was taken, as options.
+def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
+    """Sets what no option named to what the comment ``settings_text``; returns what was taken, as
+    options.
 
     A comment that cannot be read, or names a file that is not there, is ignored with a line.
     """
-    if said is None:
+    if settings_text is None:
         return ""
     try:
-        found = vars(machine_flags(shlex.split(said)))
-        _require_files(found)
+        values = vars(machine_flags(shlex.split(settings_text)))
+        _require_files(values)
     except ValueError as error:
         reason = str(error).split("\n")[0]
         print(f"{arguments.plan}: its comment 'made for' is ignored: {reason}", file=sys.stderr)
         return ""
     taken = {
-        name: found[name]
+        name: values[name]
         for name in _NAMES
-        if found[name] is not None and getattr(arguments, name) is None
+        if values[name] is not None and getattr(arguments, name) is None
     }
     if arguments.cost_model:
         for name in ASSUMPTIONS:  # of the other cost model
@@ -72,7 +73,7 @@ def fill_in(arguments: argparse.Namespace, said: str | None) -> str:
     return shlex.join(_words(taken))
 
 
-def _require_files(found: dict) -> None:
+def _require_files(values: dict) -> None:
     topologies = {FLAT, *TOPOLOGIES}
     for name, known in (
         ("model", MODELS),
@@ -80,7 +81,7 @@ def _require_files(found: dict) -> None:
         ("cost_model", {}),
         ("topology", topologies),
     ):
-        value = found[name]
+        value = values[name]
         if value is not None and name == "device":
             every = [each for each, _ in device_runs(value)]
         else:

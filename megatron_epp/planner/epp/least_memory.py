@@ -12,11 +12,11 @@ from megatron_epp.planner.order.policies import policy_of
 TIE = 0.005  # of the time: no cost model is that exact
 # Budgets that are tried between the least that an order could need and what the fastest takes.
 BISECTIONS = 5
-_SAID = ", lean"
+_REPORTED_GAIN = ", lean"
 LEAST = 0.25  # of what the fastest takes: where the search for less begins
 
 
-def leanest(search: Search, fastest: Candidate) -> Candidate:
+def least_memory(search: Search, fastest: Candidate) -> Candidate:
     """The plan that fills least of its fullest stage, among those that take at most ``TIE`` longer
     than ``fastest``; ``fastest`` where it does not fit itself.
 
@@ -27,9 +27,11 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
         return fastest
     most = fastest.seconds * (1 + TIE)
     ties = [
-        found for found in search.known.values() if found.over_bytes <= 0 and found.seconds <= most
+        candidate
+        for candidate in search.known.values()
+        if candidate.over_bytes <= 0 and candidate.seconds <= most
     ]
-    best = min([fastest, *ties], key=lambda found: (_filled(found), found.seconds))
+    best = min([fastest, *ties], key=lambda candidate: (_filled(candidate), candidate.seconds))
     high = _filled(best)
     low = LEAST * high
     for _ in range(BISECTIONS):
@@ -42,26 +44,29 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
     return best
 
 
-def _filled(found: Candidate) -> float:
+def _filled(candidate: Candidate) -> float:
     """The share of its headroom that the fullest stage takes."""
-    headroom = np.maximum(found.prepared.work.headroom_bytes, 1.0)
-    return float((found.schedule.peak_bytes / headroom).max())
+    headroom = np.maximum(candidate.prepared.work.headroom_bytes, 1.0)
+    return float((candidate.schedule.peak_bytes / headroom).max())
 
 
-def _within(search: Search, found: Candidate, share: float) -> Candidate:
-    """``found``'s chunks and policy, had every stage only that share of its headroom."""
-    work = found.prepared.work
-    smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * share)
+def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
+    """``candidate``'s chunks and policy, had every stage only that share of its headroom."""
+    work = candidate.prepared.work
+    smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * fraction)
     policy = policy_of(
-        found.policy, smaller, found.prepared.chunking.sizes, found.prepared.min_in_flight
+        candidate.policy,
+        smaller,
+        candidate.prepared.chunking.sizes,
+        candidate.prepared.min_in_flight,
     )
-    search.effort.spend(work.stages * work.chunks * (3 if found.policy.split else 2))
+    search.effort.spend(work.stages * work.chunks * (3 if candidate.policy.split else 2))
     schedule = list_schedule(smaller, policy)
     over = max(0.0, float((schedule.peak_bytes - work.headroom_bytes).max()))
     return dataclasses.replace(
-        found,
+        candidate,
         seconds=schedule.seconds,
         over_bytes=over,
         schedule=dataclasses.replace(schedule, over_bytes=over),
-        name=found.name.removesuffix(_SAID) + _SAID,
+        name=candidate.name.removesuffix(_REPORTED_GAIN) + _REPORTED_GAIN,
     )

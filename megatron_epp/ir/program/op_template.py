@@ -19,11 +19,11 @@ from typing import NoReturn
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.grid import COLUMNS
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.recompute import MLP_AGAIN, format_recompute
+from megatron_epp.ir.recompute import MLP_RECOMPUTED, format_recompute
 from megatron_epp.ir.step import Step
 
 
-def check_skeletons(step: Step) -> None:
+def check_op_templates(step: Step) -> None:
     """Raise a :class:`PlanError` unless the replicas of every block of ``step`` have one skeleton;
     O(ops). One line says where they part; the ops of all replicas around that place follow it."""
     for first in range(0, len(step.plans), step.lockstep):
@@ -63,12 +63,12 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
         for chunk, (one, two) in enumerate(zip(choices, others, strict=True)):
             for choice in (one, two):
                 if choice not in again:
-                    again[choice] = tuple(letter in MLP_AGAIN for letter in choice)
+                    again[choice] = tuple(mode in MLP_RECOMPUTED for mode in choice)
             if again[one] != again[two]:
                 raise PlanError(
                     f"{who} recomputes {format_recompute(two)} of chunk {chunk} on stage {stage}, "
                     f"replica {leader.replica} {format_recompute(one)}; expected the same layers "
-                    f"to run their MLP again ({', '.join(sorted(MLP_AGAIN))})"
+                    f"to run their MLP again ({', '.join(sorted(MLP_RECOMPUTED))})"
                 )
 
 
@@ -87,7 +87,7 @@ def _parted(line: str, block: tuple[Plan, ...], rank: int, at: int) -> NoReturn:
     name = max(len(who) for who, _, _ in rows)
     before = "... " if first else ""
     grid = [
-        f"  {who:<{name}} {before}{' '.join(f'{cell:>{width}}' for cell in cells)}{behind}"
-        for who, cells, behind in rows
+        f"  {who:<{name}} {before}{' '.join(f'{cell:>{width}}' for cell in cells)}{after}"
+        for who, cells, after in rows
     ]
     raise PlanError("\n".join([line, *grid]))

@@ -10,7 +10,7 @@ from megatron_epp.ir import Plan, PlanError, Step
 MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few
 
 
-class GivenSteps:
+class RecordedSteps:
     """Reads ``--epp-plan``; every rank reads it, and the ranks compare what they read.
 
     ValueError: there is nothing to read. PlanError: what is there is no step.
@@ -36,12 +36,12 @@ class GivenSteps:
         """Nothing to prepare: the plan is there."""
 
 
-def first_given(path: str) -> Plan:
+def first_recorded(path: str) -> Plan:
     """A plan of ``--epp-plan``, to tell what they all have in common. ValueError: there is none."""
-    given = GivenSteps(path)
-    if given._step is not None:
-        return given._step.step.plans[0]
-    recorded = sorted(given.path.glob("iteration-*.step"))
+    source = RecordedSteps(path)
+    if source._step is not None:
+        return source._step.step.plans[0]
+    recorded = sorted(source.path.glob("iteration-*.step"))
     if not recorded:
         raise PlanError(f"--epp-plan {path}: holds no iteration-000001.step")
     return _read(recorded[0]).step.plans[0]

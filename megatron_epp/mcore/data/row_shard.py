@@ -23,7 +23,7 @@ def quantised_rows(args: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RowShare:
+class RowShard:
     """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;
     with sequence parallelism a part's rows are split over ``splits`` tensor-parallel ranks between
     the linear layers. So rows are padded to a multiple of both, and of the ``block`` that operands
@@ -39,7 +39,7 @@ class RowShare:
         assert 0 <= self.part < self.parts and self.splits >= 1 and self.block >= 1
 
     @classmethod
-    def of(cls, args: Any) -> "RowShare":
+    def of(cls, args: Any) -> "RowShard":
         """This rank's share in a job with Megatron's ``args``, once its groups are made."""
         return cls(
             args.context_parallel_size,
@@ -61,14 +61,14 @@ class RowShare:
         """Rows of a chunk's tensors over all ranks, padding included."""
         return self.padded(chunk.rows(self.parts))
 
-    def spread_rows(self, chunk: Chunk) -> int:
+    def sharded_rows(self, chunk: Chunk) -> int:
         """The first of a rank's rows of a chunk: its share of what is local to none. Behind them
         are those local to it."""
         if self.parts > 1 and chunk.has_local:
-            return -(-chunk.spread_tokens // self.parts)
+            return -(-chunk.sharded_tokens // self.parts)
         return self.rows(chunk) // self.parts
 
-    def mine(self, rows: int) -> slice:
+    def local(self, rows: int) -> slice:
         """This rank's of a chunk's padded ``rows``, one behind the other."""
         count = rows // self.parts
         return slice(self.part * count, (self.part + 1) * count)

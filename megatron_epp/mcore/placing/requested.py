@@ -13,7 +13,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
 from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
-from megatron_epp.mcore.hybrid.pattern import with_borders
+from megatron_epp.mcore.hybrid.pattern import with_boundaries
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
 # hold args. Empty where stage i lies on rank i.
@@ -30,7 +30,7 @@ def stages_of(args: Any) -> int:
     return len(place_of(args)) or args.pipeline_model_parallel_size
 
 
-def own_stages(place: Sequence[int], rank: int) -> tuple[int, ...]:
+def local_stages(place: Sequence[int], rank: int) -> tuple[int, ...]:
     """The stages of a pipeline rank, first to last."""
     return tuple(stage for stage, where in enumerate(place) if where == rank) or (rank,)
 
@@ -42,8 +42,8 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
         return None
     try:
-        made = read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
-        require_last_stage(made)
+        placement = read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
+        require_last_stage(placement)
     except OSError as error:
         raise ValueError(
             f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, auto, "
@@ -51,7 +51,7 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
         ) from error
     except (PlanError, UnicodeDecodeError) as refusal:
         raise ValueError(f"--epp-placement {text}: {refusal}") from refusal
-    if made.is_even:
+    if placement.is_even:
         return None
     if ranks == 1:
         raise ValueError(
@@ -63,15 +63,15 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
                 f"--epp-placement {text}: --{name.replace('_', '-')} says how many layers each "
                 "rank has; say with lines 'place' and 'layers' of a file what each stage has"
             )
-    return made
+    return placement
 
 
 def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
     """Layers of every stage: those that the placement says, or even ones. ValueError: one line."""
-    said = placement.layers
-    if said and sum(said) != layers:
+    stated = placement.layers
+    if stated and sum(stated) != layers:
         raise ValueError(
-            f"--epp-placement: layers {' '.join(map(str, said))} are {sum(said)}; expected "
+            f"--epp-placement: layers {' '.join(map(str, stated))} are {sum(stated)}; expected "
             f"{layers}, those of the model"
         )
     if layers < placement.stages:
@@ -79,13 +79,13 @@ def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
             f"--epp-placement: {placement.stages} stages for {layers} layers; expected at most one "
             "stage per layer"
         )
-    return said or even_layers(layers, placement.stages)
+    return stated or even_layers(layers, placement.stages)
 
 
 def placed_values(
-    placement: Placement, layers: Sequence[int], further: int, pattern: str | None = None
+    placement: Placement, layers: Sequence[int], mtp_layers: int, pattern: str | None = None
 ) -> dict[str, Any]:
-    """Values on Megatron's args for stages of ``layers``, the last of which predicts ``further``
+    """Values on Megatron's args for stages of ``layers``, the last of which predicts ``mtp_layers``
     tokens; ``pattern``: of a HybridModel. To Megatron's checks a rank has the layers of all its
     stages; where stage i lies on rank i, no others are needed."""
     from megatron_epp.planner.choose.partition import layout_text
@@ -93,9 +93,9 @@ def placed_values(
     of_ranks = [0] * placement.ranks
     for stage, rank in enumerate(placement.place):
         of_ranks[rank] += layers[stage]
-    borders = {"pipeline_model_parallel_layout": layout_text(of_ranks, further)}
+    boundaries = {"pipeline_model_parallel_layout": layout_text(of_ranks, mtp_layers)}
     if pattern is not None:
-        borders = {"hybrid_layer_pattern": with_borders(pattern, of_ranks)}
+        boundaries = {"hybrid_layer_pattern": with_boundaries(pattern, of_ranks)}
     if placement.is_even:
-        return borders
-    return {PLACE: list(placement.place), STAGE_LAYERS: list(layers), **borders}
+        return boundaries
+    return {PLACE: list(placement.place), STAGE_LAYERS: list(layers), **boundaries}

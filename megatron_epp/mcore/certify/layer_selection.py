@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_epp.mcore.hybrid.pattern import further_of, letters_of_layers, with_borders
+from megatron_epp.mcore.hybrid.pattern import mtp_part_of, symbols_of_layers, with_boundaries
 from megatron_epp.mcore.kinds.base import mask_of_layers
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 
@@ -30,9 +30,9 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values of a HybridModel of the ``chosen`` layers, so many for each stage."""
-    letters = "".join(letters_of_layers(pattern)[layer] for layer in chosen)
+    modes = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
-        "hybrid_layer_pattern": with_borders(letters + further_of(pattern), counts),
+        "hybrid_layer_pattern": with_boundaries(modes + mtp_part_of(pattern), counts),
         "hybrid_override_pattern": None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

@@ -2,8 +2,8 @@
 
 A seam replaces one attribute of one module or class while the program runs. The replacement was
 written against the source that a release of the table has there (releases.py); when the source is
-another one, ``check_seams`` stops the start and says which seam drifted, instead of letting a patch
-meet code that it was not made for.
+another one, ``check_patch_points`` stops the start and says which seam drifted, instead of letting
+a patch meet code that it was not made for.
 
 A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
 function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
@@ -31,7 +31,7 @@ When = Literal["always", "cpu host", "epp"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class PatchPoint:
     """One attribute of Megatron that is replaced.
 
     ``replacement`` is given the original and returns what takes its place. ``relies_on`` names
@@ -53,7 +53,7 @@ class Seam:
 # ------------------------------------------------------------------ checking and installing
 
 
-def check_seams(seams: Sequence[Seam] | None = None) -> None:
+def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None:
     """Refuse a Megatron other than those that the seams were made for.
 
     ValueError: the version of megatron-core is none of the table's (releases.py), or the source at
@@ -68,71 +68,72 @@ def check_seams(seams: Sequence[Seam] | None = None) -> None:
             f"megatron-core {version} is installed; megatron_epp is made for the internals of "
             f"{STABLE}: pip install megatron-core=={NEWEST}"
         )
-    for seam in ALL_SEAMS if seams is None else seams:
-        if is_patched(seam):
+    for patch_point in ALL_PATCH_POINTS if patch_points is None else patch_points:
+        if is_patched(patch_point):
             continue
-        found, known = fingerprint_of(seam), release.fingerprints.get(seam.name)
-        if found != known:
+        actual, known = fingerprint_of(patch_point), release.fingerprints.get(patch_point.name)
+        if actual != known:
             raise ValueError(
-                f"seam '{seam.name}': the source of {' or '.join((seam.target, *seam.relies_on))} "
-                f"is not that of megatron-core {release} (fingerprint {found}, expected "
+                f"seam '{patch_point.name}': the source of "
+                f"{' or '.join((patch_point.target, *patch_point.relies_on))} "
+                f"is not that of megatron-core {release} (fingerprint {actual}, expected "
                 f"{known}): undo the local change or reinstall it, pip install --force-reinstall "
                 f"--no-deps megatron-core=={NEWEST}; scripts/upstream/check_upstream.py shows "
                 "a checkout's difference"
             )
 
 
-def install(seams: Sequence[Seam]) -> None:
+def install(patch_points: Sequence[PatchPoint]) -> None:
     """Check the seams and put their replacements in place. What is in place already is left alone.
 
-    ValueError: as ``check_seams``.
+    ValueError: as ``check_patch_points``.
     """
-    check_seams(seams)
-    for seam in seams:
-        owner, attribute = _find(seam.target)
-        if is_patched(seam) or hasattr(getattr(owner, attribute), _MARK):
+    check_patch_points(patch_points)
+    for patch_point in patch_points:
+        owner, attribute = _find(patch_point.target)
+        if is_patched(patch_point) or hasattr(getattr(owner, attribute), _MARK):
             continue
         original = getattr(owner, attribute)
-        replacement = seam.replacement(original)
+        replacement = patch_point.replacement(original)
         setattr(replacement, _MARK, original)
         setattr(owner, attribute, replacement)
 
 
-def remove(seams: Sequence[Seam]) -> None:
+def remove(patch_points: Sequence[PatchPoint]) -> None:
     """Put the originals back; a seam that is not in place is left alone."""
-    for seam in seams:
-        owner, attribute = _find(seam.target)
+    for patch_point in patch_points:
+        owner, attribute = _find(patch_point.target)
         original = getattr(getattr(owner, attribute), _MARK, None)
         if original is not None:
             setattr(owner, attribute, original)
 
 
-def is_installed(seam: Seam) -> bool:
+def is_installed(patch_point: PatchPoint) -> bool:
     """Whether the seam's replacement stands at its target, or a patch does its work."""
-    owner, attribute = _find(seam.target)
-    return hasattr(getattr(owner, attribute), _MARK) or is_patched(seam)
+    owner, attribute = _find(patch_point.target)
+    return hasattr(getattr(owner, attribute), _MARK) or is_patched(patch_point)
 
 
-def is_patched(seam: Seam, source: Callable[[str], str] | None = None) -> bool:
+def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> bool:
     """Whether the target's source says that the patch of this seam was applied (patches/)."""
-    return f"megatron_epp patch: {seam.name}" in (source or _source)(seam.target)
+    return f"megatron_epp patch: {patch_point.name}" in (source or _source)(patch_point.target)
 
 
-def fingerprint_of(seam: Seam, source: Callable[[str], str] | None = None) -> str:
+def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> str:
     """Sixteen hexadecimal digits over the sources of the target and of what the seam relies on.
 
     ``source`` gives that of a dotted name; the running program's, where none is given.
     """
     read = source or _source
-    text = "\n".join(read(name) for name in (seam.target, *seam.relies_on))
+    text = "\n".join(read(name) for name in (patch_point.target, *patch_point.relies_on))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _source(dotted: str) -> str:
     """The source of a function, ours set aside, with what is only layout taken off."""
     owner, attribute = _find(dotted)
-    found = getattr(owner, attribute)
-    original = getattr(found, _MARK, found)
+    function = getattr(owner, attribute)
+    original = getattr(function, _MARK, function)
     try:
         return without_layout(inspect.getsource(original))
     except (OSError, TypeError):
@@ -167,13 +168,13 @@ def _find(dotted: str) -> tuple[Any, str]:
 # ------------------------------------------------------------------ the list
 
 
-def _seam(
+def _patch_point(
     name: str, target: str, when: When, reason: str, *relies_on: str
-) -> Callable[[Callable[..., Any]], Seam]:
+) -> Callable[[Callable[..., Any]], PatchPoint]:
     """The seam whose target then calls the decorated function, with the original in front of what
     the target is called with."""
 
-    def seam(body: Callable[..., Any]) -> Seam:
+    def patch_point(body: Callable[..., Any]) -> PatchPoint:
         def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -181,12 +182,12 @@ def _seam(
 
             return replaced
 
-        return Seam(name, target, when, reason, replacement, relies_on)
+        return PatchPoint(name, target, when, reason, replacement, relies_on)
 
-    return seam
+    return patch_point
 
 
-@_seam(
+@_patch_point(
     "index builder",
     "megatron.core.datasets.utils.compile_helpers",
     "always",
@@ -216,7 +217,7 @@ def _torch_steps(optimizer: Any) -> bool:
     )
 
 
-@_seam(
+@_patch_point(
     "resumed optimizer, state",
     f"{_OPTIMIZER}state_dict",
     "always",
@@ -235,7 +236,7 @@ def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
         del self.optimizer.state["no step yet"]
 
 
-@_seam(
+@_patch_point(
     "resumed optimizer, load",
     f"{_OPTIMIZER}load_state_dict",
     "always",
@@ -252,7 +253,7 @@ def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> 
             state["step"] = state["step"].detach().clone()
 
 
-@_seam(
+@_patch_point(
     "resumed optimizer, shard",
     f"{_OPTIMIZER}_set_main_param_and_optimizer_states",
     "always",
@@ -271,7 +272,7 @@ def OPTIMIZER_SHARD(
         original(self, model_param, tensors)
 
 
-@_seam(
+@_patch_point(
     "no CUDA assertion",
     "megatron.training.training.initialize_megatron",
     "cpu host",
@@ -282,7 +283,7 @@ def NO_CUDA_ASSERTION(original: Callable[..., Any], *args: Any, **kwargs: Any) -
     return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
-@_seam(
+@_patch_point(
     "random state",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     "cpu host",
@@ -298,7 +299,7 @@ def RANDOM_STATE(
     torch.set_rng_state(new_state)
 
 
-@_seam(
+@_patch_point(
     "sequence-parallel norm",
     "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
     "cpu host",
@@ -310,9 +311,9 @@ def SEQUENCE_PARALLEL_NORM(
     original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> torch.nn.Module:
     centred = config.layernorm_zero_centered_gamma
-    plain = copy.copy(config)
-    plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
-    norm = original(cls, plain, *args, **kwargs)
+    copied = copy.copy(config)
+    copied.sequence_parallel = copied.layernorm_zero_centered_gamma = False
+    norm = original(cls, copied, *args, **kwargs)
     if centred:
         norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
     # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
@@ -322,7 +323,7 @@ def SEQUENCE_PARALLEL_NORM(
     return norm
 
 
-@_seam(
+@_patch_point(
     "expert exchange",
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
     "cpu host",
@@ -336,7 +337,7 @@ def EXPERT_EXCHANGE(
     return original(tensor, as_numpy, record_stream)
 
 
-@_seam(
+@_patch_point(
     "layers of depths",
     "megatron.training.models.gpt.mtp_block_spec",
     "cpu host",
@@ -345,11 +346,11 @@ def EXPERT_EXCHANGE(
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(config, *args, **kwargs)
     # Set where the model's other layers are mended (mcore/model/layer_spec.py).
-    mend = getattr(config, "epp_mend_depths", None)
-    return made if mend is None else mend(made)
+    fix = getattr(config, "epp_fix_mtp", None)
+    return made if fix is None else fix(made)
 
 
-@_seam(
+@_patch_point(
     "fusion warm-up",
     "megatron.training.initialize._warmup_jit_function",
     "epp",
@@ -360,7 +361,7 @@ def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) ->
     pass
 
 
-def _multiply_as_told(
+def _multiply_as_configured(
     original: Callable[..., Any], self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any
 ) -> Any:
     # Set for one iteration, and only where its plan splits backwards
@@ -374,29 +375,29 @@ def _multiply_as_told(
 
 
 _LINEARS = "megatron.core.tensor_parallel.layers."
-COLUMN_LINEAR = _seam(
+COLUMN_LINEAR = _patch_point(
     "column linear",
     f"{_LINEARS}ColumnParallelLinear._forward_impl",
     "epp",
     "its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
     f"{_LINEARS}ColumnParallelLinear.forward",
-)(_multiply_as_told)
-ROW_LINEAR = _seam(
+)(_multiply_as_configured)
+ROW_LINEAR = _patch_point(
     "row linear",
     f"{_LINEARS}RowParallelLinear._forward_impl",
     "epp",
     "as the column linear's",
     f"{_LINEARS}RowParallelLinear.forward",
-)(_multiply_as_told)
+)(_multiply_as_configured)
 
 
-def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Seam:
+def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> PatchPoint:
     """The seam through which Megatron's trainer and its evaluation find their schedule.
 
     ``factory`` is given the original ``get_forward_backward_func(pp_size=None, vp_size=None,
     schedule_pg_collection=None)`` and returns the function that takes its place.
     """
-    return Seam(
+    return PatchPoint(
         name="schedule",
         target="megatron.training.training.get_forward_backward_func",
         when="epp",
@@ -409,27 +410,32 @@ def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     )
 
 
-def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def apply_schedule_patch(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Make Megatron's trainer and its evaluation use the schedule that ``factory`` makes; see
-    ``schedule_seam``.
+    ``schedule_patch_point``.
 
     A second call with another factory starts again from Megatron's original. ValueError: as
-    ``check_seams``.
+    ``check_patch_points``.
     """
-    seam = schedule_seam(factory)
-    if is_patched(seam):
+    patch_point = schedule_patch_point(factory)
+    if is_patched(patch_point):
         from megatron.core.pipeline_parallel import schedules
 
-        check_seams([])  # the version
+        check_patch_points([])  # the version
         schedules.choose_schedule(factory)
         return
-    remove([seam])
-    install([seam])
+    remove([patch_point])
+    install([patch_point])
 
 
-ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
-CPU_HOST_SEAMS = (
+ALWAYS_PATCH_POINTS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
+CPU_HOST_PATCH_POINTS = (
     NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE, MTP_LAYERS,
 )  # fmt: skip
-EPP_SEAMS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
-ALL_SEAMS = (*ALWAYS_SEAMS, *CPU_HOST_SEAMS, *EPP_SEAMS, schedule_seam(lambda original: original))
+EPP_PATCH_POINTS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
+ALL_PATCH_POINTS = (
+    *ALWAYS_PATCH_POINTS,
+    *CPU_HOST_PATCH_POINTS,
+    *EPP_PATCH_POINTS,
+    schedule_patch_point(lambda original: original),
+)

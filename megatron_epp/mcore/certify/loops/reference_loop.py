@@ -26,12 +26,12 @@ from megatron_epp.layers.zigzag import zigzag
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.loops.other_models import WithEncoder
 from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.certify.reference import Gradients, PlainModel, Sums, off, token_losses
+from megatron_epp.mcore.certify.reference import Gradients, ReferenceModel, Sums, off, token_losses
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 
 
-class PlainLoop(PlainModel):
+class ReferenceLoop(ReferenceModel):
     """Megatron's model in one process, the loop's losses, Megatron's scaling written out."""
 
     def prepare(self, turn: int) -> ModelSetup:
@@ -47,31 +47,31 @@ class PlainLoop(PlainModel):
         sliced = self.trial.loop == "level1"
         if degrees.cp > 1 and not sliced:
             _refuse_for_context(raw)
-        made, per_token = super().prepare(turn), bool(turn % 2)
+        setup, per_token = super().prepare(turn), bool(turn % 2)
         for model in filter(None, (self.model, self.own)):
             get_model_config(model).calculate_per_token_loss = per_token
             for module in model.modules():
                 if hasattr(module, "calculate_per_token_loss"):  # a router, which read it when made
                     module.calculate_per_token_loss = per_token
-        args = pickle.loads(made.args)
+        args = pickle.loads(setup.args)
         args.calculate_per_token_loss = per_token
         multiple = MULTIPLE if sliced or degrees.cp == 1 else 2 * degrees.cp * degrees.tp
         pixels = self.trial.loop_model == ENCODER
-        self.frame = LoopFrame(made.frame, per_token, sliced, multiple, pixels)
+        self.frame = LoopFrame(setup.frame, per_token, sliced, multiple, pixels)
         loss = "all tokens" if per_token else "micro-batches"
-        description = f"{made.description}, mean over {loss}"
-        return ModelSetup(pickle.dumps(args), self.frame, made.weights, description)
+        description = f"{setup.description}, mean over {loss}"
+        return ModelSetup(pickle.dumps(args), self.frame, setup.weights, description)
 
     def built(self, args: Any, elastic: Any) -> Any:
-        made = super().built(args, elastic)
-        return WithEncoder(made) if self.trial.loop_model == ENCODER else made
+        model = super().built(args, elastic)
+        return WithEncoder(model) if self.trial.loop_model == ENCODER else model
 
     def compute(self, number: int) -> LoopReference:
         """Losses and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
         with self._exactly():
             run = self._run(self.model, drawn)
-        values, sums = (tuple(map(tuple, told)) for told in (run.values, run.sums))
+        values, sums = (tuple(map(tuple, kept)) for kept in (run.values, run.sums))
         own, units = None, []
         if self.own is None:
             for of_values, of_sums in zip(values, sums, strict=True):
@@ -97,21 +97,21 @@ class PlainLoop(PlainModel):
             for batch in replica:
                 samples = batch.get("side by side", batch)
                 outputs_BS = _losses(model, samples, self.frame.sliced)
-                found = loop_loss(samples, outputs_BS)
+                result = loop_loss(samples, outputs_BS)
                 run.sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
-                loss = found[0]
-                if len(found) == 3:
-                    tokens += int(found[1])
+                loss = result[0]
+                if len(result) == 3:
+                    tokens += int(result[1])
                     if not self.frame.per_token:
                         loss = self._mean(batch, outputs_BS)
                 losses.append((loss, 1 / len(replica) / len(drawn.micro_batches)))
-                run.values[-1].append(found[-1]["value"])
+                run.values[-1].append(result[-1]["value"])
                 run.outputs[-1].append(outputs_BS.detach())
         for loss, of_replica in losses:
-            share = 1 / tokens if self.frame.per_token else of_replica
+            loss_weight = 1 / tokens if self.frame.per_token else of_replica
             for kind in LAYER_CERTIFICATES:
-                kind.weigh_losses(torch.tensor(share))
-            sums.backward(loss * share)
+                kind.weigh_losses(torch.tensor(loss_weight))
+            sums.backward(loss * loss_weight)
         run.gradients = self.gradients(model, sums)
         return run
 
@@ -120,18 +120,18 @@ class PlainLoop(PlainModel):
     ) -> tuple[tuple[float, float], ...]:
         """Errors of the plain model in its own format, of every micro-batch's value and sum: at
         most what they are where the errors of all tokens add up."""
-        made = []
+        units = []
         for expected_BS, found_BS, batch in zip(exact, own, batches, strict=True):
             samples, error = batch.get("side by side", batch), off([found_BS], [expected_BS])
             leaf_BS = expected_BS.clone().requires_grad_()
             loss_sum = (leaf_BS * samples["loss_mask"].to(leaf_BS.dtype)).sum()
             slopes = (
-                torch.autograd.grad(told, leaf_BS)[0].norm()
-                for told in (loop_loss(samples, leaf_BS)[0], loss_sum)
+                torch.autograd.grad(output, leaf_BS)[0].norm()
+                for output in (loop_loss(samples, leaf_BS)[0], loss_sum)
             )
             of_value, of_sum = (error * float(slope) for slope in slopes)
-            made.append((of_value, of_sum))
-        return tuple(made)
+            units.append((of_value, of_sum))
+        return tuple(units)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
@@ -180,9 +180,11 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
         return whole_BS
     out_BS = torch.zeros(samples, rows)
     for sample, length in enumerate(batch["lengths"]):
-        mine: Any = slice(sample, sample + 1), slice(0, length)
-        besides = {"pixels": batch["pixels"][mine]} if "pixels" in batch else {}
-        losses_T = token_losses(model, batch["tokens"][mine], batch["labels"][mine], **besides)
+        sample_rows: Any = slice(sample, sample + 1), slice(0, length)
+        besides = {"pixels": batch["pixels"][sample_rows]} if "pixels" in batch else {}
+        losses_T = token_losses(
+            model, batch["tokens"][sample_rows], batch["labels"][sample_rows], **besides
+        )
         where = torch.full((length,), sample), torch.arange(length)
         out_BS = torch.index_put(out_BS, where, losses_T)
     return out_BS
@@ -195,8 +197,8 @@ def _refuse_for_context(args: Any) -> None:
             "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "
             "ranks is certified without auxiliary losses; give none, or leave out --cp"
         )
-    for name, plain in (MIXER_FLAGS | {"hybrid_layer_pattern": None}).items():
-        if getattr(args, name) != plain:
+    for name, default in (MIXER_FLAGS | {"hybrid_layer_pattern": None}).items():
+        if getattr(args, name) != default:
             flag = "--" + name.replace("_", "-")
             raise ValueError(
                 f"{flag}: a loop's attention over context-parallel ranks is certified without it; "

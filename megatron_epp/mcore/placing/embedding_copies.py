@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.mcore.lm_head.shard import shard_of
 
 
-def tie_ends(stages: Mapping[int, Any], count: int) -> None:
+def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
     """Give the last of ``count`` stages the first one's embedding, if this rank has both and they
     share it; ``stages``: its own, not wrapped yet. ValueError: a third copy lies in the output
     layer's shards."""
@@ -33,7 +33,7 @@ def tie_ends(stages: Mapping[int, Any], count: int) -> None:
         last.data.copy_(first.data)
 
 
-def add_up_ends(models: Sequence[Any]) -> None:
+def add_up_embedding_gradients(models: Sequence[Any]) -> None:
     """Give both copies of a shared embedding the sum of their gradients; ``models``: this rank's
     parts, wrapped by DDP. With the distributed optimizer each copy fills buckets of its own, so
     that a replica has the same part of both."""
@@ -51,8 +51,8 @@ def _copies(ends: Sequence[Any]) -> tuple[Any, Any] | None:
     if len(ends) < 2 or not (ends[0].pre_process and ends[1].post_process):
         return None
     first = ends[0]
-    further = getattr(first.config, "mtp_num_layers", None)
-    spread = shard_of(first) is not None  # lm_head/tied.py adds up its words
-    if not (further or (first.share_embeddings_and_output_weights and not spread)):
+    mtp_layers = getattr(first.config, "mtp_num_layers", None)
+    sharded = shard_of(first) is not None  # lm_head/tied.py adds up its words
+    if not (mtp_layers or (first.share_embeddings_and_output_weights and not sharded)):
         return None
     return tuple(end.shared_embedding_or_output_weight() for end in ends)  # type: ignore[return-value]
