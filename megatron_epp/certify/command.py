@@ -225,11 +225,12 @@ def verdict(checked: Sequence[BatchVerdict]) -> str:
     besides = (
         f"; of weights in fp8 {max(rounded):.1e} (bound {QUANTISED_BOUND:.1e})" if rounded else ""
     )
+    errors = f"worst error {worst_error}{besides}"
     conclusion = (
         f"not certified: {len(failed)} of {len(checked)} batches differ from the plain model: "
-        f"{' '.join(failed)}; worst error {worst_error}{besides}"
+        f"{' '.join(failed)}; {errors}"
         if failed
-        else f"certified: {len(checked)} batches, worst error {worst_error}{besides}; {every[0].HELD}"
+        else f"certified: {len(checked)} batches, {errors}; {every[0].HELD}"
     )
     counts = sorted(sum((batch.collectives for batch in checked), Counter()).items())
     issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"

@@ -45,8 +45,7 @@ def comment_in(text: str) -> str | None:
 
 
 def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
-    """Sets what no option named to what the comment ``settings_text``; returns what was taken, as
-    options.
+    """Set what no option named from the comment ``settings_text``; return these as options.
 
     A comment that cannot be read, or names a file that is not there, is ignored with a line.
     """

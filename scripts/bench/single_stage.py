@@ -199,7 +199,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
         _NoNeighbours(alone.device, CurrentOp(stage)),
         (stage,),
         replica=0,
-        share=alone.share,
+        row_shard=alone.share,
         meter=AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters()),
         fused_head=fused_head(alone.args),
         stores_last_slice=alone.attention.stores_last_slice,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.control.drift import BAND, PATIENCE, WINDOW, Drift
+from megatron_epp.control.drift import BAND, PATIENCE, RECENT, Drift
 from megatron_epp.control.memory_budget import BUDGET_FILE, NEAR, Event, MemoryBudget, cut
 from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.ir import Kind, Op, StageOp
@@ -214,22 +214,22 @@ def report(seconds: float, busy: tuple[float, ...], expected: tuple[float, ...])
 
 def test_drift_is_told_once_and_when_it_is_over() -> None:
     drift = Drift()
-    told = [drift.see(1.0, report(1.3, (1.0,), (1.0,))) for _ in range(WINDOW + 3)]
-    assert [bool(words) for words in told] == [False] * (WINDOW - 1) + [True] + [False] * 3
+    told = [drift.see(1.0, report(1.3, (1.0,), (1.0,))) for _ in range(RECENT + 3)]
+    assert [bool(words) for words in told] == [False] * (RECENT - 1) + [True] + [False] * 3
     assert (
         f"took +30% against what was predicted (median; the band is {BAND:.0%}): "
-        "plans are made for another speed; measure this device" in told[WINDOW - 1][0]
+        "plans are made for another speed; measure this device" in told[RECENT - 1][0]
     )
     assert drift.alarmed
-    back = [drift.see(1.0, report(1.0, (1.0,), (1.0,))) for _ in range(WINDOW)]
+    back = [drift.see(1.0, report(1.0, (1.0,), (1.0,))) for _ in range(RECENT)]
     assert sum(map(bool, back)) == 1
     assert not drift.alarmed
 
 
 def test_one_slow_iteration_is_no_drift() -> None:
     drift = Drift()
-    for number in range(3 * WINDOW):
-        assert drift.see(1.0, report(9.0 if number % WINDOW == 0 else 1.0, (1.0,), (1.0,))) == []
+    for number in range(3 * RECENT):
+        assert drift.see(1.0, report(9.0 if number % RECENT == 0 else 1.0, (1.0,), (1.0,))) == []
 
 
 def test_the_slow_rank_is_named_by_what_its_work_should_take() -> None:
@@ -244,7 +244,7 @@ def test_the_slow_rank_is_named_by_what_its_work_should_take() -> None:
 
 def test_all_slow_is_nobodys_fault() -> None:
     drift = Drift()
-    for _ in range(WINDOW - 1):
+    for _ in range(RECENT - 1):
         assert drift.see(2.0, report(2.0, (2.0, 4.0), (1.0, 2.0))) == []
 
 

@@ -69,16 +69,16 @@ def mixed(x_TS: Tensor, decay_S: Tensor, state_S: Tensor, tail_PS: Tensor) -> tu
 
 
 class Take(torch.autograd.Function):
-    """The state at border ``border``, from the store; its gradient goes there."""
+    """The state at boundary ``boundary``, from the store; its gradient goes there."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, store: Store, border: int):
-        ctx.store, ctx.border = store, border
-        return tuple(part[0].clone() for part in store.context(LAYER, 0, border + 1, border))
+    def forward(ctx, anchor: Tensor, store: Store, boundary: int):
+        ctx.store, ctx.boundary = store, boundary
+        return tuple(part[0].clone() for part in store.context(LAYER, 0, boundary + 1, boundary))
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        ctx.store.add_window_gradient(LAYER, 0, ctx.border, *(g[None] for g in gradients))
+        ctx.store.add_window_gradient(LAYER, 0, ctx.boundary, *(g[None] for g in gradients))
         return None, None, None
 
 
@@ -87,18 +87,18 @@ class Keep(torch.autograd.Function):
     slice left for it."""
 
     @staticmethod
-    def forward(ctx, outputs: Tensor, state: Tensor, tail: Tensor, store: Store, border: int):
-        ctx.store, ctx.border = store, border
-        rows = len(store.borders[0])
-        store.append(LAYER, 0, border, state[None], tail[None], rows)
+    def forward(ctx, outputs: Tensor, state: Tensor, tail: Tensor, store: Store, boundary: int):
+        ctx.store, ctx.boundary = store, boundary
+        rows = len(store.boundaries[0])
+        store.append(LAYER, 0, boundary, state[None], tail[None], rows)
         return outputs.clone()
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        store, border = ctx.store, ctx.border
-        found = store.gradient(LAYER, 0, border, border + 1)
+        store, boundary = ctx.store, ctx.boundary
+        found = store.gradient(LAYER, 0, boundary, boundary + 1)
         of_state, of_tail = (part[0].clone() for part in found)
-        if border == 0:
+        if boundary == 0:
             store.release(LAYER, 0)
         return gradient, of_state, of_tail, None, None
 '''
@@ -108,7 +108,7 @@ from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.limit import Limit
 
 class SumsKind(LayerKind):
-    PRICED, NAME, LETTER, SLOT = DecayedSum, "decayed sum", "S", "mixer"
+    PRICED, NAME, SYMBOL, SLOT = DecayedSum, "decayed sum", "S", "mixer"
     TIMED = {"layernorm": "norm"}
     LIMITS = (Limit("decayed sums over context-parallel ranks (--context-parallel-size)",
                     "leave it out", lambda args: args.context_parallel_size > 1),)
@@ -135,13 +135,13 @@ class SumsModule(KindModule):
         def forward(x, packed_seq_params):
             state = packed_seq_params
             (rows,), store = state.rows, state.store
-            span, borders = rows.span, store.borders[rows.span.document]
+            span, boundaries = rows.span, store.boundaries[rows.span.document]
             carried = x.new_zeros(x.shape[1:]), x.new_zeros(2, *x.shape[1:])
             if span.start:
-                carried = Take.apply(mixer.decay, store, borders.index(span.start))
+                carried = Take.apply(mixer.decay, store, boundaries.index(span.start))
             outputs, *after = mixed(x, mixer.decay, *carried)
             if not rows.last:
-                outputs = Keep.apply(outputs, *after, store, borders.index(span.stop))
+                outputs = Keep.apply(outputs, *after, store, boundaries.index(span.stop))
             return outputs
 
         mixer.forward = forward
@@ -225,8 +225,8 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
-figures = profile(made, DEVICES["cpu"])
-layout = StageLayout(figures, even_layers(4, 2), layer_kinds=made.layer_kinds)
+coefficients = profile(made, DEVICES["cpu"])
+layout = StageLayout(coefficients, even_layers(4, 2), layer_kinds=made.layer_kinds)
 cost = Cost(layout, (1e12,) * 2)
 assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
 
@@ -238,7 +238,7 @@ from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.kinds.base import LayerPlace
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
-(certificate,) = (one for one in LAYER_CERTIFICATES if one.KIND.LETTER == "S")
+(certificate,) = (one for one in LAYER_CERTIFICATES if one.KIND.SYMBOL == "S")
 assert certificate.small(args, 64, 1, 8) == {"sum_size": 4}
 
 class SumMixer(torch.nn.Module):
@@ -332,8 +332,8 @@ for path in sorted(root.rglob("*.py")):
     parts = path.relative_to(root.parent).with_suffix("").parts
     if parts[-1] not in ("__main__", "pretrain_gpt", "pretrain_hybrid"):
         import_module(".".join(parts).removesuffix(".__init__"))
-from megatron_epp.mcore.kinds.registry import LETTERS
-assert "D" not in LETTERS and "+" in LETTERS
+from megatron_epp.mcore.kinds.registry import SYMBOLS
+assert "D" not in SYMBOLS and "+" in SYMBOLS
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers
@@ -344,8 +344,8 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.planner import PLANNERS, Options
 v3 = MODELS["deepseek-v3"]
-figures = profile(v3, DEVICES["cpu"])
-layout = StageLayout(figures, even_layers(61, 2), layer_kinds=v3.layer_kinds)
+coefficients = profile(v3, DEVICES["cpu"])
+layout = StageLayout(coefficients, even_layers(61, 2), layer_kinds=v3.layer_kinds)
 cost = Cost(layout, (1e15,) * 2)
 assert PLANNERS["epp"]([900, 300], cost, Options(effort=0)).fits
 

@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 # Megatron's packages in the order of this test: the patched one before the installed one.
 LOOK = """
-from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.mcore.patching import cpu_host, patch_points
 assert cpu_host.install_cpu_host()
 import megatron.core
 assert megatron.core.__file__.startswith({patched!r}), megatron.core.__file__
-seams.check_seams()
-seams.install(seams.ALL_SEAMS)
-for seam in seams.ALL_SEAMS:
-    print(seam.name, "|", seam.when, "|", seams.is_patched(seam))
+patch_points.check_patch_points()
+patch_points.install(patch_points.ALL_PATCH_POINTS)
+for point in patch_points.ALL_PATCH_POINTS:
+    print(point.name, "|", point.when, "|", patch_points.is_patched(point))
 
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
@@ -29,7 +29,7 @@ def factory(original):
     assert original is schedules.stock_forward_backward_func
     return lambda **asked: sorted(asked)
 
-seams.apply_schedule_seam(factory)
+patch_points.apply_schedule_patch(factory)
 assert training.get_forward_backward_func is schedules.get_forward_backward_func
 assert training.get_forward_backward_func() == ["pp_size", "schedule_pg_collection", "vp_size"]
 schedules.choose_schedule(None)

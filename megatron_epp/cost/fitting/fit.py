@@ -41,7 +41,7 @@ class Sample:
     first, last    whether it is the pipeline's first stage; how often it runs the output layer, on
                    the last: once for each token that is predicted of a row
     pairs          query-key pairs; where the layers are of one kind those of its window
-    cut_tokens     inputs whose K and V later slices attend to (Loads.kept_tokens)
+    cut_tokens     inputs whose K and V later slices attend to (Loads.cached_tokens)
     kinds          of the stage's layers, one each; none: all are of the profile's only kind
     columns        further columns of these kinds, and the chunk's numbers of them
     """

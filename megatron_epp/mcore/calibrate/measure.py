@@ -45,7 +45,7 @@ REPEATS = 3
 # a border, where it is twice what their tokens ask for, so that no chunk needs more than promised.
 _CPU_WEIGHED = (128, 256)
 _GPU_WEIGHED = (256, 2048 + 64, 8192 + 64)
-_CONTEXTS = (0, 16384, 65536)  # of chunks of BEHIND_TOKENS
+_CONTEXTS = (0, 16384, 65536)  # of chunks of AFTER_CONTEXT_TOKENS
 _CONTEXT_FRACTION = 1 / 16  # of the device's memory that the longest context may take
 
 

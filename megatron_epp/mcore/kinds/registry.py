@@ -127,9 +127,11 @@ def require_pattern(args: Namespace) -> None:
     if pattern is None:
         return
     flag_text = f"{FLAG} {pattern}"
-    symbol_texts = [f"{symbol} ({name})" for symbol, name in SYMBOLS.items()]
-    expected = f"expected a letter for each layer, {', '.join(symbol_texts[:-1])} or {symbol_texts[-1]}, and "
-    expected += f"{BOUNDARY} between stages"
+    *some, last = (f"{symbol} ({name})" for symbol, name in SYMBOLS.items())
+    expected = (
+        f"expected a letter for each layer, {', '.join(some)} or {last}, and {BOUNDARY} between "
+        f"stages"
+    )
     for symbol in pattern.replace(BOUNDARY, "").replace(MTP_SEPARATOR, ""):
         if symbol not in SYMBOLS:
             raise ValueError(f"{flag_text}: {symbol!r} stands for no layer; {expected}")

@@ -156,8 +156,7 @@ class PlannedCall:
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call, and compare its shapes with
-        ``whole_shapes``."""
+        """Have Megatron's own schedule run the call; compare its shapes with ``whole_shapes``."""
         pipeline = self.pipeline
         pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
         witness = ShapeWitness(keywords["forward_step_func"])

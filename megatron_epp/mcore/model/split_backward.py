@@ -1,7 +1,7 @@
 """Megatron's linear layers, their weight gradients set aside where the plan splits a backward.
 
 For the length of one iteration each ColumnParallelLinear and RowParallelLinear of the stage asks
-here how to multiply (seams.COLUMN_LINEAR, ROW_LINEAR). In a chunk whose backward is split it
+here how to multiply (patch_points.COLUMN_LINEAR, ROW_LINEAR). In a chunk whose backward is split it
 multiplies by :func:`megatron_epp.layers.wgrad.linear.deferred_linear`; in every other chunk by its
 own function, so a plain B computes what it computed before. A plan that splits nothing on a stage
 touches nothing.

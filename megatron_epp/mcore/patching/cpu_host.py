@@ -14,7 +14,7 @@ all of them go through a handful of names in torch, so the stand-ins sit there a
 
 ``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
 one there. The few places in Megatron that need a replacement of their own are seams with
-``when="cpu host"`` (seams.py).
+``when="cpu host"`` (patch_points.py).
 
 Why functions are replaced instead of a ``TorchFunctionMode`` pushed: a mode lives in one thread,
 leaves while ``Tensor.backward`` runs Python code, and costs a Python call for every operation;

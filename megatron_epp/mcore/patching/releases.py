@@ -4,7 +4,7 @@
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
     main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
 
-A fingerprint is of the sources of the seam's target and of what it relies on (seams.py). Between
+A fingerprint is of the sources of the seam's target and of what it relies on (patch_points.py). Between
 these two, what changed at four seams are spans of telemetry and options that --epp does not set,
 so the replacements are the same. A new release is a new entry here, once somebody has read what
 ``scripts/upstream/check_upstream.py`` shows of it; where a replacement must differ, the seam gets a

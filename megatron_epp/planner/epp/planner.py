@@ -74,7 +74,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     plan that offloads one that does not; it is looked for where memory made a plan recompute.
     Plans with documents local to context-parallel ranks are searched for first. Where the best is
     below what any plan without can take, that is all; else those are searched for, too, and given
-    up where they are FAR_BEHIND with whole backwards.
+    up where they are FAR_SLOWER with whole backwards.
     """
     tables: SharedChunkings = defaultdict(dict)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})

@@ -27,7 +27,7 @@ from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.hill_climbing import trimmed
 
-# The numbers from here to CLIMB_SHARE, and those of policies() and neighbours(), were chosen by
+# The numbers from here to CLIMB_FRACTION, and those of policies() and neighbours(), were chosen by
 # hand when the search was written; which batches they were tried on is not recorded, and no sweep
 # says how flat they are. The exact simulation judges whatever they propose.
 # Numbers of chunks that are tried, as shares of the ideal one.
