@@ -96,10 +96,19 @@ STAYS = {
     "border_bytes": "a key of cost-model files",
     "border_gradient_bytes": "a key of cost-model files",
     "share_bytes_per_second": "a key of topology files",
+    "share_from": "an argument of the adapters of training loops",
+    "carries_latents": "a key of model files",
+    "LATENTS": "the value of a flag",
+    "predicts": "a key of model files",
+    "shares_ranks": "a verb: several stages share a rank",
+    "share_gloo_device": "a verb: process groups share a device",
     "whole_number": "an integer is called so",
     "fc1_latent_proj": "Megatron's",
     "fc2_latent_proj": "Megatron's",
 }
+# Calls whose texts users read.
+HELP = {"flag", "add_argument", "add_parser", "add_argument_group"}
+LOG = {"debug", "info", "warning", "error", "exception", "print"}
 # ``mcore/loops/adapter.py share_from``: how often; only ever less.
 BASELINE_FILE = Path(__file__).with_name("words_baseline.txt")
 
@@ -135,9 +144,7 @@ def texts(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             callee = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if callee in ("flag", "add_argument", "add_parser", "add_argument_group"):
-                yield from strings(node)
-            elif callee in ("debug", "info", "warning", "error", "exception", "print"):
+            if callee in HELP | LOG:
                 yield from strings(node)
         elif isinstance(node, ast.Raise) and node.exc is not None:
             yield from strings(node.exc)

@@ -106,15 +106,16 @@ def _require_open(
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
     """Return ``cost`` with layers by time, and print them with Megatron's flags for them."""
-    found = partition_of(cost, _first(batches), options, planner)
-    flags = layout_flags(found.key, cost.layout.pinned_layers - 1)
+    partition = partition_of(cost, _first(batches), options, planner)
+    flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
-        f"partition: {' '.join(map(str, found.key))} ({fraction_text(found.gain)} less time than "
+        f"partition: {' '.join(map(str, partition.key))} ({fraction_text(partition.gain)} less "
+        "time than "
         f"{' '.join(map(str, cost.layout.layers))}); {said}",
         file=sys.stderr,
     )
-    return found.cost
+    return partition.cost
 
 
 def choose_layout(

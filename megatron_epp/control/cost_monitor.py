@@ -82,7 +82,7 @@ class CostMonitor:
             0,
             one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
             kinds=cost.layout.layer_kinds[first : first + len(choice)],
-            columns=tuple((column, column.of(spans)) for column in cost.layout.further),
+            columns=tuple((column, column.of(spans)) for column in cost.layout.extra_columns),
         )
 
     def check_drift(self, step: Step, report: IterationReport) -> list[str]:

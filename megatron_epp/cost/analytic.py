@@ -152,9 +152,9 @@ def _published_coefficients(
     kept = 34.0 * layer.model.hidden
     # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the place
     # of what else was saved (32 of 34 bytes). What launches cost is in a2.
-    made = _layer(layer, linear, attention, 0.0, gather, kept, kept)
+    layer_cost = _layer(layer, linear, attention, 0.0, gather, kept, kept)
     return dataclasses.replace(
-        made,
+        layer_cost,
         # The papers charge K/V gradients like K and V.
         kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried.channels),
         # The study does not charge the one layer that lives again; elsewhere it is charged.
@@ -193,7 +193,7 @@ def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficie
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
     launch = device.launch_seconds * layer.launches
     kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
-    made = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
+    layer_cost = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
     columns = {
         column: _column_seconds(layer, work, device, attention)
         for column, work in layer.work.items()
@@ -208,7 +208,9 @@ def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficie
     if workspaces:
         workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
     return dataclasses.replace(
-        made, column_seconds=columns, workspace_bytes={**made.workspace_bytes, **workspaces}
+        layer_cost,
+        column_seconds=columns,
+        workspace_bytes={**layer_cost.workspace_bytes, **workspaces},
     )
 
 

@@ -124,9 +124,10 @@ class StageLayout:
 
     def __str__(self) -> str:
         """Model, devices and degrees, in one line."""
-        made = self.profile.provenance
+        provenance = self.profile.provenance
         return (
-            f"{made.model} on {self.devices * self.dp} x {made.device}: pp {self.placement.ranks}, "
+            f"{provenance.model} on {self.devices * self.dp} x {provenance.device}: pp "
+            f"{self.placement.ranks}, "
             f"cp {self.cp}, tp {self.tp}, dp {self.dp}, zero {self.zero}"
         )
 
@@ -272,7 +273,7 @@ class StageLayout:
         return tuple(sorted(windows, key=lambda column: column.size))
 
     @cached_property
-    def further(self) -> tuple[Column, ...]:
+    def extra_columns(self) -> tuple[Column, ...]:
         """Columns of the kinds of layers beside tokens, pairs and 1: pairs of windows, narrowest
         first, then the others by their names."""
         known = {column for each in self.coefficients for column in each.column_seconds}
@@ -280,28 +281,30 @@ class StageLayout:
 
     def column(self, of: Column) -> int:
         """The number of a further column."""
-        return 3 + self.further.index(of)
+        return 3 + self.extra_columns.index(of)
 
     @property
     def width(self) -> int:
         """Number of columns."""
-        return 3 + len(self.further)
+        return 3 + len(self.extra_columns)
 
     def features(self, loads: Loads) -> np.ndarray:
         """[columns, chunks]: what seconds are linear in. Tokens, pairs, 1, and the further ones."""
-        if self.further not in loads.features:
+        if self.extra_columns not in loads.features:
             rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
-            rows += [column.of_chunks(loads) for column in self.further]
-            loads.features[self.further] = np.stack(rows)
-            loads.features[self.further].flags.writeable = False
-        return loads.features[self.further]
+            rows += [column.of_chunks(loads) for column in self.extra_columns]
+            loads.features[self.extra_columns] = np.stack(rows)
+            loads.features[self.extra_columns].flags.writeable = False
+        return loads.features[self.extra_columns]
 
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[columns] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
-        return np.array([*sums, *(each.of_spans(begins, lengths).sum() for each in self.further)])
+        return np.array(
+            [*sums, *(each.of_spans(begins, lengths).sum() for each in self.extra_columns)]
+        )
 
     # --- coefficients of the profile, laid out ---------------------------------------------------
 
@@ -314,7 +317,7 @@ class StageLayout:
         row[pairs] = seconds.per_pair / self.shards
         return row
 
-    def further_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+    def extra_columns_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
         """[columns] of one layer's op: its kind's further columns alone."""
         row = np.zeros(self.width)
         for column, seconds in of.column_seconds.items():

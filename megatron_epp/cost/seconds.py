@@ -71,7 +71,7 @@ class OpSeconds:
         layout, result = self.layout, {}
         for kind in OF_LAYERS:
             rows = [
-                layout.row(each.layer_seconds[kind], each) + layout.further_row(each, kind)
+                layout.row(each.layer_seconds[kind], each) + layout.extra_columns_row(each, kind)
                 for each in layout.coefficients
             ]
             result[kind] = layout.over_stages(rows)
@@ -143,7 +143,7 @@ class OpSeconds:
         modules = SELECTIVE.get(mode, ())
         row = layout.row(of.recompute_seconds[mode], of)
         if mode == FULL or "core_attn" in modules:
-            row += layout.further_row(of, Kind.FORWARD)
+            row += layout.extra_columns_row(of, Kind.FORWARD)
         if mode == FULL:
             row[TOKENS] += exposed_seconds(layout, of)
         elif _exchanges(mode):

@@ -88,8 +88,8 @@ def megatron_flags(job: StockSettings) -> Iterator[str]:
         yield f"--{name.replace('_', '-')} {value}"
     if job.layout.tp > 1:
         yield "--sequence-parallel"
-    if found := layout_flags(job.layers):
-        pairs = zip(found[::2], found[1::2], strict=True)
+    if flags_of_layers := layout_flags(job.layers):
+        pairs = zip(flags_of_layers[::2], flags_of_layers[1::2], strict=True)
         yield from (
             f"{name} '{value}'" if "|" in value else f"{name} {value}" for name, value in pairs
         )

@@ -206,19 +206,19 @@ def _attend_rows(
     for rows in state.rows:
         seen = _seen(rows, keys, ctx)
         for block in _blocks(rows, seen, q_THD, iq_TJI, how):
-            mine, causal_bS = block.rows, block.there(q_THD.device)
+            local, causal_bS = block.rows, block.there(q_THD.device)
             key_SD, ikey_SI = (part[: block.stop] for part in seen)
-            scores_bS = _scores(_dots(iq_TJI[mine], ikey_SI), weight_TJ[mine], causal_bS, how)
+            scores_bS = _scores(_dots(iq_TJI[local], ikey_SI), weight_TJ[local], causal_bS, how)
             best_bK, top_bK = scores_bS.topk(min(how.most, block.stop), -1)
             top_bK = top_bK.masked_fill(best_bK == -torch.inf, NONE)
-            chosen_TK[mine, : top_bK.shape[1]] = top_bK.int()
-            gathered_bKD, probabilities_bHK = _gathered(q_THD[mine], key_SD, top_bK, how)
-            out_THR[mine] = probabilities_bHK.to(q_THD.dtype) @ gathered_bKD[..., : how.values]
+            chosen_TK[local, : top_bK.shape[1]] = top_bK.int()
+            gathered_bKD, probabilities_bHK = _gathered(q_THD[local], key_SD, top_bK, how)
+            out_THR[local] = probabilities_bHK.to(q_THD.dtype) @ gathered_bKD[..., : how.values]
             if trains_indexer:
                 odds = (
                     probabilities_bHK
                     if how.among
-                    else _probabilities(q_THD[mine], key_SD, causal_bS, how)
+                    else _probabilities(q_THD[local], key_SD, causal_bS, how)
                 )
                 scores = best_bK if how.among else scores_bS
                 loss += how.weight * _divergence(_target(odds, how), scores)

@@ -33,7 +33,7 @@ BLOCK = 2048  # tokens of the context whose K and V live at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Latents:
+class LatentKV:
     """Tensors that K and V of the T rows of a chunk are computed from.
 
     latent_T1R    inputs of the up-projection       rotary_T1P    keys common to all heads, rotated
@@ -45,7 +45,7 @@ class Latents:
     weight_NR: Tensor
 
 
-class LatentsAttention:
+class LatentKVAttention:
     """Attention of chunks by torch's kernels for the CPU, where later slices get latents."""
 
     name = "torch"
@@ -59,19 +59,19 @@ class LatentsAttention:
         q_THD: Tensor,
         k_THD: Tensor,
         v_THV: Tensor,
-        latents: Latents,
+        latent_kv: LatentKV,
         state: ChunkState,
         layer: int,
         drop: bool,
     ) -> tuple[Tensor, AttentionRecompute | None]:
         """The output [T, H, V]; where it is to be dropped, also the handle that recomputes it."""
         recompute = AttentionRecompute() if drop else None
-        made_of = latents.latent_T1R, latents.rotary_T1P, latents.weight_NR
-        inputs = q_THD, k_THD, v_THV, *made_of, state, layer, self.scale, recompute
-        return _AttendLatents.apply(*inputs), recompute
+        of_latent = latent_kv.latent_T1R, latent_kv.rotary_T1P, latent_kv.weight_NR
+        inputs = q_THD, k_THD, v_THV, *of_latent, state, layer, self.scale, recompute
+        return _AttendLatentKV.apply(*inputs), recompute
 
 
-class _AttendLatents(torch.autograd.Function):
+class _AttendLatentKV(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -170,13 +170,13 @@ def _attend_rows(
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
     for rows in state.rows:
-        mine = slice(rows.start, rows.stop)
-        q = q_THD[mine]
-        out, lse = attend(q, k_THD[mine], v_THV[mine], True, ctx.scale)
+        local = slice(rows.start, rows.stop)
+        q = q_THD[local]
+        out, lse = attend(q, k_THD[local], v_THV[local], True, ctx.scale)
         for k, v in _context(rows, weight_NR, v_THV, ctx):
             out, lse = merged(out, lse, *attend(q, k, v, False, ctx.scale))
-        out_THV[mine] = out
-        lse_TH[mine] = lse.transpose(0, 1)
+        out_THV[local] = out
+        lse_TH[local] = lse.transpose(0, 1)
     out_THV[state.rows[-1].stop :] = 0  # padding
     return out_THV, lse_TH
 

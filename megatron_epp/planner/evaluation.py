@@ -86,11 +86,11 @@ def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
         own = [stage for stage in range(stages) if cost.layout.placement.place[stage] == rank]
         rows.append(sorted((at + stage, stage, at) for stage in own for at in range(ops)))
     most = max(map(len, rows))
-    found = np.full((2, len(rows), most), -1, np.int64)
+    turns = np.full((2, len(rows), most), -1, np.int64)
     for rank, row in enumerate(rows):
         for number, (_, stage, at) in enumerate(row):
-            found[:, rank, number] = stage, at
-    return found[0], found[1]
+            turns[:, rank, number] = stage, at
+    return turns[0], turns[1]
 
 
 def _shares(

@@ -83,9 +83,9 @@ class Planner:
         self.require_place(cost.layout.placement.place)
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
-        made = self.draft(batch, cost, options)
-        assert made is not None, "nothing was excluded, so there is a draft"
-        block = emit_block(self.name, batch, made.draft, made.cost, options)
+        drafted = self.draft(batch, cost, options)
+        assert drafted is not None, "nothing was excluded, so there is a draft"
+        block = emit_block(self.name, batch, drafted.draft, drafted.cost, options)
         took = (time.perf_counter() - began) / options.lockstep
         planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in block.planned)
         return dataclasses.replace(block, planned=planned)

@@ -26,9 +26,9 @@ from megatron_epp.show.reasons import op_of
 from megatron_epp.show.timeline import (
     Timeline,
     chunk_names,
-    offloaded_share,
+    offloaded_fraction,
     offloaded_text,
-    recomputed_share,
+    recomputed_fraction,
     recomputes,
 )
 from megatron_epp.show.units import tokens_text
@@ -125,11 +125,11 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
         ],
         "recompute": [[format_recompute(c) for c in choices] for choices in plan.recompute],
         "recomputed": [
-            [round(recomputed_share(plan, stage, c), 4) for c in range(len(plan.chunks))]
+            [round(recomputed_fraction(plan, stage, c), 4) for c in range(len(plan.chunks))]
             for stage in range(plan.stages)
         ],
         "offloaded": [
-            [round(offloaded_share(plan, stage, c), 4) for c in range(len(plan.chunks))]
+            [round(offloaded_fraction(plan, stage, c), 4) for c in range(len(plan.chunks))]
             for stage in range(plan.stages)
         ],
         "runs": [_run(run) for run in runs],

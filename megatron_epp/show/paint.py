@@ -22,9 +22,9 @@ from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_wid
 from megatron_epp.show.timeline import (
     Timeline,
     chunk_names,
-    offloaded_share,
+    offloaded_fraction,
     offloaded_text,
-    recomputed_share,
+    recomputed_fraction,
     recomputes,
 )
 from megatron_epp.show.units import GIB, bytes_text, fraction_text, tokens_text
@@ -274,7 +274,7 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
     ]
     if recomputed_part := _recomputes(timeline, record):
         lines.append(f"recomputes in {fraction_text(recomputed_part)} of the layers")
-    if recomputed_part := offloaded_share(timeline.plan, record.stage, op.chunk):
+    if recomputed_part := offloaded_fraction(timeline.plan, record.stage, op.chunk):
         lines.append(f"activations of {fraction_text(recomputed_part)} of the layers offloaded")
     if record.peak_bytes:
         lines.append(f"peak {bytes_text(record.peak_bytes)}")
@@ -284,7 +284,7 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
 def _recomputes(timeline: Timeline, record: Timed) -> float:
     if record.op.kind not in (Kind.BACKWARD, Kind.INPUT):
         return 0.0
-    return recomputed_share(timeline.plan, record.stage, record.op.chunk)
+    return recomputed_fraction(timeline.plan, record.stage, record.op.chunk)
 
 
 # A mark and its words: colours side by side, how high they stand, and how thick they are.

@@ -12,7 +12,7 @@ from megatron_epp.show.timeline import (
     Timeline,
     by_rank,
     offloaded_text,
-    recomputed_share,
+    recomputed_fraction,
     recomputes,
 )
 from megatron_epp.show.units import fraction_text
@@ -108,8 +108,8 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
             text = label + FAMILIES[record.op.kind].sign * (stop - start - len(label))
         else:
             row.unlabelled += 1
-            letter = record.op.kind.value
-            text = (letter if number % 2 == 0 else letter.lower()) * (stop - start)
+            symbol = record.op.kind.value
+            text = (symbol if number % 2 == 0 else symbol.lower()) * (stop - start)
         row.cells[start:stop] = [(char, record.op.kind) for char in text]
     # Waits for messages fill idle columns only: ops of the rank may run meanwhile.
     for record in transfers:
@@ -139,7 +139,7 @@ def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
 
 
 def _label(timeline: Timeline, record: Timed) -> str:
-    recomputes = record.op.kind in (Kind.BACKWARD, Kind.INPUT) and recomputed_share(
+    recomputes = record.op.kind in (Kind.BACKWARD, Kind.INPUT) and recomputed_fraction(
         timeline.plan, record.stage, record.op.chunk
     )
     return f"{timeline.name(record)}{'*' if recomputes else ''}"

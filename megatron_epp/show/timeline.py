@@ -301,7 +301,7 @@ def local_fraction(plan: Plan) -> float:
     return local / plan.tokens
 
 
-def recomputed_share(plan: Plan, stage: int, chunk: int) -> float:
+def recomputed_fraction(plan: Plan, stage: int, chunk: int) -> float:
     """The share of the stage's layers of which backward recomputes something for ``chunk``."""
     choice = plan.recompute[stage][chunk]
     kept = choice.count(KEEP) + choice.count(OFFLOAD)
@@ -314,7 +314,7 @@ def recomputes(plan: Plan) -> bool:
     return bool(set("".join(choices)) - {KEEP, OFFLOAD})
 
 
-def offloaded_share(plan: Plan, stage: int, chunk: int) -> float:
+def offloaded_fraction(plan: Plan, stage: int, chunk: int) -> float:
     """The share of the stage's layers whose activations of ``chunk`` lie in the host's memory."""
     choice = plan.recompute[stage][chunk]
     return choice.count(OFFLOAD) / len(choice) if choice else 0.0

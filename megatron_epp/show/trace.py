@@ -11,7 +11,12 @@ from typing import Any
 from megatron_epp.ir import needs_of
 from megatron_epp.show.colours import FAMILIES
 from megatron_epp.show.reasons import op_of
-from megatron_epp.show.timeline import Timeline, chunk_names, offloaded_share, recomputed_share
+from megatron_epp.show.timeline import (
+    Timeline,
+    chunk_names,
+    offloaded_fraction,
+    recomputed_fraction,
+)
 from megatron_epp.show.units import GIB
 
 _MICRO = 1e6  # the format counts microseconds
@@ -54,8 +59,8 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "pairs": timeline.plan.pairs(chunk),
             "peak_gib": round(record.peak_bytes / GIB, 4),
             "recomputed_layers": timeline.plan.recompute[record.stage][chunk],
-            "recomputed_share": recomputed_share(timeline.plan, record.stage, chunk),
-            "offloaded_share": offloaded_share(timeline.plan, record.stage, chunk),
+            "recomputed_share": recomputed_fraction(timeline.plan, record.stage, chunk),
+            "offloaded_share": offloaded_fraction(timeline.plan, record.stage, chunk),
             "critical": (record.stage, record.op) in critical,
         }
         yield {

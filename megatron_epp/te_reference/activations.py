@@ -22,8 +22,8 @@ def derivative(function: Function, at: Tensor) -> Tensor:
         function = _gelu
     with torch.enable_grad():
         at = at.detach().requires_grad_()
-        (made,) = torch.autograd.grad(function(at).sum(), at)
-    return made
+        (gradient,) = torch.autograd.grad(function(at).sum(), at)
+    return gradient
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -87,27 +87,27 @@ def _backward(name: str, function: Function) -> Function:
             out = function(at, **options)
             fits = out.numel() == gradient.numel()
             expect(fits, name, f"a gradient of {tuple(grad.shape)} for {tuple(out.shape)}")
-            (made,) = torch.autograd.grad(out, at, gradient.view(out.shape))
-        return made.to(fwd_input.dtype)
+            (result,) = torch.autograd.grad(out, at, gradient.view(out.shape))
+        return result.to(fwd_input.dtype)
 
     return run
 
 
 def _with_bias(name: str, backward: Function) -> Callable[..., list[Tensor]]:
     def run(grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Tensor]:
-        made = backward(grad, fwd_input, quantizer)
-        return [wide(made).view(-1, made.shape[-1]).sum(0).to(made.dtype), made]
+        result = backward(grad, fwd_input, quantizer)
+        return [wide(result).view(-1, result.shape[-1]).sum(0).to(result.dtype), result]
 
     return run
 
 
 def functions() -> dict[str, Callable[..., Any]]:
     """Return the functions by the names of the compiled module."""
-    made: dict[str, Callable[..., Any]] = {}
+    table: dict[str, Callable[..., Any]] = {}
     for name, function in (_PLAIN | _GATED).items():
         before = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
-        made[name] = _forward(name, function)
-        made[before] = _backward(before, function)
+        table[name] = _forward(name, function)
+        table[before] = _backward(before, function)
         if name in _PLAIN:
-            made[f"dbias_{before}"] = _with_bias(f"dbias_{before}", made[before])
-    return made
+            table[f"dbias_{before}"] = _with_bias(f"dbias_{before}", table[before])
+    return table

@@ -152,13 +152,13 @@ def _lengths(
     where = boundaries if places is None else places
     expect(where.dtype == torch.int32 and len(where) == len(boundaries), kernel, "places")
     firsts = where[:-1].tolist()
-    found = list(zip(firsts, counts, strict=True))
-    for place, (first, count) in enumerate(found):
-        stop = total if place + 1 == len(found) else firsts[place + 1]
+    spans = list(zip(firsts, counts, strict=True))
+    for place, (first, count) in enumerate(spans):
+        stop = total if place + 1 == len(spans) else firsts[place + 1]
         expect(
             total is None or first + count <= stop, kernel, f"document {place} ends behind {stop}"
         )
-    return found
+    return spans
 
 
 def fused_attn_fwd(
@@ -189,8 +189,8 @@ def fused_attn_fwd(
     with torch.no_grad():
         for document in range(len(call.queries)):
             q, k, v = _of(call, document, Q, K, V)
-            made, sums = _attend(call, q, k, v, sinks)
-            call.rows(out, document, False).copy_(made)
+            output, sums = _attend(call, q, k, v, sinks)
+            call.rows(out, document, False).copy_(output)
             _put(call, stats, document, sums)
     aux = [out, stats, torch.zeros(2, dtype=torch.int64)]
     return aux if softmax_offset is None or sinks is None else [*aux, softmax_offset]
@@ -297,14 +297,16 @@ def fused_attn_bwd(
     of_sinks = None if sinks is None else torch.zeros_like(sinks)
     with torch.no_grad():
         for document in range(len(call.queries)):
-            mine = _Document(
+            saved = _Document(
                 *_of(call, document, Q, K, V),
                 call.rows(out, document, False),
                 call.rows(grad, document, False),
                 wide(_take(call, stats, document)),
             )
-            made = _of(call, document, *gradients)
-            for target, value in zip(made, _gradients(call, mine, sinks, of_sinks), strict=True):
+            targets = _of(call, document, *gradients)
+            for target, value in zip(
+                targets, _gradients(call, saved, sinks, of_sinks), strict=True
+            ):
                 target.copy_(value)
     dsinks = None if of_sinks is None else of_sinks.view(1, -1, 1, 1)
     return [*gradients, None, dsinks]
@@ -352,18 +354,18 @@ def _gradients(
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """Documents [T, ...] each in a row of its own, zeros behind."""
-    made = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
+    result = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     for document, (first, count) in enumerate(
         _lengths("convert_thd_to_bshd", cu_seqlens, None, max_seq_len, len(tensor))
     ):
-        made[document, :count] = tensor[first : first + count]
-    return made
+        result[document, :count] = tensor[first : first + count]
+    return result
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    made = tensor.new_zeros(t, *tensor.shape[2:])
+    result = tensor.new_zeros(t, *tensor.shape[2:])
     for document, (first, count) in enumerate(
         _lengths("convert_bshd_to_thd", cu_seqlens, None, tensor.shape[1], t)
     ):
-        made[first : first + count] = tensor[document, :count]
-    return made
+        result[first : first + count] = tensor[document, :count]
+    return result

@@ -25,10 +25,10 @@ def register() -> None:
     """Once in a process."""
     if _KEPT:
         return
-    made = library.Library("aten", "IMPL")
-    made.impl("_flash_attention_forward", _flash_forward, "CPU")
-    made.impl("_flash_attention_backward", _flash_backward, "CPU")
-    _KEPT.append(made)
+    registered = library.Library("aten", "IMPL")
+    registered.impl("_flash_attention_forward", _flash_forward, "CPU")
+    registered.impl("_flash_attention_backward", _flash_backward, "CPU")
+    _KEPT.append(registered)
 
 
 def _common(

@@ -56,10 +56,10 @@ class CommOverlapCore(CommOverlapHelper):
 
 
 def reference() -> types.ModuleType:
-    made = KernelReference(NAME)
+    module = KernelReference(NAME)
     for name, value in {**_functions(), **_names()}.items():
-        setattr(made, name, value)
-    return made
+        setattr(module, name, value)
+    return module
 
 
 def _names() -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _names() -> dict[str, Any]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    made = functions()
+    table = functions()
     modules: tuple[types.ModuleType, ...] = (
         attention,
         norms,
@@ -86,7 +86,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         softmax,
     )
     for module in modules:
-        made |= {
+        table |= {
             name: value
             for name, value in vars(module).items()
             if isinstance(value, types.FunctionType)
@@ -95,9 +95,9 @@ def _functions() -> dict[str, Callable[..., Any]]:
         }
     kinds = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
     for kind in (*kinds, "scaled_aligned_causal_masked"):
-        made[f"{kind}_softmax_backward"] = made["softmax_backward"]
-    del made["softmax_backward"]
-    return made | {
+        table[f"{kind}_softmax_backward"] = table["softmax_backward"]
+    del table["softmax_backward"]
+    return table | {
         "get_cudnn_version": lambda: CUDNN,
         "get_cublasLt_version": lambda: CUBLASLT,
         "device_supports_multicast": lambda device_id=-1: False,

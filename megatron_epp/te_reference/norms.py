@@ -68,10 +68,10 @@ def _gradients(
         f"what forward kept is {tuple(scale_T.shape)} of {scale_T.dtype}",
     )
     inner = grad * weight
-    made = inner - normed * (inner * normed).mean(-1, keepdim=True)
+    of_input = inner - normed * (inner * normed).mean(-1, keepdim=True)
     if mean:
-        made = made - inner.mean(-1, keepdim=True)
-    return made * scale_T[:, None], (grad * normed).sum(0), grad.sum(0)
+        of_input = of_input - inner.mean(-1, keepdim=True)
+    return of_input * scale_T[:, None], (grad * normed).sum(0), grad.sum(0)
 
 
 def _rmsnorm_gradients(

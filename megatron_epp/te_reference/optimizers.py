@@ -47,8 +47,8 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    whole, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
-    return whole * inv_scale, each * inv_scale
+    total, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
+    return total * inv_scale, each * inv_scale
 
 
 def multi_tensor_adam(

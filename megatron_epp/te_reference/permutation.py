@@ -35,12 +35,12 @@ def moe_unpermute_fwd(
     """Sum of each token's rows, times their probabilities [T, K] where there are any."""
     rows = wide(dense("moe_unpermute_fwd", "the input", input))
     places = row_id_map.view(topK, num_tokens).long()
-    made = rows.new_zeros(num_tokens, rows.shape[1])
+    result = rows.new_zeros(num_tokens, rows.shape[1])
     for choice in range(topK):
-        found = places[choice] >= 0
-        share = prob[found, choice, None].to(rows.dtype) if prob.numel() else 1
-        made[found] += rows[places[choice][found]] * share
-    return made.to(input.dtype)
+        kept = places[choice] >= 0
+        weight = prob[kept, choice, None].to(rows.dtype) if prob.numel() else 1
+        result[kept] += rows[places[choice][kept]] * weight
+    return result.to(input.dtype)
 
 
 def moe_permute_bwd(
@@ -57,13 +57,13 @@ def moe_unpermute_bwd(
     rows = wide(dense("moe_unpermute_bwd", "the input", input_fwd))
     tokens = len(grad)
     places = row_id_map.view(-1, tokens).long()
-    made, of_probs = torch.zeros_like(rows), torch.zeros(tokens, len(places), dtype=torch.float32)
+    result, of_probs = torch.zeros_like(rows), torch.zeros(tokens, len(places), dtype=torch.float32)
     for choice, place in enumerate(places):
-        found = place >= 0
-        share = prob[found, choice, None].to(rows.dtype) if prob.numel() else 1
-        made[place[found]] = grad[found] * share
-        of_probs[found, choice] = (grad[found] * rows[place[found]]).sum(-1).float()
-    return made.to(input_bwd.dtype), of_probs
+        kept = place >= 0
+        weight = prob[kept, choice, None].to(rows.dtype) if prob.numel() else 1
+        result[place[kept]] = grad[kept] * weight
+        of_probs[kept, choice] = (grad[kept] * rows[place[kept]]).sum(-1).float()
+    return result.to(input_bwd.dtype), of_probs
 
 
 def fused_multi_row_padding(

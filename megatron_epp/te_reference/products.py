@@ -152,13 +152,13 @@ def te_general_grouped_gemm(
             if grad and has_bias:
                 bias[index].zero_()
             continue
-        made = generic_gemm(
+        results = generic_gemm(
             a, transA, b, transB, out, None, dtype, bias[index] if has_bias else None,
             bias_type, False, None, grad, workspace[0], workspace_size, accumulate,
             use_split_accumulator,
         )  # fmt: skip
         if grad and has_bias:
-            gradient = made[1]
+            gradient = results[1]
             assert gradient is not None
             written(kernel, bias[index], gradient, gradient.dtype)
     return list(bias)
@@ -171,5 +171,5 @@ def get_num_cublas_streams() -> int:
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> list[Tensor]:
     """[sum of the rows, the tensor itself, or quantised]."""
     rows = wide(dense("bgrad_quantize", "the gradient", tensor)).view(-1, tensor.shape[-1])
-    made = tensor if quantizer is None else quantize(tensor, quantizer)
-    return [rows.sum(0).to(tensor.dtype), made]
+    quantized = tensor if quantizer is None else quantize(tensor, quantizer)
+    return [rows.sum(0).to(tensor.dtype), quantized]

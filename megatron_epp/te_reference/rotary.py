@@ -66,8 +66,8 @@ def _table(
         [_positions(length, ranks, rank) + _start(starts, i) for i in range(batch)], 1
     )
     expect(_most(rows) < len(angles), kernel, f"the table ends at {len(angles)}")
-    made = angles[rows][:, :, None]  # S, B, 1, D
-    return made if layout == Format.NVTE_SBHD else made.transpose(0, 1)
+    selected = angles[rows][:, :, None]  # S, B, 1, D
+    return selected if layout == Format.NVTE_SBHD else selected.transpose(0, 1)
 
 
 def _most(positions: Tensor) -> int:
@@ -95,5 +95,5 @@ def _turned(x: Tensor, angles: Tensor, interleaved: bool, sign: int) -> Tensor:
     else:
         first, second = turned.chunk(2, -1)
         partner = torch.cat([-second, first], -1)
-    made = turned * angles.cos() + sign * partner * angles.sin()
-    return torch.cat([made.to(x.dtype), rest], -1).contiguous()
+    result = turned * angles.cos() + sign * partner * angles.sin()
+    return torch.cat([result.to(x.dtype), rest], -1).contiguous()

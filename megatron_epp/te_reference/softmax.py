@@ -46,7 +46,7 @@ def softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor:
     """Gradient of the scores; the same of all four."""
     kernel = "softmax backward"
     grad = wide(dense(kernel, "the gradient", output_grad))
-    made = wide(dense(kernel, "the softmax", softmax_results))
-    inner = grad * made
-    values = (inner - made * inner.sum(-1, keepdim=True)) * scale_factor
+    probabilities = wide(dense(kernel, "the softmax", softmax_results))
+    inner = grad * probabilities
+    values = (inner - probabilities * inner.sum(-1, keepdim=True)) * scale_factor
     return values.to(output_grad.dtype)

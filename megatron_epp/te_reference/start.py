@@ -78,9 +78,9 @@ def _be(device: ReportedDevice) -> None:
     groups: Any = torch.distributed.ProcessGroup
     gather = groups.allgather_into_tensor_coalesced
 
-    def gather_bytes(group: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+    def gather_bytes(group: Any, outputs: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         both = ([x.view(torch.uint8) for x in tensors] for tensors in (outputs, inputs))
-        return gather(group, *both, *given, **named)
+        return gather(group, *both, *more, **named)
 
     groups.allgather_into_tensor_coalesced = gather_bytes
 
@@ -177,16 +177,16 @@ def _widen() -> None:
 
     backends.FusedAttention.forward = attend
     module: Any = importlib.import_module(f"{attention}.dot_product_attention")
-    whole = module.DotProductAttention.forward
+    original = module.DotProductAttention.forward
 
-    @functools.wraps(whole)
+    @functools.wraps(original)
     def call(self: Any, query_layer: torch.Tensor, *args: Any, **others: Any) -> Any:
         sinks = vars(self).get("softmax_offset")
         if sinks is None or query_layer.dtype != _WIDE:
-            return whole(self, query_layer, *args, **others)
+            return original(self, query_layer, *args, **others)
         self.softmax_offset = _Unrounded(sinks)
         try:
-            return whole(self, query_layer, *args, **others)
+            return original(self, query_layer, *args, **others)
         finally:
             self.softmax_offset = sinks
 

@@ -159,10 +159,12 @@ def test_a_column_of_its_own_is_part_of_seconds() -> None:
     made = cost.layout.profile
     chunks = [Chunk((Span(0, 0, 300),)), Chunk((Span(0, 300, 1000), Span(1, 0, 257)))]
     loads, blocks = cost.loads(chunks, (1000, 257)), np.array([2, 3 + 2])
-    assert cost.layout.further == (BLOCKS,) and (cost.layout.features(loads)[3] == blocks).all()
+    assert (
+        cost.layout.extra_columns == (BLOCKS,) and (cost.layout.features(loads)[3] == blocks).all()
+    )
     without = made.kinds | {SUM_KIND: dataclasses.replace(made.kinds[SUM_KIND], column_seconds={})}
     less = cost.replace(profile=made.with_kinds(without))
-    assert less.layout.further == ()
+    assert less.layout.extra_columns == ()
     flops = 2.0 * BLOCKS.size * HEADS * 64
     for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 3), (Kind.INPUT, 3), (Kind.WEIGHT, 0)):
         taken = times * flops / DEVICES["h100-80g"].linear_flops
@@ -238,7 +240,7 @@ ANSWERS = {
     "saved": lambda part: part.saved > 0,
     "weight_inputs": lambda part: part.weight_inputs > 0,
     # What stands in front of a layer no letter of the layer runs again.
-    "recomputed": lambda part: part.BESIDE or "layernorm" in part.recomputed,
+    "recomputed": lambda part: part.BEFORE_LAYER or "layernorm" in part.recomputed,
     "carried": lambda part: not getattr(part, "MIXER", False) or part.carried != CarryOver(),
 }
 

@@ -11,7 +11,7 @@ from megatron_epp.ir import Plan
 from megatron_epp.layers import mla
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.mla import Latents, LatentsAttention
+from megatron_epp.layers.mla import LatentKV, LatentKVAttention
 from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import LAYER, ROWS, SCALE, Pass, Runner, sliced_plan
 
@@ -75,8 +75,8 @@ class LatentRunner(Runner):
     def attention(self, state: ChunkState, inputs: tuple[Tensor, ...]) -> Tensor:
         q, latent, rotary = inputs
         k, v = expanded(latent, rotary, self.weight)
-        made_of = Latents(latent, rotary, self.weight)
-        out, again = LatentsAttention(SCALE)(q, k, v, made_of, state, LAYER, self.drop)
+        made_of = LatentKV(latent, rotary, self.weight)
+        out, again = LatentKVAttention(SCALE)(q, k, v, made_of, state, LAYER, self.drop)
         assert again is None or torch.equal(again.value(), out)
         return out
 
@@ -164,4 +164,4 @@ def test_planners_know_the_block() -> None:
 
 
 def test_a_job_keeps_keys_and_values_unless_it_is_told() -> None:
-    assert PartsAttention(1.0).latents is False
+    assert PartsAttention(1.0).caches_latent_kv is False

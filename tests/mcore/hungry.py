@@ -58,9 +58,9 @@ class StarvedInLayer:
         return own
 
     @property
-    def whole(self):
+    def all_heads(self):
         own = copy(self)
-        own.plain = self.plain.whole
+        own.plain = self.plain.all_heads
         return own
 
     def make_stage(self, *arguments, **others):

@@ -57,7 +57,7 @@ PLANS = (
         "F0 F2 I2 F1 I1 W2 W1 I0 W0",
     ),
 )
-OF_LATENTS = """
+OF_MLA = """
     --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
     --qk-pos-emb-head-dim 8 --v-head-dim 24 --qk-layernorm
 """
@@ -92,7 +92,7 @@ def main(which: str) -> None:
     flags, plans = FLAGS.split(), PLANS
     if which in ("latents", "expanded"):
         at = flags.index("--group-query-attention")
-        flags[at : at + 3] = [*OF_LATENTS.split(), "--epp-mla-keeps", which]
+        flags[at : at + 3] = [*OF_MLA.split(), "--epp-mla-keeps", which]
         plans = PLANS_OF_LATENTS
     alone = start_single_process(flags)
     if which == "varlen":

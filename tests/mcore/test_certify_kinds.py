@@ -11,7 +11,7 @@ from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_MLA
 from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject_alone, names, require_shown
@@ -190,7 +190,7 @@ def cut_beside_others(fault: str, drawn: RandomBatch) -> bool:
 def cut_and_up_projected_again(fault: str, drawn: RandomBatch) -> bool:
     """Whether a document is cut, and a chunk recomputes an up-projection."""
     (plan,) = drawn.step.plans
-    return cut(fault, drawn) and any(OF_LATENTS in letters for letters in plan.recompute[0])
+    return cut(fault, drawn) and any(OF_MLA in letters for letters in plan.recompute[0])
 
 
 def between_two_others(fault: str, drawn: RandomBatch) -> bool:
@@ -249,11 +249,9 @@ INJECTIONS = {
     "mla": Injection(
         f"{V3} --num-layers 2 --epp-mla-keeps latents",
         cut_and_up_projected_again,
-        modes=EXECUTABLE + OF_LATENTS,
+        modes=EXECUTABLE + OF_MLA,
     ),
-    "dsa": Injection(
-        f"{V3} {DSA} --num-layers 2", cut_beside_others, modes=EXECUTABLE + OF_LATENTS
-    ),
+    "dsa": Injection(f"{V3} {DSA} --num-layers 2", cut_beside_others, modes=EXECUTABLE + OF_MLA),
     "ssm": Injection(f"{SSM}{PATTERN}MM-M", state_is_carried, layers=4),
     # Without the bias that moves with every batch, those with faults, too.
     "hybrid": Injection(

@@ -15,7 +15,7 @@ from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import MODES
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_MLA
 from megatron_epp.mcore.capabilities.refusals import (
     refuse,
     refuse_gpu_flags,
@@ -50,7 +50,7 @@ def test_every_letter_of_plans_runs() -> None:
     )
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
-    assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(MODES)
+    assert set(EXECUTABLE + OF_MLA + OF_EXPERTS) == set(MODES)
     with pytest.raises(PlanError, match="is for 1 data-parallel replicas; this job has 2"):
         accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=2)
 

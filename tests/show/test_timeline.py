@@ -10,10 +10,10 @@ from megatron_epp.show.timeline import (
     chunk_names,
     local_fraction,
     memory_curve,
+    offloaded_fraction,
     offloaded_ratio,
-    offloaded_share,
     offloaded_text,
-    recomputed_share,
+    recomputed_fraction,
     recomputes,
     timeline,
     timeline_of,
@@ -90,8 +90,8 @@ def test_what_chunks_hold_in_words():
         "slice 2 of 2 of document 0 and 1 whole document",
         "1 whole document",
     )
-    assert recomputed_share(example(), 0, 0) == 0.75
-    assert recomputed_share(example(), 1, 0) == 0.0
+    assert recomputed_fraction(example(), 0, 0) == 0.75
+    assert recomputed_fraction(example(), 1, 0) == 0.0
 
 
 def test_a_chunk_is_named_with_the_ranks_of_its_local_documents():
@@ -108,8 +108,8 @@ def test_a_chunk_is_named_with_the_ranks_of_its_local_documents():
 def test_what_is_offloaded_is_not_recomputed():
     text = EXAMPLE.replace("3f1k 4k 2c2k", "2f1o1k 4o 2c2k")
     plan = Plan.parse(text)
-    assert [recomputed_share(plan, 0, c) for c in range(3)] == [0.5, 0.0, 0.5]
-    assert [offloaded_share(plan, 0, c) for c in range(3)] == [0.25, 1.0, 0.0]
+    assert [recomputed_fraction(plan, 0, c) for c in range(3)] == [0.5, 0.0, 0.5]
+    assert [offloaded_fraction(plan, 0, c) for c in range(3)] == [0.25, 1.0, 0.0]
     assert offloaded_ratio(plan) == (5000 * 1 + 5500 * 4) / (11_400 * 8)
     assert offloaded_text(plan) == ", offloaded 29.6%"
     assert offloaded_text(example()) == ""

@@ -193,16 +193,16 @@ class FitColumns:
 
     def coefficients_row(self, profile: Profile) -> list[float]:
         """The coefficients that ``profile`` has for them."""
-        figures_row: list[float] = []
+        row: list[float] = []
         for kind in self.coefficients:
             of = profile.kinds[kind]
-            figures_row += dataclasses.astuple(of.layer_seconds[self.op])
-            figures_row += [of.column_seconds[column].get(self.op, 0.0) for column in _fitted(of)]
+            row += dataclasses.astuple(of.layer_seconds[self.op])
+            row += [of.column_seconds[column].get(self.op, 0.0) for column in _fitted(of)]
         for end in (profile.first_seconds[self.op], profile.last_seconds[self.op]):
-            figures_row += [end.per_token, end.per_chunk]
+            row += [end.per_token, end.per_chunk]
         for kind, mode in self.modes:
-            figures_row += dataclasses.astuple(profile.kinds[kind].recompute_seconds[mode])
-        return figures_row
+            row += dataclasses.astuple(profile.kinds[kind].recompute_seconds[mode])
+        return row
 
     def again(self, profile: Profile, sample: Sample) -> float:
         """Seconds, beside the columns', that whole layers run their further columns again."""
@@ -231,7 +231,7 @@ def _fit_seconds(
     known = template.kinds
     layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
     # What is measured of the other columns is told by pairs alone.
-    further = {
+    of_columns = {
         kind: {
             column: dict(seconds) if column.FITTED or not any(samples.values()) else {}
             for column, seconds in each.column_seconds.items()
@@ -256,7 +256,7 @@ def _fit_seconds(
             seconds = Seconds(next(numbers), next(numbers), next(numbers))
             layer[kind][op] = _no_token_is_free(seconds, most)
             for column in _fitted(coefficients):
-                further[kind][column][op] = next(numbers)
+                of_columns[kind][column][op] = next(numbers)
         ends = [(first, any(row.first for row in rows)), (last, any(row.last for row in rows))]
         for grid, seen in ends:
             end = Seconds(per_token=next(numbers), per_chunk=next(numbers))
@@ -276,15 +276,15 @@ def _fit_seconds(
         for column in _fitted(each):
             seconds_of, before = (
                 {op: Seconds(per_token=s) for op, s in of[column].items()}
-                for of in (further[kind], each.column_seconds)
+                for of in (of_columns[kind], each.column_seconds)
             )
             _fill(seconds_of, before, missing)
-            further[kind][column] = {op: seconds.per_token for op, seconds in seconds_of.items()}
+            of_columns[kind][column] = {op: seconds.per_token for op, seconds in seconds_of.items()}
     coefficients_of = {
         kind: dataclasses.replace(
             layer_coefficients(each),
             layer_seconds=layer[kind],
-            column_seconds=further[kind],
+            column_seconds=of_columns[kind],
             recompute_seconds=recompute[kind],
         )
         for kind, each in known.items()
@@ -297,21 +297,23 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
     """Put into ``grid`` what no sample tells, in the proportions of ``old``."""
     halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
     if missing == [Kind.BACKWARD]:
-        grid[Kind.BACKWARD] = _share(halves, old[Kind.BACKWARD], halves_before, 1.0)
+        grid[Kind.BACKWARD] = _fraction(halves, old[Kind.BACKWARD], halves_before, 1.0)
     elif Kind.BACKWARD not in missing:
         for kind in missing:
-            grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
+            grid[kind] = _fraction(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
 
 
-def _share(total: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:
+def _fraction(
+    total: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float
+) -> Seconds:
     """``total`` in the proportion of ``part_before`` to ``whole_before``, field by field; the
     share is ``unknown`` where nothing was there before."""
 
-    def share(name: str) -> float:
+    def fraction(name: str) -> float:
         before = getattr(whole_before, name)
         return getattr(total, name) * (getattr(part_before, name) / before if before else unknown)
 
-    return Seconds(*(share(field.name) for field in dataclasses.fields(Seconds)))
+    return Seconds(*(fraction(field.name) for field in dataclasses.fields(Seconds)))
 
 
 def _sum(one: Seconds, other: Seconds) -> Seconds:

@@ -16,7 +16,7 @@ class AttentionSizes(Sizes):
 class AttentionPart(Part):
     """Q of all heads, K and V of ``kv_heads``."""
 
-    MIXER, PLAIN, WORD, ALONE = True, True, "heads", "attention"
+    MIXER, DEFAULT, WORD, ALONE = True, True, "heads", "attention"
 
     @classmethod
     def there(cls, shape: Any) -> bool:

@@ -139,25 +139,25 @@ class Part:
     """A part of layers of ``shape`` in ``model``.
 
     MIXER     whether it moves something between tokens; else it works token by token
-    PLAIN     whether layers have it that nobody described: names of kinds leave it out
+    DEFAULT   whether layers have it that nobody described: names of kinds leave it out
     WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
-    MODES   recompute letters that only layers with it have
+    MODES     recompute letters that only layers with it have
     LAUNCHES  how many times a dense layer's constant a chunk takes
     COLUMNS   its further columns, by which profile files that name them are read
     CP        whether it runs under context parallelism
-    BESIDE    whether it comes in front of a layer, which it does not make: recompute letters of the
-              layer leave it alone
+    BEFORE_LAYER  whether it comes in front of a layer, which it does not make: recompute letters of
+              the layer leave it alone
     """
 
     MIXER: ClassVar[bool]
     WORD: ClassVar[str]
     ALONE: ClassVar[str]
-    PLAIN: ClassVar[bool] = False
+    DEFAULT: ClassVar[bool] = False
     MODES: ClassVar[str] = ""
     LAUNCHES: ClassVar[int] = 1
     COLUMNS: ClassVar[tuple[type[Column], ...]] = ()
     CP: ClassVar[bool] = True
-    BESIDE: ClassVar[bool] = False
+    BEFORE_LAYER: ClassVar[bool] = False
 
     def __init__(self, model: Decoder, shape: Any):
         self.model, self.shape = model, shape

@@ -60,7 +60,7 @@ class LayerShape(
         require_flags(self, flags)
         require_sizes(self, {f.name: 0 for f in fields(self) if f.name not in flags})
         self.require()
-        if not any(part.there(self) for part in PARTS if not part.BESIDE):
+        if not any(part.there(self) for part in PARTS if not part.BEFORE_LAYER):
             raise ValueError("attention false, mlp false: expected a layer that has one of them")
 
     @classmethod
@@ -73,14 +73,14 @@ class LayerShape(
         """Words for its name: how far it sees, its mixer, its feed-forward part; one alone of a
         layer of one part."""
         there = [part for part in PARTS if part.there(self)]
-        *names, last = self._words([part for part in there if not part.BESIDE])
-        return *names, "-".join((last, *(part.WORD for part in there if part.BESIDE)))
+        *names, last = self._words([part for part in there if not part.BEFORE_LAYER])
+        return *names, "-".join((last, *(part.WORD for part in there if part.BEFORE_LAYER)))
 
     def _words(self, there: Sequence[type[Part]]) -> tuple[str, ...]:
         reach = "window" if self.window else "full"
         mixers = [part for part in there if part.MIXER]
         if len(mixers) == len(there):
-            names = [reach] * (reach != "full") + [p.WORD for p in mixers if not p.PLAIN]
+            names = [reach] * (reach != "full") + [p.WORD for p in mixers if not p.DEFAULT]
             return ("-".join(names) or mixers[0].ALONE,)
         if not mixers:
             return ("-".join(part.ALONE for part in there),)
@@ -88,7 +88,7 @@ class LayerShape(
         return reach, "-".join(part.WORD for part in mixers), "-".join(others)
 
 
-PLAIN_WORDS = ("full", *(part.WORD for part in PARTS if part.PLAIN))
+DEFAULT_WORDS = ("full", *(part.WORD for part in PARTS if part.DEFAULT))
 
 
 @dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
@@ -182,7 +182,7 @@ class Layer:
     @property
     def beside(self) -> tuple[Part, ...]:
         """Parts that its recompute letters leave alone."""
-        return tuple(part for part in self.parts if part.BESIDE)
+        return tuple(part for part in self.parts if part.BEFORE_LAYER)
 
     def stored(self, mode: str) -> int:
         """Channels among those saved with that recompute choice that lie in a cut document's own

@@ -49,7 +49,7 @@ class MLASizes(AttentionSizes):
 class MLAPart(AttentionPart):
     """Attention whose K and V are made of a latent."""
 
-    PLAIN, WORD, ALONE, MODES = False, "latent", "latent", "u"
+    DEFAULT, WORD, ALONE, MODES = False, "latent", "latent", "u"
 
     @classmethod
     def there(cls, shape: Any) -> bool:

@@ -18,7 +18,7 @@ class MLPSizes(Sizes):
 class MLPPart(Part):
     """Two matrices, or three with a gate."""
 
-    MIXER, PLAIN, WORD, ALONE = False, True, "dense", "mlp"
+    MIXER, DEFAULT, WORD, ALONE = False, True, "dense", "mlp"
 
     @classmethod
     def there(cls, shape: Any) -> bool:

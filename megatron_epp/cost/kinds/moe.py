@@ -48,7 +48,7 @@ class MoEPart(MLPPart):
     router, the exchanges and the wait that they end with.
     """
 
-    PLAIN, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 2
+    DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 2
 
     @classmethod
     def there(cls, shape: Any) -> bool:

@@ -21,7 +21,7 @@ class MTPPart(Part):
     lies; the norm in front of it counts with it.
     """
 
-    MIXER, BESIDE, WORD, ALONE = False, True, "further", "further"
+    MIXER, BEFORE_LAYER, WORD, ALONE = False, True, "further", "further"
 
     @classmethod
     def there(cls, shape: MTPSizes) -> bool:

@@ -62,14 +62,14 @@ class NemoSamples(TokenSamples):
         data, processor = micro_batch.data_dict, copy.copy(self._named["post_processing_fn"])
         # As they came, side by side; losses of packed samples are those of unpacked ones.
         width = data["input_ids"].shape[1]
-        made_BS = torch.stack([pad(one, (0, width - len(one))) for one in outputs])
+        logprobs_BS = torch.stack([pad(one, (0, width - len(one))) for one in outputs])
         if type(processor).__name__ == _LOG_PROBS:
             processor.use_fused_linear_logprobs = True
-            return processor(data_dict=data, input_ids=None, cu_seqlens_padded=None)(made_BS)
+            return processor(data_dict=data, input_ids=None, cu_seqlens_padded=None)(logprobs_BS)
         processor.loss_fn = copy.copy(processor.loss_fn)
         processor.loss_fn.use_fused_linear_logprobs = True
         valid = {name: self._named.get(name) for name in ("global_valid_seqs", "global_valid_toks")}
-        return processor(data_dict=data, packed_seq_params=None, **valid)(made_BS)
+        return processor(data_dict=data, packed_seq_params=None, **valid)(logprobs_BS)
 
 
 def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:

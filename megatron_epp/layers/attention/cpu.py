@@ -45,10 +45,10 @@ class PartsAttention:
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
         self.scale, self.before, self.sinks = scale, before, sinks
-        self.latents = False  # whether latent attention keeps them (latents.py): of the whole job
+        self.caches_latent_kv = False  # of all layers with MLA (layers/mla.py)
 
     @property
-    def whole(self) -> "PartsAttention":
+    def all_heads(self) -> "PartsAttention":
         """For any number of heads."""
         return self
 

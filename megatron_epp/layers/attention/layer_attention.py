@@ -14,16 +14,16 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
     output [T, H, D] and, with ``drop``, the handle that recomputes it. ``stores_last_slice``: the K
-    and V of a document's last slice lie in the store, too. ``latents``: layers with latent
-    attention keep latents in the place of K and V. ``whole``: the same over all heads of the
+    and V of a document's last slice lie in the store, too. ``caches_latent_kv``: layers with latent
+    attention keep latents in the place of K and V. ``all_heads``: the same over all heads of the
     tensor-parallel rank, for documents that one context-parallel rank computes alone."""
 
     name: str
     stores_last_slice: bool
-    latents: bool
+    caches_latent_kv: bool
 
     @property
-    def whole(self) -> "Attention": ...
+    def all_heads(self) -> "Attention": ...
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool

@@ -156,13 +156,13 @@ def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
 
 
 class VarlenAttention:
-    """Attention of chunks by ``kernel``; ``whole``: the kernel for all heads, if it is another.
+    """Attention of chunks by ``kernel``; ``all_heads``: the kernel for all heads, if it is another.
 
     ``before`` and ``sinks``: of the kernel's layers (``of_layer``).
     """
 
     stores_last_slice = True  # of layers without a window
-    latents = False
+    caches_latent_kv = False
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class VarlenAttention:
         self.stores_last_slice = before is None
 
     @property
-    def whole(self) -> "VarlenAttention":
+    def all_heads(self) -> "VarlenAttention":
         if self._whole is None:
             return self
         return VarlenAttention(self._whole, None, self.before, self.sinks)

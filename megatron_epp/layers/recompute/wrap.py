@@ -15,12 +15,10 @@ from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable, 
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-OF_LATENTS = "u"  # of layers with latent attention alone
+OF_MLA = "u"  # of layers with latent attention alone
 OF_EXPERTS = "e"  # of layers with experts alone
 # Choices whose bytes and seconds are a layer's own.
-ON_DEVICE = (
-    KEEP + FULL + "".join(mode for mode in SELECTIVE if mode not in (OF_LATENTS, OF_EXPERTS))
-)
+ON_DEVICE = KEEP + FULL + "".join(mode for mode in SELECTIVE if mode not in (OF_MLA, OF_EXPERTS))
 EXECUTABLE = ON_DEVICE + OFFLOAD
 MODULES = {mode: frozenset(modules) for mode, modules in SELECTIVE.items()}
 

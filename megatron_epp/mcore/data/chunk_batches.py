@@ -52,8 +52,8 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Contents of a batch that are read from the corpus. ``further`` [D, t]: tokens of the depths,
-    on the last stage."""
+    """Contents of a batch that are read from the corpus. ``mtp_tokens`` [D, t]: tokens of the
+    depths, on the last stage."""
 
     tokens: Tensor | None
     positions: Tensor
@@ -61,7 +61,7 @@ class _Tensors:
     loss_mask: Tensor | None
     means: Tensor | None
     documents: int
-    further: Tensor | None
+    mtp_tokens: Tensor | None
 
 
 class ChunkBatchBuilder:
@@ -112,7 +112,7 @@ class ChunkBatchBuilder:
             positions=tensors.positions,
             labels=tensors.labels,
             loss_mask=tensors.loss_mask,
-            params=ChunkParams.of(state, tensors.positions[0], tensors.further),
+            params=ChunkParams.of(state, tensors.positions[0], tensors.mtp_tokens),
             hidden_only=self.plan.vocabulary_parallel,
             means=tensors.means,
             documents=tensors.documents,
@@ -151,7 +151,7 @@ class ChunkBatchBuilder:
             loss_mask=None if targets is None else self._tensor(targets.weights),
             means=None if targets is None or not depths else self._tensor(targets.means),
             documents=0 if targets is None else targets.documents,
-            further=None if mtp_rows is None else self._tensor(mtp_rows),
+            mtp_tokens=None if mtp_rows is None else self._tensor(mtp_rows),
         )
 
     def _counts(self, sample: int, length: int) -> numpy.ndarray:

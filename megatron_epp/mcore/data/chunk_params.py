@@ -16,17 +16,17 @@ class ChunkParams(PackedSeqParams):
 
     To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
     document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
-    rows in their documents, for the rotary embedding; ``further`` [D, t] the tokens that depths
+    rows in their documents, for the rotary embedding; ``mtp_tokens`` [D, t] the tokens that depths
     behind the decoder read of them, None where none runs.
     """
 
     state: ChunkState
     positions: Tensor
-    further: Tensor | None = None
+    mtp_tokens: Tensor | None = None
 
     @classmethod
     def of(
-        cls, state: ChunkState, positions: Tensor, further: Tensor | None = None
+        cls, state: ChunkState, positions: Tensor, mtp_tokens: Tensor | None = None
     ) -> "ChunkParams":
         # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
         # for a device. The fused one wants it there (PositionedRotary).
@@ -40,7 +40,7 @@ class ChunkParams(PackedSeqParams):
             max_seqlen_kv=rows,
             state=state,
             positions=positions,
-            further=further,
+            mtp_tokens=mtp_tokens,
         )
 
     def repeated(self, layers: int) -> "ChunkParams":

@@ -105,8 +105,8 @@ def mtp_tokens(
     inputs; 0 behind its end, as Megatron has it."""
     start, stop = span
     read = documents.inputs(sample, start + 1, max(start + 1, min(stop + depths, length)))
-    found = numpy.zeros((depths, stop - start), dtype=numpy.int64)
+    result = numpy.zeros((depths, stop - start), dtype=numpy.int64)
     for depth in range(depths):
         there = read[depth : depth + stop - start]
-        found[depth, : len(there)] = there
-    return found
+        result[depth, : len(there)] = there
+    return result

@@ -192,11 +192,11 @@ def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeq
     """
     if batch["cu_seqlens"] is None:
         return None
-    borders_C = batch["cu_seqlens"].squeeze(0)
+    boundaries_C = batch["cu_seqlens"].squeeze(0)
     padded_C = batch["cu_seqlens_padded"]
     padded_C = None if padded_C is None else padded_C.squeeze(0)
-    update_seqlen_stats_from_cu_seqlens(borders_C)
-    used_C = borders_C if padded_C is None else padded_C
+    update_seqlen_stats_from_cu_seqlens(boundaries_C)
+    used_C = boundaries_C if padded_C is None else padded_C
     longest = int(batch["max_seqlen"].item())
     cp_size = batch["local_cp_size"]
     return PackedSeqParams(

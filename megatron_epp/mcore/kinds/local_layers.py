@@ -33,23 +33,23 @@ NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 # ------------------------------------------------------------------ layers of a HybridModel
 
 
-def local_submodules(config: Any, latents: bool = False) -> TransformerLayerSubmodules:
+def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodules:
     """Submodules of a layer of attention and an MLP."""
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=latents,
+        multi_latent_attention=mla,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )
 
 
-def local_attention(config: Any, latents: bool) -> ModuleSpec:
+def local_attention(config: Any, mla: bool) -> ModuleSpec:
     """Description of a layer of attention."""
-    whole = local_submodules(config, latents)
+    layer = local_submodules(config, mla)
     submodules = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
-        self_attention=whole.self_attention,
-        self_attn_bda=whole.self_attn_bda,
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
@@ -102,7 +102,7 @@ def block_with(
 
 def fix_local_attention(layer: Any, config: Any) -> None:
     """Make the attention over heads in ``layer``, submodules that describe one, as is wanted."""
-    attention = local_attention_of(layer, latents=False)
+    attention = local_attention_of(layer, mla=False)
     if attention is None:
         return
     if config.context_parallel_size > 1:
@@ -124,13 +124,13 @@ def norm_as_engines(layer: Any) -> None:
     layer.submodules_config.sharded_state_dict_keys_map = kept
 
 
-def local_attention_of(layer: Any, latents: bool) -> Any:
+def local_attention_of(layer: Any, mla: bool) -> Any:
     """Submodules of the local attention that ``layer`` describes, with latents or without."""
     own = layer.self_attention
     submodules = getattr(own, "submodules", None)
     if getattr(submodules, "core_attention", None) is not DotProductAttention:
         return None
-    return submodules if (own.module is MLASelfAttention) == latents else None
+    return submodules if (own.module is MLASelfAttention) == mla else None
 
 
 def _as_for_one_rank(config: Any, **others: Any) -> DotProductAttention:

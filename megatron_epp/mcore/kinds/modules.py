@@ -35,7 +35,7 @@ _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
 def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
     """Return the kinds that a layer of Megatron's has. ValueError: it has a module of no kind."""
-    found = []
+    kinds = []
     for slot in _SLOTS:
         module = getattr(layer, slot, None)
         if module is None or isinstance(module, IdentityOp):
@@ -46,8 +46,8 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
                 f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
                 f"--epp does not run; expected {', '.join(SYMBOLS.values())}"
             )
-        found.append(kind)
-    return tuple(found)
+        kinds.append(kind)
+    return tuple(kinds)
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:

@@ -63,10 +63,10 @@ SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
     """Fields of LayerShape of a layer that has the parts ``there``."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for part in LAYER_KINDS:
-        found |= part.sizes(args) if part in there else part.ABSENT
-    return found
+        sizes |= part.sizes(args) if part in there else part.ABSENT
+    return sizes
 
 
 def model_sizes(args: Any) -> dict[str, Any]:

@@ -59,11 +59,11 @@ class FusedHead:
 
     def __call__(self, **arguments: Any) -> Tensor:
         layer = arguments["output_layer"]
-        made = [
+        results = [
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
             for depth, (hidden_t1H, losses) in enumerate(_predictions(**arguments))
         ]
-        return concatenated(made)
+        return concatenated(results)
 
     def _early(
         self, hidden_t1H: Tensor, weights_1T: Tensor, losses: Losses, output_layer: Any

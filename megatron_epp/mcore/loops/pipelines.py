@@ -201,7 +201,7 @@ class Pipelines:
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
         """Over groups of ours, made once for Megatron's pipeline ``group``. They speak again where
         a framework has made what is behind them anew."""
-        device, spoken = this_device(), self._initialised
+        device, communicators = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
         if programs is None:
             groups = make_replica_groups(device, self.settings.timeout)
@@ -211,9 +211,9 @@ class Pipelines:
                 logger.warning("%s", costs)
             Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
             programs = ProgramRunner(device, current_op, groups)
-            self._programs, spoken = (group, programs), None
+            self._programs, communicators = (group, programs), None
         assert programs.groups is not None, "there are several stages"
-        if spoken is None or spoken.anew:
+        if communicators is None or communicators.anew:
             initialise_communicator(programs.groups, device, config)
             self._initialised = InitialisedGroups(
                 [programs.groups.control, *programs.groups.payload.values()]

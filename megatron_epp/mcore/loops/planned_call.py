@@ -175,9 +175,14 @@ class PlannedCall:
         pipeline.shown = True
         return result
 
-    def _whole_batches(self, groups: Any, whole: MessageExtents) -> CallWork:
+    def _whole_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:
         """Plan every micro-batch as a chunk."""
-        call, pipeline, settings, extents = self.call, self.pipeline, self.settings, whole.shapes
+        call, pipeline, settings, extents = (
+            self.call,
+            self.pipeline,
+            self.settings,
+            extents_of_call.shapes,
+        )
         make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
         # What was never measured, or long ago, may be wrong about which order is better.
         wanted = settings.options
@@ -197,11 +202,17 @@ class PlannedCall:
             stage, cp = pipeline.local_stages[part], groups.cp.size()
             of_part = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
             return settings.make_stage(
-                call.of_part(part), self.batches[part], plan, stage, cp, whole.message, *of_part
+                call.of_part(part),
+                self.batches[part],
+                plan,
+                stage,
+                cp,
+                extents_of_call.message,
+                *of_part,
             )
 
         sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-        return CallWork(plan, make_stage, whole.message, sizes)
+        return CallWork(plan, make_stage, extents_of_call.message, sizes)
 
     def _slices(self, groups: Any) -> CallWork:
         """Plan the documents of the micro-batches, cut into slices."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
+from megatron_epp.cost.kinds.layer import DEFAULT_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages, mtp_symbols, pattern_of
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_sizes
@@ -49,7 +49,7 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     if not depths:
         return ()
     pattern = mtp_symbols(getattr(args, "hybrid_layer_pattern", None) or "")
-    found = []
+    result = []
     for depth in range(depths):
         if pattern:
             inner = copy.copy(args)
@@ -60,8 +60,8 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
             masks = {kind: kind.layers(args) for kind in LAYER_KINDS}
             there = [kind for kind, mask in masks.items() if mask[number if kind.NUMBERED else -1]]
             shapes = [LayerShape(**kind_sizes(args, there))]
-        found += [replace(shapes[0], predicts=True), *shapes[1:]]
-    return tuple(found)
+        result += [replace(shapes[0], predicts=True), *shapes[1:]]
+    return tuple(result)
 
 
 def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
         ((shape, name_parts),) = words.items()
-        name_parts = tuple(word for word in name_parts if word not in PLAIN_WORDS)
+        name_parts = tuple(word for word in name_parts if word not in DEFAULT_WORDS)
         return {shape: "-".join(name_parts)} if name_parts else {}
     differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
     return {

@@ -106,7 +106,7 @@ def warm_up(
             if time.monotonic() - began > SECONDS:
                 break
             if call.alone:
-                _run(attention.whole, all_heads, call, device)
+                _run(attention.all_heads, all_heads, call, device)
             else:
                 _run(attention, heads, call, device)
             done += 1

@@ -203,20 +203,20 @@ def double_precision() -> Iterator[None]:
     (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
     With it, plans are compared to the last bits; training does not use it.
     """
-    plain_float = torch.Tensor.float
-    plain_dtype = torch.get_default_dtype()
+    original_float = torch.Tensor.float
+    original_dtype = torch.get_default_dtype()
 
-    @functools.wraps(plain_float)
+    @functools.wraps(original_float)
     def float_or_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if self.dtype == torch.float64 else plain_float(self, *args, **kwargs)
+        return self if self.dtype == torch.float64 else original_float(self, *args, **kwargs)
 
-    plain_softmax = torch.softmax
+    original_softmax = torch.softmax
 
-    @functools.wraps(plain_softmax)
+    @functools.wraps(original_softmax)
     def softmax_or_double(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if input.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
             kwargs["dtype"] = torch.float64
-        return plain_softmax(input, *args, **kwargs)
+        return original_softmax(input, *args, **kwargs)
 
     torch.softmax = softmax_or_double
     torch.Tensor.float = float_or_double  # type: ignore[assignment, method-assign]
@@ -224,9 +224,9 @@ def double_precision() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_default_dtype(plain_dtype)
-        torch.Tensor.float = plain_float  # type: ignore[method-assign]
-        torch.softmax = plain_softmax
+        torch.set_default_dtype(original_dtype)
+        torch.Tensor.float = original_float  # type: ignore[method-assign]
+        torch.softmax = original_softmax
 
 
 # ------------------------------------------------------------------ the stand-ins
@@ -309,26 +309,26 @@ def _without_cuda(
 def _replace_tensor_methods() -> None:
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
-    plain_tensor_to, plain_tensor_type, plain_module_to = tensor.to, tensor.type, module.to
+    original_tensor_to, original_tensor_type, original_module_to = tensor.to, tensor.type, module.to
 
-    @functools.wraps(plain_tensor_to)
+    @functools.wraps(original_tensor_to)
     def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         args, kwargs = _without_cuda(args, kwargs)
-        return plain_tensor_to(self, *args, **kwargs)
+        return original_tensor_to(self, *args, **kwargs)
 
-    @functools.wraps(plain_tensor_type)
+    @functools.wraps(original_tensor_type)
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name = plain_tensor_type(self)
+            name = original_tensor_type(self)
             return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
-        return plain_tensor_type(self, dtype, *args, **kwargs)
+        return original_tensor_type(self, dtype, *args, **kwargs)
 
-    @functools.wraps(plain_module_to)
+    @functools.wraps(original_module_to)
     def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         args, kwargs = _without_cuda(args, kwargs)
-        return plain_module_to(self, *args, **kwargs)
+        return original_module_to(self, *args, **kwargs)
 
     tensor.to = tensor_to
     tensor.type = tensor_type

@@ -344,10 +344,10 @@ def EXPERT_EXCHANGE(
     "it describes layers that predict further tokens anew, and not as the model's others",
 )
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    made = original(config, *args, **kwargs)
+    spec = original(config, *args, **kwargs)
     # Set where the model's other layers are mended (mcore/model/layer_spec.py).
     fix = getattr(config, "epp_fix_mtp", None)
-    return made if fix is None else fix(made)
+    return spec if fix is None else fix(spec)
 
 
 @_patch_point(

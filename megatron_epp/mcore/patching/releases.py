@@ -1,14 +1,15 @@
-"""Releases of Megatron that the seams were read against: one table, a fingerprint per seam.
+"""Releases of Megatron that the patch points were read against: one table, a fingerprint per patch point.
 
     release    megatron.core calls itself   where its sources are
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
     main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
 
-A fingerprint is of the sources of the seam's target and of what it relies on (patch_points.py). Between
-these two, what changed at four seams are spans of telemetry and options that --epp does not set,
-so the replacements are the same. A new release is a new entry here, once somebody has read what
-``scripts/upstream/check_upstream.py`` shows of it; where a replacement must differ, the seam gets a
-second one and the table says which release takes it.
+A fingerprint is of the sources of the patch point's target and of what it relies on
+(patch_points.py). Between these two, what changed at four patch points are spans of telemetry and
+options that --epp does not set, so the replacements are the same. A new release is a new entry
+here, once somebody has read what ``scripts/upstream/check_upstream.py`` shows of it; where a
+replacement must differ, the patch point gets a second one and the table says which release takes
+it.
 
 main changes its sources under one version number: there only the fingerprints tell.
 """

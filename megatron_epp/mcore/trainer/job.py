@@ -111,10 +111,10 @@ class Job:
     def _warm_up(self, config: Any, device: torch.device) -> Attention:
         """Return the attention of the model, after its kernels have run once for every view."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
-        heads, whole = heads_of(config), heads_of(config, context=1)
+        heads, all_heads = heads_of(config), heads_of(config, context=1)
         for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
-            warm_up(seeing, heads, whole, self.args.seq_length, device)
+            warm_up(seeing, heads, all_heads, self.args.seq_length, device)
         return attention
 
     def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:

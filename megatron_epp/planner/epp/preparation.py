@@ -123,9 +123,9 @@ class Preparation:
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
-            bare_law = group_by_group(chunking.sizes, self.cost.layout.stages)
+            bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
             # Of several stages on a rank: as few forwards as run before any backward.
-            laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_law)
+            laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
         counts: Counts | None = None
         for least in laws:
             counts = self._least_counts(chunking, loads, work, least)

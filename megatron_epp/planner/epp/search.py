@@ -123,15 +123,15 @@ class Search(Player):
             steps = "".join(modes[1:] for modes in self._ladders(candidate.prepared.loads))
             for mode in dict.fromkeys(steps):
                 named = dataclasses.replace(candidate, name=f"{candidate.name}, {mode} alike")
-                by_law = self._least_alike(
+                by_limit = self._least_alike(
                     named, mode, lambda prepared, of: self.play(prepared, STRICT, of.name)
                 )
                 own = self._least_alike(named, mode, lambda prepared, of: self.replay(prepared, of))
-                if by_law is None or own is None:
+                if by_limit is None or own is None:
                     return
-                yield by_law
+                yield by_limit
                 yield own
-                least = _most_layers(by_law.prepared.counts, mode)
+                least = _most_layers(by_limit.prepared.counts, mode)
                 for layers in sorted({math.ceil(least * fraction) for fraction in ALIKE}):
                     played = self.recomputed(named, self._uniform(candidate, mode, layers))
                     if played is None:

@@ -31,7 +31,9 @@ def rates_of(cost: Cost) -> Rates:
     per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
     mean, layout = per.mean(axis=0).tolist(), cost.layout
     windows = tuple((each.size, mean[layout.column(each)]) for each in layout.windows)
-    others = tuple((each, mean[layout.column(each)]) for each in layout.further[len(windows) :])
+    others = tuple(
+        (each, mean[layout.column(each)]) for each in layout.extra_columns[len(windows) :]
+    )
     of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
     return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange)

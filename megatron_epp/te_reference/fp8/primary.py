@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.te_reference.fp8.per_tensor import cast, scale_of
 from megatron_epp.te_reference.fp8.quantizers import (
     MX_BIAS,
     MX_BLOCK,
@@ -18,7 +19,6 @@ from megatron_epp.te_reference.fp8.quantizers import (
     power,
     tiled,
 )
-from megatron_epp.te_reference.fp8.whole_tensors import cast, scale_of
 from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide
 
 Lists = Sequence[Sequence[Tensor]]
@@ -48,15 +48,15 @@ def _placed(kernel: str, part: Tensor, rows: int, columns: int, start: int) -> T
     values = wide(dense(kernel, "the part", part)).double().flatten()
     fits = start >= 0 and start + len(values) <= rows * columns
     expect(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")
-    whole = values.new_zeros(rows * columns)
-    whole[start : start + len(values)] = values
-    return whole.view(rows, columns)
+    flat = values.new_zeros(rows * columns)
+    flat[start : start + len(values)] = values
+    return flat.view(rows, columns)
 
 
 def _write_largest(x_TK: Tensor, amax: Tensor, rows: int, columns: int) -> None:
-    found = tiled(x_TK, rows, columns).amax((1, 3))
+    largest = tiled(x_TK, rows, columns).amax((1, 3))
     amax.zero_()
-    amax[: found.shape[0], : found.shape[1]] = found.to(amax.dtype)
+    amax[: largest.shape[0], : largest.shape[1]] = largest.to(amax.dtype)
 
 
 def fp8_block_scaling_compute_partial_amax(

@@ -10,7 +10,7 @@ by columns are for products that add up over rows: there FP8's blocks are transp
 
 Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
 layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
-One scale for a whole tensor: whole_tensors.py.
+One scale for a whole tensor: per_tensor.py.
 """
 
 import importlib
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_epp.te_reference.fp8.whole_tensors import (
+from megatron_epp.te_reference.fp8.per_tensor import (
+    has_one_scale,
     has_scale,
-    is_whole,
-    quantize_whole,
-    whole_operand,
+    per_tensor_operand,
+    quantize_per_tensor,
 )
 from megatron_epp.te_reference.operands import dense, expect, torch_dtype
 
@@ -101,8 +101,8 @@ def create_empty_quantized_tensor(
     quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
     spec: Any = importlib.import_module("transformer_engine.pytorch.dynamo.tensor_spec")
-    made = spec.TensorSpec(tuple(shape), dtype, quantizer, device=torch.device("cpu"))
-    return made.create_tensor()
+    specification = spec.TensorSpec(tuple(shape), dtype, quantizer, device=torch.device("cpu"))
+    return specification.create_tensor()
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
@@ -110,13 +110,13 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
     kernel = "quantize"
     expect(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
-    whole = is_whole(quantizer) or has_scale(quantizer)
-    if not whole:
+    per_tensor = has_one_scale(quantizer) or has_scale(quantizer)
+    if not per_tensor:
         _layout(quantizer, False)  # or it is none of those written
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
-    if whole:
-        return quantize_whole(kernel, x, quantizer, output)
+    if per_tensor:
+        return quantize_per_tensor(kernel, x, quantizer, output)
     x_TK, dtype = x.double().reshape(-1, x.shape[-1]), torch_dtype(quantizer.dtype)
     for columnwise in (False, True):
         data, scales = _parts(output, columnwise)
@@ -172,8 +172,8 @@ def _scaled(
 ) -> tuple[Tensor, Tensor]:
     """x over its blocks' scales in the format, and the exponents of these."""
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
-    whole = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
-    expect(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
+    divisible = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
+    expect(divisible, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
     exponents = exponents_of(tiled(x_TK, layout.rows, layout.columns).amax((1, 3)), largest)
     values = x_TK * power(-expand_blocks(exponents, x_TK.shape, layout.rows, layout.columns))
     return values.clamp(-largest, largest).float().to(dtype), exponents
@@ -181,8 +181,8 @@ def _scaled(
 
 def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     """[T, K] of a quantised tensor, by the data that a product in this direction reads."""
-    if is_whole(tensor):
-        return whole_operand(kernel, name, tensor, columnwise)
+    if has_one_scale(tensor):
+        return per_tensor_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
     way = "columns" if columnwise else "rows"
     expect(data is not None, kernel, f"{name} is read by {way}, and has no such data")
@@ -202,17 +202,19 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    by_rows = is_whole(tensor) or _parts(tensor, False)[0] is not None
+    by_rows = has_one_scale(tensor) or _parts(tensor, False)[0] is not None
     values = operand("dequantize", "the tensor", tensor, not by_rows)
     return values.to(torch_dtype(dtype)).view(tensor.size())
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """Bytes [..., K] as [K, ...]."""
-    made = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
-    return made if out is None else out.copy_(made)
+    transposed = (
+        data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
+    )
+    return transposed if out is None else out.copy_(transposed)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    made = tensor.transpose(0, 1).contiguous()
-    return made if out is None else out.copy_(made)
+    transposed = tensor.transpose(0, 1).contiguous()
+    return transposed if out is None else out.copy_(transposed)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_epp.layers import mla as latents
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.mla import LatentsAttention
+from megatron_epp.layers.mla import LatentKVAttention
 from megatron_epp.layers.recompute import outputs
 from megatron_epp.mcore.certify.scale_down import HEAD_SIZE
 from megatron_epp.mcore.kinds.mla.module import MLALayer
@@ -22,7 +22,7 @@ def scaled(call, attention, *arguments):
 
 @contextmanager
 def scale_by_kv_channels():
-    kinds = PartsAttention, LatentsAttention
+    kinds = PartsAttention, LatentKVAttention
     expanded, of_latents = (fault(kind, "__call__", scaled) for kind in kinds)
     with expanded(), of_latents():
         yield
@@ -66,7 +66,7 @@ FAULTS: Faults = {
         ),
     ),
     # The up-projection learns nothing of the contexts that it expands.
-    "lose the weight's part": fault(latents._AttendLatents, "backward", lose_the_weights_part),
+    "lose the weight's part": fault(latents._AttendLatentKV, "backward", lose_the_weights_part),
     # The last block of a context is not attended to; backward goes through all of them.
     "forget a block": fault(latents, "_context", lambda context, *read: list(context(*read))[:-1]),
     # What the up-projection makes again in backward is another row's.

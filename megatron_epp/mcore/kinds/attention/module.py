@@ -105,7 +105,7 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
     of_layer = partial(_of_layer, around.config, place.layer.layer_number, around.core_attention)
     own = single_rank = of_layer(place.attention, ranks)
     if ulysses is not None:
-        single_rank = of_layer(place.attention.whole, SingleRank())
+        single_rank = of_layer(place.attention.all_heads, SingleRank())
     # Each rank would take its rows' positions from the table, which here holds them already.
     around.pg_collection = copy.copy(around.pg_collection)
     around.pg_collection.cp = SingleRank()
@@ -147,7 +147,7 @@ class AttentionModule(KindModule):
         return KeptShapes((shape, shape), bool(last))
 
     def local_layer(self, config: Any) -> Any:
-        return local_attention(config, latents=False)
+        return local_attention(config, mla=False)
 
     def fix_local(self, layer: Any, config: Any) -> None:
         fix_local_attention(layer, config)

@@ -40,8 +40,8 @@ class DSACertificate(MLACertificate):
         if not asks_for_dsa(args):
             return {}
         self.KIND.require(args, tp)
-        latents = super().small(args, hidden, tp, head_size, step)
-        rotary = latents["qk_pos_emb_head_dim"]
+        mla_sizes = super().small(args, hidden, tp, head_size, step)
+        rotary = mla_sizes["qk_pos_emb_head_dim"]
         wanted = round(args.dsa_indexer_head_dim / args.qk_pos_emb_head_dim * rotary)
         return {
             "dsa_indexer_n_heads": min(args.dsa_indexer_n_heads, MOST_HEADS),

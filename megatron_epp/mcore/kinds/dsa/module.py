@@ -60,13 +60,13 @@ from megatron_epp.mcore.kinds.positions import PositionedRotary
 
 def install_dsa(place: LayerPlace) -> None:
     """Make the sparse attention of a layer of the stage that of chunks."""
-    around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
-    DSALayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
+    around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
+    DSALayer(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _Absorbed:
     """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and
     Q that need not be saved."""
 
@@ -80,13 +80,13 @@ class DSALayer(MLALayer):
     def __init__(self, around: Any, attention: Attention, *others: Any):
         super().__init__(around, attention, *others)
         self.stores_last_slice = False
-        self._absorbed: _Made | None = None  # by project, for attend
+        self._absorbed: _Absorbed | None = None  # by project, for attend
         self._indexer = around.core_attention.indexer
 
     def install(self) -> None:
         around, indexer = self.around, self._indexer
         core = around.core_attention
-        self._plain = around.get_query_key_value_tensors, core.forward
+        self._originals = around.get_query_key_value_tensors, core.forward
         around.get_query_key_value_tensors = self.project
         core.forward = self.attend
         indexer.rotary_pos_emb = PositionedRotary(indexer.rotary_pos_emb, self.context, False)
@@ -103,7 +103,7 @@ class DSALayer(MLALayer):
         is no chunk, as Megatron has it."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
-            return self._plain[0](hidden_s1E, key_value_states, packed_seq_params, **ignored)
+            return self._originals[0](hidden_s1E, key_value_states, packed_seq_params, **ignored)
         queries_sL, latent_tR, key_tP = self._compressed(hidden_s1E)
         table, factor = self._table(state, packed_seq_params.positions)
         if self._tensor > 1:  # each rank's heads are a part of what its gradient comes from
@@ -125,7 +125,7 @@ class DSALayer(MLALayer):
             with_handles = ((query_THD, handles[0]),)
         else:
             query_THD, weight_NR = heads(queries_sL)
-        self._absorbed = _Made(weight_NR, with_handles)
+        self._absorbed = _Absorbed(weight_NR, with_handles)
         return query_THD, key_T1D, queries_sL
 
     def _queries_of(
@@ -158,9 +158,9 @@ class DSALayer(MLALayer):
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask
-            return self._plain[1](*inputs, packed_seq_params=packed_seq_params, **others)
-        made, self._absorbed = self._absorbed, None
-        assert made is not None, "attention follows its projections"
+            return self._originals[1](*inputs, packed_seq_params=packed_seq_params, **others)
+        absorbed, self._absorbed = self._absorbed, None
+        assert absorbed is not None, "attention follows its projections"
         config, drop = self.around.config, "core_attn" in self.dropped.modules
         coefficient = config.dsa_indexer_loss_coeff or 0.0
         trains_indexer = state.training and torch.is_grad_enabled() and coefficient > 0
@@ -178,7 +178,7 @@ class DSALayer(MLALayer):
         )
         inside = state, state.layer(self.layer), how, trains_indexer, drop
         out_THR, loss, handle = saving_handles(
-            made.with_handles, lambda: attend_chosen(query_THD, key_T1D, index, *inside)
+            absorbed.with_handles, lambda: attend_chosen(query_THD, key_T1D, index, *inside)
         )
         if trains_indexer:
             DSAIndexerLossLoggingHelper.save_loss_to_tracker(
@@ -192,11 +192,11 @@ class DSALayer(MLALayer):
             return torch.einsum("thr,hvr->thv", out_THR, of_values_HVR).flatten(1)
 
         if handle is None:
-            return values(out_THR, made.weight_NR)
+            return values(out_THR, absorbed.weight_NR)
         (out,), (again,) = saving_handle(
             out_THR,
             handle,
-            lambda: recomputable_all(lambda *x: (values(*x),), (out_THR, made.weight_NR)),
+            lambda: recomputable_all(lambda *x: (values(*x),), (out_THR, absorbed.weight_NR)),
         )
         self.dropped.add(out, again)
         return out
@@ -240,11 +240,11 @@ def _sparse(config: Any) -> ModuleSpec:
 
 def local_dsa(config: Any) -> ModuleSpec:
     """Description of a layer of sparse attention."""
-    whole = local_submodules(config)
+    layer = local_submodules(config)
     submodules = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
+        input_layernorm=layer.input_layernorm,
         self_attention=_sparse(config),
-        self_attn_bda=whole.self_attn_bda,
+        self_attn_bda=layer.self_attn_bda,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 

@@ -19,10 +19,10 @@ from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, local_attention_o
 
 def fix_local_mla(layer: Any, config: Any) -> None:
     """Make the latent attention in ``layer``, submodules that describe one, as is wanted."""
-    attention = local_attention_of(layer, latents=True)
+    attention = local_attention_of(layer, mla=True)
     if attention is None:
         return
-    attention.core_attention = _AttentionOfLatents
+    attention.core_attention = _LocalMLAAttention
     if config.qk_layernorm and config.q_lora_rank is None:
         layer.self_attention.module = _NormedQueries
         attention.q_layernorm = IdentityOp
@@ -34,7 +34,7 @@ def fix_local_mla(layer: Any, config: Any) -> None:
         layer.sharded_state_dict_keys_map |= NORM_OF_MLP
 
 
-class _AttentionOfLatents(DotProductAttention):
+class _LocalMLAAttention(DotProductAttention):
     """Attention with heads of Q and K of ``k_channels``, of V of ``v_channels``: the second is what
     Megatron's attention shapes its output by; how long Q and K are it need not know. (It is built
     without these at first, to be thrown away.)"""

@@ -42,7 +42,7 @@ from megatron_epp.layers.attention.layer_attention import Attention
 from megatron_epp.layers.attention.local import attend_parts, attention_parts, sharded_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.mla import Latents, LatentsAttention
+from megatron_epp.layers.mla import LatentKV, LatentKVAttention
 from megatron_epp.layers.recompute.outputs import (
     DroppedOutputs,
     RecomputeHandle,
@@ -63,8 +63,8 @@ UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of lat
 
 def install_mla(place: LayerPlace) -> None:
     """Make the latent attention of a layer of the stage that of chunks."""
-    around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
-    MLALayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
+    around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
+    MLALayer(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
@@ -87,8 +87,8 @@ class MLALayer:
         self.local = local
         self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
-        self._latents = LatentsAttention(mla_scale(around.config))
-        self._made: _Made | None = None  # by project, for attend
+        self._latent_attention = LatentKVAttention(mla_scale(around.config))
+        self._projected: _Projected | None = None  # by project, for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
         up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
@@ -96,7 +96,7 @@ class MLALayer:
 
     def install(self) -> None:
         around = self.around
-        self._plain = around.get_query_key_value_tensors, around._run_core_attention
+        self._originals = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
         around._run_core_attention = self.attend
         self.wrap_readers()
@@ -137,7 +137,7 @@ class MLALayer:
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             others = key_value_states, position_ids, packed_seq_params
-            return self._plain[0](hidden_s1E, *others, **ignored)
+            return self._originals[0](hidden_s1E, *others, **ignored)
         queries_sL, latent_sR, key_tP = self._compressed(hidden_s1E)
         table, factor = self._table(state, packed_seq_params.positions)
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
@@ -151,7 +151,9 @@ class MLALayer:
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
-        keeps = self.attention.latents and any(rows.cut or rows.prefix for rows in state.rows)
+        keeps = self.attention.caches_latent_kv and any(
+            rows.cut or rows.prefix for rows in state.rows
+        )
         expands = keeps and any(rows.context for rows in state.rows)
         made_of = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
@@ -160,11 +162,13 @@ class MLALayer:
             with_handles = tuple(zip(outputs[: len(outputs) - expands], handles, strict=False))
         else:
             outputs = heads(*made_of)
-        latents = None
+        latent_kv = None
         if keeps:
             weight_NR = outputs[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
-            latents = self._carried(latent_sR, rotary_t1P, weight_NR, state)
-        self._made = _Made(with_handles, latents, tuple(outputs[3 : len(outputs) - expands]))
+            latent_kv = self._carried(latent_sR, rotary_t1P, weight_NR, state)
+        self._projected = _Projected(
+            with_handles, latent_kv, tuple(outputs[3 : len(outputs) - expands])
+        )
         return *outputs[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,22 +256,22 @@ class MLALayer:
     ) -> Tensor:
         """[t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
         if getattr(packed_seq_params, "state", None) is None:
-            return self._plain[1](
+            return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
             )
-        made, self._made = self._made, None
-        assert made is not None, "attention follows its projections"
+        projected, self._projected = self._projected, None
+        assert projected is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
         layer = state.layer(self.layer)
-        parts = query_THD, key_THD, value_THV, *made.local
+        parts = query_THD, key_THD, value_THV, *projected.local
 
         def sharded(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
         ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
-            if made.latents is None:
+            if projected.latent_kv is None:
                 return self.attention(*qkv, state, layer, drop)
-            return self._latents(*qkv, made.latents, state, layer, drop)
+            return self._latent_attention(*qkv, projected.latent_kv, state, layer, drop)
 
         def local(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
@@ -277,14 +281,16 @@ class MLALayer:
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
             return attend_parts(parts, state, self.ulysses, sharded, local)
 
-        out, handle = saving_handles(made.with_handles, attend) if made.with_handles else attend()
+        out, handle = (
+            saving_handles(projected.with_handles, attend) if projected.with_handles else attend()
+        )
         if handle is not None:
             self.dropped.add(out, handle)
         return out.flatten(1)
 
     def _carried(
         self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
-    ) -> Latents:
+    ) -> LatentKV:
         """Latents of all rows of the chunk, with the part of the up-projection for K and V of the
         heads that this rank attends with. Their gradients here are of these heads alone: what made
         the rows whole adds them up over the ranks."""
@@ -299,16 +305,16 @@ class MLALayer:
             exchanged = latent_t1R[:sharded_count], rotary_t1P[:sharded_count]
             latent_t1R, rotary_t1P = self.ulysses.to_all(exchanged)
             weight_NR = self.ulysses.of_my_heads(weight_NR)
-        return Latents(latent_t1R, rotary_t1P, weight_NR)
+        return LatentKV(latent_t1R, rotary_t1P, weight_NR)
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """``with_handles``: Q, K and V that need not be saved; ``latents``: where later slices get or
+class _Projected:
+    """``with_handles``: Q, K and V that need not be saved; ``latent_kv``: where later slices get or
     have got them; ``local``: Q, K and V of local documents beside spread ones."""
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
-    latents: Latents | None
+    latent_kv: LatentKV | None
     local: tuple[Tensor, ...]
 
 
@@ -329,7 +335,7 @@ def why_expanded(model: Any, attention: Attention) -> str | None:
     return None
 
 
-class KeptLatents:
+class LatentCacheChoice:
     """Choice of what later slices of a document get: latents, or K and V."""
 
     flag = KEEPS
@@ -343,12 +349,12 @@ class KeptLatents:
         return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
-        attention.latents = value == LATENTS
+        attention.caches_latent_kv = value == LATENTS
 
 
 class MLAModule(KindModule):
     KIND = MLAKind()
-    CHOICES: tuple[OpenChoice, ...] = (KeptLatents(),)
+    CHOICES: tuple[OpenChoice, ...] = (LatentCacheChoice(),)
 
     def holds(self, module: Any) -> bool:
         return isinstance(module, MultiLatentAttention)
@@ -359,7 +365,7 @@ class MLAModule(KindModule):
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim
         elastic: MLALayer = layer.self_attention._run_core_attention.__self__
-        if elastic.attention.latents:
+        if elastic.attention.caches_latent_kv:
             shapes = (context, 1, config.kv_lora_rank), (context, 1, turned)
         else:
             ranks = config.tensor_model_parallel_size * config.context_parallel_size
@@ -371,7 +377,7 @@ class MLAModule(KindModule):
         return KeptShapes(shapes, bool(elastic.stores_last_slice))
 
     def local_layer(self, config: Any) -> Any:
-        return local_attention(config, latents=True)
+        return local_attention(config, mla=True)
 
     def fix_local(self, layer: Any, config: Any) -> None:
         fix_local_mla(layer, config)

@@ -46,8 +46,8 @@ class LatentMoELayer(MoELayer):
         bare.moe_latent_size = None
         build = submodules.experts
 
-        def experts(count: int, _: Any, **further: Any) -> Any:
-            return build(count, config, **further)
+        def experts(count: int, _: Any, **named: Any) -> Any:
+            return build(count, config, **named)
 
         super().__init__(bare, replace(submodules, experts=experts), *args, **others)
         for module in self.modules():

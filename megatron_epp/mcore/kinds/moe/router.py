@@ -140,10 +140,10 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
     wrap_norm(layer.pre_mlp_layernorm, dropped)
     if experts.shared_experts is not None:
         wrap_consumer(experts.shared_experts, dropped, last=False)
-    latents = getattr(experts, "fc1_latent_proj", None)
-    wrap_consumer(experts.router, dropped, last=latents is None)
-    if latents is not None:
-        wrap_consumer(latents, dropped)
+    projection = getattr(experts, "fc1_latent_proj", None)
+    wrap_consumer(experts.router, dropped, last=projection is None)
+    if projection is not None:
+        wrap_consumer(projection, dropped)
     fix_expert_biases(experts)
     wrap_activations(experts, dropped)
     ChunkRouter(experts.router, index, current_chunk, in_loop)

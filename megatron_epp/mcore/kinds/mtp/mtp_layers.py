@@ -36,16 +36,16 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
     block = getattr(model, "mtp", None)
     if block is None:
         return ()
-    found: list[MtpLayer] = []
+    mtp_layers: list[MtpLayer] = []
     first = len(model.decoder.layers)
     for depth in range(model.config.mtp_num_layers):
         module = block.layers[0 if block.mtp_use_repeated_layer else depth]
         inner = module.mtp_model_layer
         layers = tuple(getattr(inner, "layers", (inner,)))  # a HybridModel's are a stack of some
-        repeated = first - found[0].first if block.mtp_use_repeated_layer and found else 0
-        found.append(MtpLayer(module, first, layers, repeated))
+        repeated = first - mtp_layers[0].first if block.mtp_use_repeated_layer and mtp_layers else 0
+        mtp_layers.append(MtpLayer(module, first, layers, repeated))
         first += len(layers)
-    return tuple(found)
+    return tuple(mtp_layers)
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ class MTPForward:
                 rotary_pos_emb=rotary_pos_emb,
                 **others,
             )
-        if packed_seq_params.further is None:
+        if packed_seq_params.mtp_tokens is None:
             return (hidden_states,)
         return tuple(self._run(hidden_states, packed_seq_params, rotary_pos_emb))
 
@@ -117,8 +117,8 @@ class MTPForward:
         yield hidden_t1H
         if self.model.config.mtp_detach_heads:
             hidden_t1H = hidden_t1H.detach()
-        assert params.further is not None, "the corpus's tokens come with the chunk"
-        for depth, tokens_t in zip(self.depths, params.further, strict=True):
+        assert params.mtp_tokens is not None, "the corpus's tokens come with the chunk"
+        for depth, tokens_t in zip(self.depths, params.mtp_tokens, strict=True):
             hidden_t1H = depth.module._proj_and_transformer_layer(
                 hidden_states=hidden_t1H,
                 decoder_input=embedded(self.model, tokens_t, params.positions),

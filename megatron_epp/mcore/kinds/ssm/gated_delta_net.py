@@ -162,8 +162,8 @@ def _convolved(net: Any) -> list[int]:
 
 def _of_one_rank(net: Any) -> Any:
     """``net``, with the same parameters, where one context-parallel rank has all heads."""
-    whole = copy.copy(net)
-    whole.cp_size, whole.pg_collection = 1, copy.copy(net.pg_collection)
-    whole.pg_collection.cp = SingleRank()
-    whole._setup_variant_attrs()
-    return whole
+    copied = copy.copy(net)
+    copied.cp_size, copied.pg_collection = 1, copy.copy(net.pg_collection)
+    copied.pg_collection.cp = SingleRank()
+    copied._setup_variant_attrs()
+    return copied

@@ -22,16 +22,16 @@ _NORM_OF_DELTA = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 def local_mamba(config: Any) -> ModuleSpec:
     """Description of a Mamba layer."""
-    whole = local_submodules(config)
+    layer = local_submodules(config)
     submodules = MambaLayerSubmodules(
-        norm=whole.input_layernorm,
+        norm=layer.input_layernorm,
         mixer=ModuleSpec(
             module=MambaMixer,
             submodules=MambaMixerSubmodules(
                 in_proj=ColumnParallelLinear, out_proj=RowParallelLinear
             ),
         ),
-        mamba_bda=whole.self_attn_bda,
+        mamba_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     return ModuleSpec(module=MambaLayer, submodules=submodules)
@@ -39,11 +39,11 @@ def local_mamba(config: Any) -> ModuleSpec:
 
 def local_gated_delta_net(config: Any) -> ModuleSpec:
     """Description of a layer of a gated delta net."""
-    whole = local_submodules(config)
+    layer = local_submodules(config)
     submodules = TransformerLayerSubmodules(
-        input_layernorm=whole.input_layernorm,
-        self_attention=_delta(whole.input_layernorm),
-        self_attn_bda=whole.self_attn_bda,
+        input_layernorm=layer.input_layernorm,
+        self_attention=_delta(layer.input_layernorm),
+        self_attn_bda=layer.self_attn_bda,
         sharded_state_dict_keys_map={**_NORM_OF_DELTA},
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

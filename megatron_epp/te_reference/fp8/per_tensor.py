@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_epp.te_reference.operands import expect, torch_dtype
 
 
-def is_whole(of: Any) -> bool:
+def has_one_scale(of: Any) -> bool:
     """Whether a quantizer, or a tensor, has one scale."""
     return hasattr(of, "_transpose_invalid") or _named(of, "Float8CurrentScalingQuantizer")
 
@@ -31,9 +31,11 @@ def _named(of: Any, name: str) -> bool:
 
 def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
     """float32; one of zeros, and of what is not finite, has none."""
-    found = amax.float().clamp(min=epsilon)
-    none = (found == 0) | ~found.isfinite()
-    scale = (largest / found.masked_fill(none, largest)).clamp(max=torch.finfo(torch.float32).max)
+    largest_value = amax.float().clamp(min=epsilon)
+    none = (largest_value == 0) | ~largest_value.isfinite()
+    scale = (largest / largest_value.masked_fill(none, largest)).clamp(
+        max=torch.finfo(torch.float32).max
+    )
     if power_of_two:
         scale = torch.ldexp(torch.ones_like(scale), torch.frexp(scale).exponent - 1)
     return scale
@@ -45,7 +47,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.double() * scale).clamp(-largest, largest).float().to(dtype).view(torch.uint8)
 
 
-def quantize_whole(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
+def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
     dtype = torch_dtype(quantizer.dtype)
     if has_scale(quantizer):
         scale = quantizer.scale
@@ -69,11 +71,11 @@ def quantize_whole(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
 
 def _largest_of(amax: Tensor, group: Any) -> Tensor:
     """Over the ranks of ``group``; the kernel asks its communicator, not torch's functions."""
-    made = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(made)[0]
+    reduced = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(reduced)[0]
 
 
-def whole_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
+def per_tensor_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     """[T, K], by the data that a product in this direction reads."""
     dtype = torch_dtype(tensor._fp8_dtype)
     across = columnwise and torch.cuda.get_device_properties(0).major < 10
