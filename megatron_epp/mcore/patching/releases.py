@@ -1,4 +1,4 @@
-"""Releases of Megatron that the patch points were read against: one table, a fingerprint per patch point.
+"""Releases of Megatron that the patch points were read against, with their fingerprints.
 
     release    megatron.core calls itself   where its sources are
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
