@@ -15,7 +15,7 @@ from megatron_epp.cli.options import PROGRAM, UsageError
 
 # A flag as it is written, and the field of a class that one is made from.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
-_OURS = ("certify", "mcore")  # rooms whose commands have flags of their own
+_PACKAGES = ("certify", "mcore")  # rooms whose commands have flags of their own
 _FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
 
 
@@ -23,7 +23,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
     """Refuse a ``--word`` that no file of Megatron's or of ours knows."""
     flags = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
     roots = _roots()
-    if not flags or len(roots) <= len(_OURS):
+    if not flags or len(roots) <= len(_PACKAGES):
         return  # nothing to look for, or no Megatron: the command itself will say so
     known = {"--help"}
     for root, pattern in roots:
@@ -42,7 +42,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
 
 def _roots() -> list[tuple[Path, str]]:
     """Where flags are named: our own commands, and Megatron's trainer and configurations."""
-    patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _OURS]
+    patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _PACKAGES]
     spec = find_spec("megatron")  # of a top-level name: nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():
         root = Path(folder)

@@ -107,10 +107,10 @@ def read_index(index: Path) -> CorpusFiles:
     data_bytes = _check_pointers(index, lengths, pointers, itemsize)
     most_sequences = _check_boundaries(index, starts, sequences)
     data = index.with_suffix(".bin")
-    if data.is_file() and (found_bytes := data.stat().st_size) != data_bytes:
-        what = "truncated" if found_bytes < data_bytes else "not of this index"
+    if data.is_file() and (actual_bytes := data.stat().st_size) != data_bytes:
+        what = "truncated" if actual_bytes < data_bytes else "not of this index"
         raise ValueError(
-            f"{data}: {what}: {found_bytes} bytes, {index.name} describes {data_bytes}; {_AGAIN}"
+            f"{data}: {what}: {actual_bytes} bytes, {index.name} describes {data_bytes}; {_AGAIN}"
         )
     return CorpusFiles(
         prefix=str(index)[: -len(".idx")],

@@ -339,8 +339,8 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
         per_token = kept - float(ELEMENT_BYTES * dropped)
         return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(mode)))
 
-    kept_beside = sum(part.saved for part in layer.beside)
-    layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_beside))
+    kept_before_layer = sum(part.saved for part in layer.before_layer)
+    layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_before_layer))
     every = {mode: saved(mode) for mode in MODES if mode != FULL}
     return {**every, FULL: Bytes(layer_input, layer_input)}
 
@@ -359,7 +359,7 @@ def _recompute_seconds(
             tokens += linear * NORM_FRACTION
         return tokens, attention if any(each.pairs for each in again) else 0.0
 
-    again = layer.active_parameters - sum(part.parameters for part in layer.beside)
+    again = layer.active_parameters - sum(part.parameters for part in layer.before_layer)
     full = linear * (again / layer.active_parameters)
     seconds = {KEEP: Seconds(), FULL: Seconds(full, attention, launch)}
     for mode, modules in SELECTIVE.items():

@@ -39,20 +39,20 @@ def backward_workspace_bytes(
     """
     layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
     document = np.maximum(loads.document, 0)
-    made_KC = [
+    bytes_KC = [
         np.where(loose, memory.layer_kv_gradient_bytes(each, loads)[document], 0.0)
         for each in layout.coefficients
     ]
     held = -memory.ends.freed_bytes(loads)
     output_bytes = np.zeros_like(held)
     if kind is Kind.INPUT:
-        made_KC = [
-            made_C + layout.bytes_of(of.weight_input_bytes, loads)
-            for made_C, of in zip(made_KC, layout.coefficients, strict=True)
+        bytes_KC = [
+            bytes_C + layout.bytes_of(of.weight_input_bytes, loads)
+            for bytes_C, of in zip(bytes_KC, layout.coefficients, strict=True)
         ]
         output_bytes = memory.ends.weight_input_bytes(loads)
     held = held + output_bytes
-    by_kind = np.stack(made_KC)
+    by_kind = np.stack(bytes_KC)
     # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
     works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
     less_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
@@ -65,7 +65,7 @@ def backward_workspace_bytes(
         held = held - run.count * shrinks
         peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
     peak = np.where(np.isinf(peak), before, peak)
-    return np.ceil(peak - output_bytes - layout.over_stages(made_KC))
+    return np.ceil(peak - output_bytes - layout.over_stages(bytes_KC))
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:

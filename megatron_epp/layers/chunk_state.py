@@ -69,7 +69,7 @@ class ChunkState:
     local: "ChunkState | None" = None
     local_documents: tuple[int, ...] = ()
     repeated: int = 0
-    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+    _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, installed: int) -> int:
         """Number in the stage of the layer that runs: of most the one that they were installed
@@ -88,9 +88,9 @@ class ChunkState:
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
         """``make()`` of the first layer that asks for ``name``; all others get the same."""
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+        if name not in self._cached:
+            self._cached[name] = make()
+        return self._cached[name]
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:

@@ -215,13 +215,13 @@ def _attend_rows(
             gathered_bKD, probabilities_bHK = _gathered(q_THD[local], key_SD, top_bK, how)
             out_THR[local] = probabilities_bHK.to(q_THD.dtype) @ gathered_bKD[..., : how.values]
             if trains_indexer:
-                odds = (
+                probabilities = (
                     probabilities_bHK
                     if how.among
                     else _probabilities(q_THD[local], key_SD, causal_bS, how)
                 )
                 scores = best_bK if how.among else scores_bS
-                loss += how.weight * _divergence(_target(odds, how), scores)
+                loss += how.weight * _divergence(_target(probabilities, how), scores)
     return out_THR, chosen_TK, loss
 
 
@@ -253,14 +253,14 @@ def _block_backward(
         return dq_bHD, torch.zeros_like(iq_bJI), torch.zeros_like(weight_bJ)
     iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey_SI))
     if how.among:  # below S are the chosen ones
-        causal_bS, odds, ikey = top_bK != NONE, probabilities_bHK, ikey[places_bK]
+        causal_bS, probabilities, ikey = top_bK != NONE, probabilities_bHK, ikey[places_bK]
     else:
         causal_bS = block.there(q.device)
-        odds = _probabilities(q_bHD, key_SD, causal_bS, how)
+        probabilities = _probabilities(q_bHD, key_SD, causal_bS, how)
     dots_bJS = _dots(iq_bJI, ikey)
     scores_bS = _scores(dots_bJS, weight_bJ, causal_bS, how)
     # Of KL(p || softmax(scores)).
-    dscores_bS = (scores_bS.softmax(-1) - _target(odds, how)) * how.weight
+    dscores_bS = (scores_bS.softmax(-1) - _target(probabilities, how)) * how.weight
     passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
     dweight_bJ = (passed_bJS * dscores_bS[:, None]).sum(-1)
     ddots_bJS = weight_bJ[..., None] * dscores_bS[:, None]

@@ -202,6 +202,6 @@ def _expanded(
     """K [S, H, D] and V [S, H, V] of a block of the kept latents and rotated keys."""
     latent_S1R, rotary_S1P = (t[block] for t in context)
     heads, value = v_THV.shape[1:]
-    made_SHN = linear(latent_S1R[:, 0], weight_NR).unflatten(-1, (heads, -1))
-    key_SHD = torch.cat((made_SHN[..., :-value], rotary_S1P.expand(-1, heads, -1)), -1)
-    return key_SHD, made_SHN[..., -value:]
+    expanded_SHN = linear(latent_S1R[:, 0], weight_NR).unflatten(-1, (heads, -1))
+    key_SHD = torch.cat((expanded_SHN[..., :-value], rotary_S1P.expand(-1, heads, -1)), -1)
+    return key_SHD, expanded_SHN[..., -value:]

@@ -61,14 +61,14 @@ def balance_replicas(
         replica = number % replicas
         assignments[replica].append(document)
         start[replica] += own[document]
-    rooms = [documents if most is None else most - least] * replicas
-    heap = [(taken, replica) for replica, taken in enumerate(start) if rooms[replica]]
+    free_places = [documents if most is None else most - least] * replicas
+    heap = [(taken, replica) for replica, taken in enumerate(start) if free_places[replica]]
     heapq.heapify(heap)
     for document in order[replicas * least :]:
         taken, replica = heapq.heappop(heap)
         assignments[replica].append(document)
-        rooms[replica] -= 1
-        if rooms[replica]:
+        free_places[replica] -= 1
+        if free_places[replica]:
             heapq.heappush(heap, (taken + own[document], replica))
     return tuple(tuple(sorted(held)) for held in assignments)
 

@@ -60,7 +60,7 @@ def connect(
             "for one another, and pipelines that receive ahead stand still; initialise it without"
         )
     place = place or range(size)
-    spoken: set[tuple[Payload, tuple[int, int]]] = set()
+    initialised: set[tuple[Payload, tuple[int, int]]] = set()
     for first, here in enumerate(place):
         for payload, group in groups.items():
             if first == len(place) - 1:
@@ -70,9 +70,9 @@ def connect(
             else:
                 ends = (here, place[first + 1])
                 ends = ends[::-1] if payload is Payload.GRADIENT else ends
-            if ends[0] == ends[1] or (payload, ends) in spoken:
+            if ends[0] == ends[1] or (payload, ends) in initialised:
                 continue
-            spoken.add((payload, ends))
+            initialised.add((payload, ends))
             tensor = torch.zeros(1, device=device)
             source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
             if rank == ends[0]:

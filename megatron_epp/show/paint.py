@@ -113,7 +113,7 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     heading = timeline.title or "plan"
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
     row = max(14.0, min(34.0, 320.0 / timeline.ranks))
-    figures = (
+    numbers = (
         f"{timeline.time_text(timeline.seconds)}  |  "
         f"bubbles {fraction_text(timeline.bubble_ratio)}  |  "
         f"{timeline.summary}, "
@@ -121,9 +121,9 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
         f"{offloaded_text(timeline.plan)}"
     )
     if lost := _lost(timeline, axis, row):
-        figures += f"  |  {lost} ops too short for their number: draw -o x.html"
+        numbers += f"  |  {lost} ops too short for their number: draw -o x.html"
     x = max(_LEFT, 14 + text_width(heading, 1.2 * _TITLE)) + 24
-    shapes.append(Label(x, y, figures, _TEXT, colours.QUIET_INK))
+    shapes.append(Label(x, y, numbers, _TEXT, colours.QUIET_INK))
     y += 12
     top = y
     bottom = top + timeline.ranks * (row + _ROW_GAP) - _ROW_GAP
@@ -178,15 +178,15 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
     yield from _critical(timeline, axis, top, row)
 
 
-def _next_to(name: str, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
+def _next_to(name: str, numbers: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
     """The name of a rank and its figures, left of its row."""
     x, middle = _LEFT - 10, y + height / 2 + 4
     quiet = colour or colours.QUIET_INK
     if height >= _TWO_LINES:
         yield Label(x, middle - 6, name, _TEXT, colours.INK, "end")
-        yield Label(x, middle + 8, figures, _SMALL, quiet, "end", bold=bool(colour))
+        yield Label(x, middle + 8, numbers, _SMALL, quiet, "end", bold=bool(colour))
         return
-    yield Label(x, middle, figures, _SMALL, quiet, "end", bold=bool(colour))
+    yield Label(x, middle, numbers, _SMALL, quiet, "end", bold=bool(colour))
     yield Label(14, middle, name, _SMALL, colours.INK)
 
 

@@ -51,7 +51,7 @@ def extra_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
             merged[-1][1] = max(merged[-1][1], stop)
         else:
             merged.append([start, stop])
-    total = beside = 0.0
+    total = overlapped = 0.0
     first = 0
     for start, stop in ops:
         total += stop - start
@@ -60,6 +60,6 @@ def extra_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
         at = first
         while at < len(merged) and merged[at][0] < stop:
             begin, end = merged[at]
-            beside += max(0.0, min(stop, end) - max(start, begin))
+            overlapped += max(0.0, min(stop, end) - max(start, begin))
             at += 1
-    return beside / total if total else 0.0
+    return overlapped / total if total else 0.0

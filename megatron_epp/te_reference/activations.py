@@ -51,7 +51,7 @@ def _clamped(
     return gate * torch.sigmoid(alpha * gate) * (value + glu_linear_offset)
 
 
-_PLAIN: dict[str, Function] = {
+_UNGATED: dict[str, Function] = {
     "gelu": _gelu,
     "qgelu": _quick,
     "relu": functional.relu,
@@ -104,10 +104,10 @@ def _with_bias(name: str, backward: Function) -> Callable[..., list[Tensor]]:
 def functions() -> dict[str, Callable[..., Any]]:
     """Return the functions by the names of the compiled module."""
     table: dict[str, Callable[..., Any]] = {}
-    for name, function in (_PLAIN | _GATED).items():
+    for name, function in (_UNGATED | _GATED).items():
         before = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
         table[name] = _forward(name, function)
         table[before] = _backward(before, function)
-        if name in _PLAIN:
+        if name in _UNGATED:
             table[f"dbias_{before}"] = _with_bias(f"dbias_{before}", table[before])
     return table

@@ -119,8 +119,8 @@ def _call(
     expect(bias == Bias.NVTE_NO_BIAS, kernel, "a bias is not written")
     form = _SEPARATE[layout]
     for name, x in (("q", q), ("k", k), ("v", v)):
-        plain = type(x) in (Tensor, torch.nn.Parameter)
-        expect(plain, kernel, f"{name} is a {type(x).__name__}")
+        is_tensor = type(x) in (Tensor, torch.nn.Parameter)
+        expect(is_tensor, kernel, f"{name} is a {type(x).__name__}")
         expect(x.is_contiguous(), kernel, f"{name} {tuple(x.shape)} has strides {x.stride()}")
         good = x.dtype in (*HALVES, torch.float64) and x.dtype == q.dtype
         expect(good, kernel, f"{name} is of {x.dtype}")
@@ -256,8 +256,8 @@ def _attend(
         total = scores.logsumexp(-1)
         if sinks_H is not None:
             total = torch.logaddexp(total, sinks_H[head].to(total.dtype))
-        shares = (scores - total[:, None]).exp().nan_to_num_(0.0)
-        outputs.append(wide(shares.to(q_THD.dtype)) @ wide(value))
+        probabilities = (scores - total[:, None]).exp().nan_to_num_(0.0)
+        outputs.append(wide(probabilities.to(q_THD.dtype)) @ wide(value))
         sums.append(total)
     return torch.stack(outputs, 1).to(q_THD.dtype), torch.stack(sums)
 
@@ -340,13 +340,13 @@ def _gradients(
         scores = (q @ k.T) * call.scale
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        shares = (scores - of.sums_HT[head][:, None]).exp().nan_to_num_(0.0)
+        probabilities = (scores - of.sums_HT[head][:, None]).exp().nan_to_num_(0.0)
         gains = (grad * wide(of.out_THV[:, head])).sum(-1)
         if sinks_H is not None and dsinks_H is not None:
-            share = (sinks_H[head].to(gains.dtype) - of.sums_HT[head]).exp()
-            dsinks_H[head] -= (share * gains).sum().to(dsinks_H.dtype)
-        dv[:, head // shared] += wide(shares.to(dtype)).T @ grad
-        inner = wide((shares * (grad @ v.T - gains[:, None])).to(dtype)) * call.scale
+            sink_probability = (sinks_H[head].to(gains.dtype) - of.sums_HT[head]).exp()
+            dsinks_H[head] -= (sink_probability * gains).sum().to(dsinks_H.dtype)
+        dv[:, head // shared] += wide(probabilities.to(dtype)).T @ grad
+        inner = wide((probabilities * (grad @ v.T - gains[:, None])).to(dtype)) * call.scale
         dq[:, head] = inner @ k
         dk[:, head // shared] += inner.T @ q
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -23,8 +23,10 @@ def expect(true: bool, kernel: str, what: str) -> None:
 def dense(kernel: str, name: str, tensor: Any) -> Tensor:
     """``tensor``, which lies in one piece and is of a number format that is written here."""
     expect(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    expect(plain, kernel, f"{name} is a {type(tensor).__name__}: quantised operands are lacking")
+    is_tensor = type(tensor) in (Tensor, torch.nn.Parameter)
+    expect(
+        is_tensor, kernel, f"{name} is a {type(tensor).__name__}: quantised operands are lacking"
+    )
     strides = tuple(tensor.stride())
     expect(
         tensor.is_contiguous(),

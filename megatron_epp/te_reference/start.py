@@ -126,14 +126,14 @@ def _allow_modules() -> None:
     """Layers refuse to be made where torch has no GPU: while one is, it has."""
     base: Any = importlib.import_module(f"{PACKAGE}.pytorch.module.base")
     module = base.TransformerEngineBaseModule
-    plain = module.__init__
+    unpatched = module.__init__
 
-    @functools.wraps(plain)
+    @functools.wraps(unpatched)
     def make(self: Any, *args: Any, **others: Any) -> None:
         says = torch.cuda.is_available
         torch.cuda.is_available = lambda: True
         try:
-            plain(self, *args, **others)
+            unpatched(self, *args, **others)
         finally:
             torch.cuda.is_available = says
 
@@ -153,13 +153,13 @@ def _widen() -> None:
     constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE
     attention = f"{PACKAGE}.pytorch.attention.dot_product_attention"
     utils: Any = importlib.import_module(f"{attention}.utils")
-    plain = utils.get_attention_backend
+    unpatched = utils.get_attention_backend
 
-    @functools.wraps(plain)
+    @functools.wraps(unpatched)
     def choose(attention_params: Any = None) -> Any:
         if attention_params is not None and attention_params.qkv_dtype == _WIDE:
             attention_params = replace(attention_params, qkv_dtype=torch.bfloat16)
-        return plain(attention_params)
+        return unpatched(attention_params)
 
     utils.get_attention_backend = choose
     backends: Any = importlib.import_module(f"{attention}.backends")

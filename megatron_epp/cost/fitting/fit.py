@@ -304,13 +304,13 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
 
 
 def _fraction(
-    total: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float
+    total: Seconds, part_before: Seconds, total_before: Seconds, unknown: float
 ) -> Seconds:
-    """``total`` in the proportion of ``part_before`` to ``whole_before``, field by field; the
+    """``total`` in the proportion of ``part_before`` to ``total_before``, field by field; the
     share is ``unknown`` where nothing was there before."""
 
     def fraction(name: str) -> float:
-        before = getattr(whole_before, name)
+        before = getattr(total_before, name)
         return getattr(total, name) * (getattr(part_before, name) / before if before else unknown)
 
     return Seconds(*(fraction(field.name) for field in dataclasses.fields(Seconds)))

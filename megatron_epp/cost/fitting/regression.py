@@ -14,19 +14,19 @@ _PULL = 0.03  # towards the prior, of what all rows together tell of a coefficie
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Relative errors |predicted / measured - 1| on ``judged`` rows that a fit had not seen.
+    """Relative errors |predicted / measured - 1| on ``tested`` rows that a fit had not seen.
 
-    Where there were too few rows to spare some, judged is 0 and the errors are those of the fit.
+    Where there were too few rows to spare some, ``tested`` is 0 and the errors are those of the fit.
     """
 
     rows: int
-    judged: int
+    tested: int
     median: float
     p90: float
     worst: float
 
     def __str__(self) -> str:
-        on = f"{self.judged} held-out of {self.rows}" if self.judged else f"all {self.rows}"
+        on = f"{self.tested} held-out of {self.rows}" if self.tested else f"all {self.rows}"
         return (
             f"error median {self.median:.1%}, p90 {self.p90:.1%}, worst {self.worst:.1%} "
             f"on {on} rows"
@@ -67,16 +67,16 @@ def fit(
         prior_N = np.asarray(prior, np.float64)
         prior_N = prior_N / np.median(np.maximum(rows_RN @ prior_N, 1e-30) / values_R)
     coefficients = _robust(rows_RN, values_R, prior_N)
-    judges_R = _held_out(rows_RN / values_R[:, None])
-    judged = int(judges_R.sum())
-    if judged:
-        judge = _robust(rows_RN[~judges_R], values_R[~judges_R], prior_N)
-        errors = np.abs(rows_RN[judges_R] @ judge / values_R[judges_R] - 1)
+    held_out_R = _held_out(rows_RN / values_R[:, None])
+    tested = int(held_out_R.sum())
+    if tested:
+        without = _robust(rows_RN[~held_out_R], values_R[~held_out_R], prior_N)
+        errors = np.abs(rows_RN[held_out_R] @ without / values_R[held_out_R] - 1)
     else:
         errors = np.abs(rows_RN @ coefficients / values_R - 1)
     quality = Quality(
         len(values_R),
-        judged,
+        tested,
         float(np.median(errors)),
         float(np.quantile(errors, 0.9)),
         float(errors.max()),
@@ -96,17 +96,17 @@ def _held_out(rows_RN: np.ndarray) -> np.ndarray:
         rows_RN[:, scale_N > 0] / scale_N[scale_N > 0], full_matrices=False
     )
     basis_RK = basis_RK[:, singular_K > 1e-9 * singular_K.max(initial=0.0)]
-    judges_R = np.zeros(len(rows_RN), bool)
-    told_KK = np.eye(basis_RK.shape[1])
+    held_out_R = np.zeros(len(rows_RN), bool)
+    determined_KK = np.eye(basis_RK.shape[1])
     for row, direction_K in enumerate(basis_RK):
-        if (row + 1) // HOLD_OUT <= judges_R.sum():
+        if (row + 1) // HOLD_OUT <= held_out_R.sum():
             continue
-        if len(rows_RN) - judges_R.sum() - 1 <= basis_RK.shape[1]:
+        if len(rows_RN) - held_out_R.sum() - 1 <= basis_RK.shape[1]:
             break
-        without_KK = told_KK - np.outer(direction_K, direction_K)
+        without_KK = determined_KK - np.outer(direction_K, direction_K)
         if np.linalg.eigvalsh(without_KK).min(initial=1.0) >= _STILL_DETERMINED:
-            told_KK, judges_R[row] = without_KK, True
-    return judges_R
+            determined_KK, held_out_R[row] = without_KK, True
+    return held_out_R
 
 
 def _robust(rows_RN: np.ndarray, values_R: np.ndarray, prior_N: np.ndarray | None) -> np.ndarray:

@@ -146,14 +146,14 @@ class DSAPart(MLAPart):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        made_of = self.shape.query_rank or self.model.hidden
+        of_queries = self.shape.query_rank or self.model.hidden
         of_keys = self.shape.kv_rank * self.model.heads * self.model.head_size
         dropped = self._attended + _PER_NUMBER * self.shape.chosen_keys
         return {
             **super().recomputed,
             "core_attn": RecomputedModule(dropped, pairs=True),
             "mla_up_proj": RecomputedModule(
-                self.query_hidden + self._absorbed, made_of * self.query_hidden + of_keys
+                self.query_hidden + self._absorbed, of_queries * self.query_hidden + of_keys
             ),
         }
 

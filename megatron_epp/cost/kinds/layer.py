@@ -180,7 +180,7 @@ class Layer:
         return self._sum(lambda part: part.weight_inputs)
 
     @property
-    def beside(self) -> tuple[Part, ...]:
+    def before_layer(self) -> tuple[Part, ...]:
         """Parts that its recompute letters leave alone."""
         return tuple(part for part in self.parts if part.BEFORE_LAYER)
 

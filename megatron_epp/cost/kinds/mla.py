@@ -145,9 +145,9 @@ class MLAPart(AttentionPart):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        made_of = self.shape.query_rank or self.model.hidden
-        made_by = made_of * self.query_hidden + self._expansion_parameters
-        up = RecomputedModule(self.heads_hidden, made_by)
+        of_queries = self.shape.query_rank or self.model.hidden
+        projections = of_queries * self.query_hidden + self._expansion_parameters
+        up = RecomputedModule(self.heads_hidden, projections)
         return {**super().recomputed, "mla_up_proj": up}
 
     @property

@@ -121,7 +121,7 @@ def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None)
     """Call slime's ``function`` (a partial) of logits, where it finds these instead of making
     them."""
 
-    def given_log_probs(
+    def called_with(
         logits: Tensor,
         tokens: Tensor,
         tp_group: Any,
@@ -144,7 +144,7 @@ def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None)
         rest = [first, *rest]
     names = function.func.__globals__
     own = names[_MAKES_LOG_PROBS]
-    names[_MAKES_LOG_PROBS] = given_log_probs
+    names[_MAKES_LOG_PROBS] = called_with
     try:
         return function.func(*rest, in_their_place_1T1, **function.keywords)
     finally:

@@ -77,8 +77,8 @@ class SwiftPacks:
         # A copy: swift shifts a micro-batch's labels where they are.
         source = SingleValue(dict(micro_batch))
         # Its documents lie one behind the other, with no row between them.
-        mine_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
-        return loss_function_of(self._loops_own, source, self._model)(mine_1T)
+        local_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
+        return loss_function_of(self._loops_own, source, self._model)(local_1T)
 
 
 def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ backward, and wherever backward runs the experts again:
 
 So the ops of every rank are the same in the same order, and for every chunk the same layers run
 their MLP again, by whichever letter (ir.recompute.MLP_RECOMPUTED); documents, spans, tokens and
-all else that is recomputed are each replica's own. Then what can run alone can run together: the replicas'
-needs are the same, and every one of them is met where the orders say so.
+all else that is recomputed are each replica's own. Then what can run alone can run together: the
+replicas' needs are the same, and every one of them is met where the orders say so.
 
 Which layers have experts is known to the model and not to a plan: the letters of all layers count.
 """

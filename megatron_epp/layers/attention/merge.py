@@ -16,9 +16,9 @@ def merged(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [H, T] over both: weights by log-sum-exp."""
     total_HT = torch.logaddexp(lse_HT, other_HT)
-    mine_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
+    local_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
     theirs_TH1 = (other_HT - total_HT).exp_().transpose(0, 1)[..., None]
-    both_THD = out_THD * mine_TH1 + other_THD * theirs_TH1
+    both_THD = out_THD * local_TH1 + other_THD * theirs_TH1
     return both_THD.to(out_THD.dtype), total_HT
 
 
@@ -33,6 +33,6 @@ def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: T
     """[H], as wide as ``lse_HT``. A sink adds nothing to the output, so its gradient is its part of
     every row's softmax times what the row would lose. ``lse_HT`` and the output: with the sinks.
     """
-    shares_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp_()
+    weights_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp_()
     gains_TH = torch.einsum("thd,thd->th", grad_THD.to(lse_HT.dtype), out_THD.to(lse_HT.dtype))
-    return -(shares_HT * gains_TH.transpose(0, 1)).sum(1)
+    return -(weights_HT * gains_TH.transpose(0, 1)).sum(1)

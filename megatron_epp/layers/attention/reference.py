@@ -70,5 +70,5 @@ class ReferenceKernel:
         if sink is not None:  # a key more, without a value
             sink_T1 = sink.to(dtype).expand(len(scores_TS), 1)
             scores_TS = torch.cat((scores_TS.to(dtype), sink_T1), 1)
-        shares_TS = scores_TS.softmax(-1, dtype=dtype)[:, : len(k_SD)]
-        return shares_TS.to(v_SD.dtype) @ v_SD
+        weights_TS = scores_TS.softmax(-1, dtype=dtype)[:, : len(k_SD)]
+        return weights_TS.to(v_SD.dtype) @ v_SD

@@ -119,8 +119,8 @@ def errors(
         return Operands(q.to(to), k.to(to), v.to(to), cu_seqlens, of_sinks)
 
     right, outputs, reference = (
-        _run(judge, grad.to(to), call(to))
-        for judge, to in (
+        _run(tried, grad.to(to), call(to))
+        for tried, to in (
             (ReferenceKernel(scale, before), torch.float64),
             (kernel, dtype),
             (ReferenceKernel(scale, before), dtype),

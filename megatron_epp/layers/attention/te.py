@@ -48,7 +48,7 @@ class TransformerEngineKernel:
         kernels; ``before`` and ``sinks``: of layers (``of_layers``). ImportError, OSError: no
         Transformer Engine here. TypeError: it is too old for sinks."""
         self._around = around
-        self._made = heads, groups, head_size, scale, around
+        self._arguments = heads, groups, head_size, scale, around
         self._of_layers: dict[tuple[int | None, bool], TransformerEngineKernel] = {}
         import transformer_engine.pytorch as te
 
@@ -79,7 +79,7 @@ class TransformerEngineKernel:
         """One for all layers that are alike."""
         like = before, sinks
         if like not in self._of_layers:
-            self._of_layers[like] = TransformerEngineKernel(*self._made, *like)
+            self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)
         return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:

@@ -45,10 +45,10 @@ def block_log_probs(
     Collective over the group, in forward and backward. Every rank of it must come with the same
     gradients, as where each computes the whole loss.
     """
-    made_T, entropy_T = _LogProbs.apply(
+    log_probs_T, entropy_T = _LogProbs.apply(
         hidden_tH, weight_VH, labels_T, words, temperature_T, entropy
     )
-    return made_T, entropy_T
+    return log_probs_T, entropy_T
 
 
 class _LogProbs(torch.autograd.Function):
@@ -74,10 +74,10 @@ class _LogProbs(torch.autograd.Function):
             most_t = logits_tV.amax(1)
             below_tV = logits_tV.sub_(most_t[:, None])
             if entropy:
-                shares_tV = below_tV.exp()
-                sum_t = shares_tV.sum(1)
-                mean_T[block] = shares_tV.mul_(below_tV).sum(1) / sum_t + most_t
-                del shares_tV
+                probabilities_tV = below_tV.exp()
+                sum_t = probabilities_tV.sum(1)
+                mean_T[block] = probabilities_tV.mul_(below_tV).sum(1) / sum_t + most_t
+                del probabilities_tV
             else:
                 sum_t = below_tV.exp_().sum(1)
             lse_T[block] = sum_t.log() + most_t
@@ -100,19 +100,19 @@ class _LogProbs(torch.autograd.Function):
         gradient_T, of_entropy_T = (one.to(dtype) for one in gradients)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
-        made_TH = torch.empty_like(hidden_TH) if wants_hidden else None
+        hidden_grad_TH = torch.empty_like(hidden_TH) if wants_hidden else None
         # Blocks add up: in a half's format what is small would be lost in what is large.
-        made_VH = torch.zeros_like(words.weight_VH, dtype=dtype) if wants_weight else None
+        weight_grad_VH = torch.zeros_like(words.weight_VH, dtype=dtype) if wants_weight else None
         for block in row_blocks(len(hidden_TH), words.block):
             logits_tV = _logits(hidden_TH, block, words, temperature_T)
             token = words.hold(logits_tV)
             slope_tV = logits_tV.sub_(lse_T[block, None])
             gradient_t1 = gradient_T[block, None]
             if ctx.entropy:
-                shares_tV = slope_tV.exp()
+                probabilities_tV = slope_tV.exp()
                 slope_tV.add_(entropy_T[block, None]).mul_(-of_entropy_T[block, None])
-                slope_tV.sub_(gradient_t1).mul_(shares_tV)
-                del shares_tV
+                slope_tV.sub_(gradient_t1).mul_(probabilities_tV)
+                del probabilities_tV
             else:
                 slope_tV.exp_().mul_(-gradient_t1)
             place_t, met_t = label_places(labels_T[block], words)
@@ -120,19 +120,19 @@ class _LogProbs(torch.autograd.Function):
             if temperature_T is not None:
                 slope_tV.div_(temperature_T[block, None])
             slope_tV = slope_tV.to(hidden_TH.dtype)
-            if made_TH is not None:
-                torch.matmul(slope_tV, words.weight_VH, out=made_TH[block])
-            if made_VH is not None:
+            if hidden_grad_TH is not None:
+                torch.matmul(slope_tV, words.weight_VH, out=hidden_grad_TH[block])
+            if weight_grad_VH is not None:
                 product_VH = slope_tV.t() @ hidden_TH[block]
-                made_VH += product_VH
+                weight_grad_VH += product_VH
                 del product_VH
             del logits_tV, slope_tV, token
-        if made_TH is not None:
-            made_TH = words.summed(made_TH) if words.ranks > 1 else made_TH
-            made_TH = made_TH.to(hidden_tH.dtype)
-        if made_VH is not None:
-            made_VH = made_VH.to(weight_VH.dtype)
-        return made_TH, made_VH, None, None, None, None
+        if hidden_grad_TH is not None:
+            hidden_grad_TH = words.summed(hidden_grad_TH) if words.ranks > 1 else hidden_grad_TH
+            hidden_grad_TH = hidden_grad_TH.to(hidden_tH.dtype)
+        if weight_grad_VH is not None:
+            weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
+        return hidden_grad_TH, weight_grad_VH, None, None, None, None
 
 
 def _logits(

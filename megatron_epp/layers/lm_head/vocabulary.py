@@ -63,9 +63,9 @@ class OutputWeightShard:
         """[t, ...] -> [T, ...]. Collective where rows are scattered."""
         if not self.scattered or self.ranks == 1:
             return tensor_t
-        whole_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
-        dist.all_gather_into_tensor(whole_T, tensor_t.contiguous(), group=self.group)
-        return whole_T
+        full_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
+        dist.all_gather_into_tensor(full_T, tensor_t.contiguous(), group=self.group)
+        return full_T
 
     def local(self, tensor_T: Tensor) -> Tensor:
         """[T, ...] -> [t, ...]: the rows that are here."""

@@ -237,8 +237,8 @@ class RouterStats:
             return logits_tE
 
         def gradient() -> Tensor:
-            shares_D = self._once("token shares", self.pools.token_fractions, squares_t)
-            return shares_D.index_select(0, owners_t).to(squares_t.dtype) * (
+            fractions_D = self._once("token shares", self.pools.token_fractions, squares_t)
+            return fractions_D.index_select(0, owners_t).to(squares_t.dtype) * (
                 coefficient * self.scale
             )
 

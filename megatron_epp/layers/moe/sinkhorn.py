@@ -54,13 +54,13 @@ def weights(logits_TE: Tensor, owners_T: Tensor, documents: int) -> Tensor:
     # layer that is recomputed must choose again what it chose. The last one is padding.
     which_D = torch.arange(documents + 1, device=logits_TE.device)
     member_DT = (owners_T == which_D[:, None]).to(cost_TE.dtype)
-    share_T = (1 / member_DT.sum(1).clamp(min=1)).index_select(0, owners_T)
-    d0_T = torch.ones_like(share_T)
+    fraction_T = (1 / member_DT.sum(1).clamp(min=1)).index_select(0, owners_T)
+    d0_T = torch.ones_like(fraction_T)
     d1_DE = torch.ones_like(cost_TE[:1]).repeat(documents + 1, 1)
     moving_D = which_D < documents
     while bool(moving_D.any()):
         scaled_T = (d1_DE.index_select(0, owners_T) * cost_TE).sum(1)
-        next0_T = share_T / (scaled_T + LEAST)
+        next0_T = fraction_T / (scaled_T + LEAST)
         next1_DE = 1 / d1_DE.shape[1] / (member_DT @ (next0_T[:, None] * cost_TE) + LEAST)
         moved_D = (d1_DE - next1_DE).abs().mean(1)
         d0_T = torch.where(moving_D.index_select(0, owners_T), next0_T, d0_T)

@@ -51,8 +51,8 @@ def scan_by_heads(
         parts = [
             x.unflatten(1, (one.heads, -1)) for x, one in zip(of_section, sections, strict=True)
         ]
-        mine_TC = torch.cat([x.flatten(1) for x in ulysses.each_to_heads(parts)], 1)
-        outputs.append(ulysses.to_rows(scan(mine_TC, state, True)))
+        local_TC = torch.cat([x.flatten(1) for x in ulysses.each_to_heads(parts)], 1)
+        outputs.append(ulysses.to_rows(scan(local_TC, state, True)))
     if state.local is not None and len(rows_tC) > sharded_count:
         outputs.append(scan(rows_tC[sharded_count:], state.local, False))
     return concatenated(outputs)

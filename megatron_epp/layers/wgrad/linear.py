@@ -159,9 +159,9 @@ class _WeightGradient(torch.autograd.Function):
 def _gather(shard_tK: Tensor, linear: Linear) -> Tensor:
     """The rows of all ranks of the group, one rank's behind the other's."""
     rows, *others = shard_tK.shape
-    whole_TK = shard_tK.new_empty(rows * dist.get_world_size(linear.group), *others)
-    dist.all_gather_into_tensor(whole_TK, shard_tK.contiguous(), group=linear.group)
-    return whole_TK
+    full_TK = shard_tK.new_empty(rows * dist.get_world_size(linear.group), *others)
+    dist.all_gather_into_tensor(full_TK, shard_tK.contiguous(), group=linear.group)
+    return full_TK
 
 
 def _rows(tensor: Tensor) -> Tensor:

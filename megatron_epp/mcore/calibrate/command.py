@@ -221,9 +221,9 @@ def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
     parser.add_argument(*_PATTERN)
     parsed = parser.parse_known_args(flags)[0]
     if parsed.hybrid_layer_pattern is not None:
-        modes = symbols_of_layers(parsed.hybrid_layer_pattern)
-        pattern = joined([modes] * pp) + mtp_part_of(parsed.hybrid_layer_pattern)
-        return len(modes), [f"--hybrid-layer-pattern={pattern}"]
+        symbols = symbols_of_layers(parsed.hybrid_layer_pattern)
+        pattern = joined([symbols] * pp) + mtp_part_of(parsed.hybrid_layer_pattern)
+        return len(symbols), [f"--hybrid-layer-pattern={pattern}"]
     layers = parsed.num_layers
     if layers is None or layers < 1:
         raise ValueError(f"--num-layers {layers}: expected at least 1")

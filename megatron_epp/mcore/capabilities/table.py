@@ -8,7 +8,7 @@ refused by rows here.
 
 from typing import Any, Literal
 
-from megatron_epp.mcore.kinds.limit import Limit, Reason, given, not_computed, of_config, settings
+from megatron_epp.mcore.kinds.limit import Limit, Reason, any_of, not_computed, of_config, settings
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.te_reference import reference_switch
 
@@ -106,7 +106,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
         "use --epp-placement flags, which takes the stages of a rank from them, or leave them out",
-        given(
+        any_of(
             "virtual_pipeline_model_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
@@ -115,7 +115,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "hybrid context parallelism (--hybrid-context-parallel)",
         "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
-        given("hybrid_context_parallel"),
+        any_of("hybrid_context_parallel"),
         calls=_any_of(
             settings(
                 hybrid_context_parallel="context parallelism by sample",
@@ -127,7 +127,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "fully sharded data parallelism (--use-megatron-fsdp, --use-torch-fsdp2)",
         "give --use-distributed-optimizer, which shards the optimizer's state",
-        given("use_megatron_fsdp", "use_torch_fsdp2"),
+        any_of("use_megatron_fsdp", "use_torch_fsdp2"),
         calls=_fully_sharded,
         no_gpu=_any_of(
             _needs_gpu("--use-megatron-fsdp", _SHARD), _needs_gpu("--use-torch-fsdp2", _SHARD)
@@ -136,7 +136,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
         "leave them out: chunks have a new shape in every iteration",
-        given("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", harmless=("none",)),
+        any_of("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", harmless=("none",)),
         calls=_graphs,
         no_gpu=_any_of(
             _needs_gpu("--cuda-graph-impl", "leave the flag out", None, "none"),
@@ -146,7 +146,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "fp4 (--fp4-format): its second scale is a whole tensor's",
         "give --fp8-format with --fp8-recipe blockwise or mxfp8, or train in bf16",
-        given("fp4"),
+        any_of("fp4"),
         slices=not_computed(fp4="fp4"),
         no_gpu=_needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
     ),
@@ -165,7 +165,7 @@ TABLE: tuple[Limit, ...] = (
         "fp8 beyond linears of layers (--fp8-dot-product-attention, --fp8-multi-head-attention, "
         "--fp8-output-proj)",
         "leave it out",
-        given(
+        any_of(
             "fp8_dot_product_attention",
             "fp8_multi_head_attention",
             "fp8_output_proj",
@@ -181,7 +181,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "static recompute (--recompute-granularity, --recompute-activations)",
         "give --epp-memory-budget-gib: the plan says what each stage recomputes for each chunk",
-        given("recompute_granularity"),
+        any_of("recompute_granularity"),
     ),
     Limit(
         "recompute of some micro-batches (num_microbatches_with_partial_activation_checkpoints)",
@@ -194,7 +194,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "offloading of activations (--cpu-offloading-num-layers, --fine-grained-...-offloading)",
         "leave it out and give --epp-memory-budget-gib",
-        given(
+        any_of(
             "cpu_offloading",
             "cpu_offloading_num_layers",
             "fine_grained_activation_offloading",
@@ -205,13 +205,13 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "overlapped tensor-parallel communication (--tp-comm-overlap)",
         "leave it out: its buffers have one fixed shape",
-        given("tp_comm_overlap"),
+        any_of("tp_comm_overlap"),
         no_gpu=_needs_gpu("--tp-comm-overlap"),
     ),
     Limit(
         "deferred embedding gradients (--defer-embedding-wgrad-compute)",
         "leave it out",
-        given("defer_embedding_wgrad_compute"),
+        any_of("defer_embedding_wgrad_compute"),
         calls=settings(
             defer_embedding_wgrad_compute="deferred weight gradients of the output layer"
         ),
@@ -233,7 +233,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "micro-batches of several samples (--micro-batch-size above 1)",
         "leave --micro-batch-size out: the planner decides what is computed together",
-        given("micro_batch_size", harmless=(1,)),
+        any_of("micro_batch_size", harmless=(1,)),
     ),
     Limit(
         "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
@@ -244,7 +244,7 @@ TABLE: tuple[Limit, ...] = (
         "documents within a sample (--dataloader-inter-document-masking, --reset-position-ids, "
         "--reset-attention-mask)",
         "leave them out: a document is a sample, and attends to itself alone",
-        given("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask"),
+        any_of("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask"),
     ),
     Limit(
         "fill-in-the-middle of chats and mock data (--fim-data with --sft or --mock-data)",
@@ -254,29 +254,29 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "Megatron's own reinforcement learning (--perform-rl-step)",
         "leave --epp out: its micro-batches come from rollouts, and no lengths are known ahead",
-        given("perform_rl_step"),
+        any_of("perform_rl_step"),
     ),
     Limit(
         "skipped iterations and saved data loaders (--iterations-to-skip, --dataloader-save)",
         "leave them out: the documents of an iteration follow from the samples consumed",
-        given("iterations_to_skip", "dataloader_save", harmless=([],)),
+        any_of("iterations_to_skip", "dataloader_save", harmless=([],)),
     ),
     Limit(
         "another data loader (--dataloader-type)",
         "leave it out: documents come in Megatron's order of samples",
-        given("dataloader_type", harmless=("external",)),
+        any_of("dataloader_type", harmless=("external",)),
     ),
     Limit(
         "heterogeneous models (--heterogeneous-layers-config-path, -encoded-json)",
         "use a GPT model, or a HybridModel (megatron_epp.pretrain_hybrid)",
-        given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+        any_of("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
     ),
     Limit(
         "other attention variants (--experimental-attention-variant)",
         "use plain softmax attention, or run without --epp",
-        given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS)),
+        any_of(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS)),
         slices=of_config(
-            given(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS if kind.SLICED))
+            any_of(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS if kind.SLICED))
         ),
     ),
     *limits_of_kinds(),

@@ -30,9 +30,9 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values of a HybridModel of the ``chosen`` layers, so many for each stage."""
-    modes = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
+    symbols = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
-        "hybrid_layer_pattern": with_boundaries(modes + mtp_part_of(pattern), counts),
+        "hybrid_layer_pattern": with_boundaries(symbols + mtp_part_of(pattern), counts),
         "hybrid_override_pattern": None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

@@ -28,8 +28,8 @@ from megatron_epp.mcore.data.row_shard import quantised_rows
 from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
-    letters_of_kinds,
     lockstep_of,
+    modes_of_kinds,
     require_shared,
     sees_full_documents,
 )
@@ -100,9 +100,9 @@ class ReferenceModel:
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = quantised_rows(small.elastic)
-        modes = modes_drawn(EXECUTABLE + letters_of_kinds(args))
+        modes = modes_drawn(EXECUTABLE + modes_of_kinds(args))
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
-        vocabulary_sharded, whole_ones = (
+        vocabulary_sharded, full_documents = (
             vocabulary_parallel(small.elastic),
             sees_full_documents(small.elastic),
         )
@@ -119,7 +119,7 @@ class ReferenceModel:
                     "it out"
                 )
             plans = PlansOf(
-                self.trial.planner, small.layers, place, vocabulary_sharded, splits, whole_ones
+                self.trial.planner, small.layers, place, vocabulary_sharded, splits, full_documents
             )
             plans([CONTEXT, CONTEXT // 2])  # refused before anything is slow
         self.frame = Frame(
@@ -131,7 +131,7 @@ class ReferenceModel:
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=vocabulary_sharded,
             ranks=degrees.cp,
-            whole=whole_ones,
+            whole=full_documents,
             place=place,
             trees=self.trial.trees,
             plans=plans,

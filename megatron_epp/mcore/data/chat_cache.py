@@ -83,9 +83,9 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
     files = _tokenizer_files(args.tokenizer_model)
-    made_of = _digest(files, beat) if files else args.tokenizer_model
+    source = _digest(files, beat) if files else args.tokenizer_model
     for path in map(Path, paths):
-        digest = _digest([path], beat, f"{_VERSION} {chat_format} {made_of}")
+        digest = _digest([path], beat, f"{_VERSION} {chat_format} {source}")
         folder = Path(args.data_cache_path) if args.data_cache_path else path.parent / "cache"
         prefix = folder / f"{path.stem}-{digest[:24]}"
         if not Path(f"{prefix}.idx").is_file():

@@ -84,12 +84,12 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     return (*([first] * (first is not None)), *each, *([last] * (last is not None)))
 
 
-def joined(modes: Sequence[str]) -> str:
+def joined(segments: Sequence[str]) -> str:
     """The pattern of stages with these layers."""
-    return BOUNDARY.join(modes)
+    return BOUNDARY.join(segments)
 
 
 def with_boundaries(pattern: str, layers: Sequence[int]) -> str:
     """``pattern`` with so many layers on each stage, wherever its stages ended."""
-    modes = iter(symbols_of_layers(pattern))
-    return joined(["".join(islice(modes, count)) for count in layers]) + mtp_part_of(pattern)
+    symbols = iter(symbols_of_layers(pattern))
+    return joined(["".join(islice(symbols, count)) for count in layers]) + mtp_part_of(pattern)

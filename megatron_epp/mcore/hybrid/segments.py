@@ -18,7 +18,7 @@ from megatron_epp.mcore.hybrid.pattern import (
     pattern_of,
 )
 
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def layout_symbols(text: str) -> list[str]:
@@ -30,7 +30,7 @@ def layout_symbols(text: str) -> list[str]:
         segments = PipelineParallelLayerLayout.parse_str_to_list(text)
     except AssertionError as error:
         raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from error
-    return ["".join(_LETTERS[layer.name] for layer in segment) for segment in segments]
+    return ["".join(_SYMBOLS[layer.name] for layer in segment) for segment in segments]
 
 
 def _one_a_stage(segments: Sequence[str], stages: int) -> str | None:

@@ -59,9 +59,9 @@ def make_planning(
     """The job's planner, within budgets that are rank 0's on every rank. Collective."""
     from megatron_epp.planner import Options, planner_of
 
-    whole_only = sees_full_documents(args)
+    full_documents = sees_full_documents(args)
     planner = planner_of(
-        config.epp_planner, whole_only
+        config.epp_planner, full_documents
     )  # refuses what this job's pipelines cannot run
     options = Options(
         context=args.seq_length,
@@ -69,7 +69,7 @@ def make_planning(
         effort=config.epp_effort,
         multiple=multiple,
         lockstep=groups.lockstep,
-        whole=whole_only,
+        whole=full_documents,
     )
     named = {word.strip() for word in config.epp_levers.split(",")}
     if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):

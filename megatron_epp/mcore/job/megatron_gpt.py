@@ -143,9 +143,9 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
     """
     args = get_args()
     at_an_end = is_first_or_last_pipeline_stage(vp_stage)
-    predicts_more = _holds_mtp(args, vp_stage)
-    has_borders = args.sft or args.dataloader_inter_document_masking
-    if not (at_an_end or predicts_more or has_borders):
+    has_mtp = _holds_mtp(args, vp_stage)
+    has_boundaries = args.sft or args.dataloader_inter_document_masking
+    if not (at_an_end or has_mtp or has_boundaries):
         return dict.fromkeys(BATCH_TENSORS)
 
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -157,7 +157,7 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
             batch[name] = None if tensor is None else tensor.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=has_borders,
+        has_cu_seqlens=has_boundaries,
         is_hybrid_cp=args.hybrid_context_parallel,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -166,13 +166,13 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=predicts_more,
+        mtp_on_this_rank=has_mtp,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
     )
     batch = flatten_batch_for_packed_sequences(batch)
-    if not (at_an_end or predicts_more):
+    if not (at_an_end or has_mtp):
         boundaries = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
         return dict.fromkeys(BATCH_TENSORS) | {name: batch[name] for name in boundaries}
     return get_batch_on_this_cp_rank(

@@ -239,8 +239,8 @@ class KeptShapes:
 def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
     """Return the mask of the layers with these ``symbols``; of a GPTModel all."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    by_letter = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
-    return by_letter or (True,) * args.num_layers
+    by_symbol = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
+    return by_symbol or (True,) * args.num_layers
 
 
 def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:

@@ -27,7 +27,7 @@ class Limit:
     no_gpu: Reason | None = None
 
 
-def given(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
+def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
     """Whether one of the flags has a value other than None, False and the harmless ones."""
 
     def asked(args: Any) -> bool:

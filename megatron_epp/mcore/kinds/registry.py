@@ -49,10 +49,10 @@ LAYER_KINDS: tuple[LayerKind, ...] = (
 )
 # Flags of what attends otherwise than attention over heads, with what they are without it.
 MIXER_FLAGS = {
-    name: plain
+    name: neutral
     for part in LAYER_KINDS
     if part.PRICED is None or part.PRICED.MIXER
-    for name, plain in part.FLAGS.items()
+    for name, neutral in part.FLAGS.items()
 }
 # Letters of a HybridModel's layers that --epp runs.
 SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
@@ -97,7 +97,7 @@ def lockstep_of(args: Any) -> int:
     return max(1, ranks // (args.tensor_model_parallel_size * args.context_parallel_size))
 
 
-def letters_of_kinds(args: Any) -> str:
+def modes_of_kinds(args: Any) -> str:
     """Recompute letters of the model that only layers with some part have."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)

@@ -33,11 +33,11 @@ class MessageShapes:
     ):
         self.predictions = predictions
         self.rows, self.hidden, self.dtype = rows, hidden, dtype
-        self.stages, self.spread = plan.stages, plan.vocabulary_parallel
+        self.stages, self.vocabulary_parallel = plan.stages, plan.vocabulary_parallel
         self.training = not plan.forward_only
 
     def __call__(self, message: Message) -> tuple[int, ...]:
-        if message.payload is Payload.ACTIVATION or not self.spread:
+        if message.payload is Payload.ACTIVATION or not self.vocabulary_parallel:
             return self.rows(message.chunk), 1, self.hidden
         if message.payload is Payload.GRADIENT:
             return (self.gradient(message.chunk).elements,)

@@ -115,11 +115,13 @@ class VocabularyShard(nn.Module):
         """With the empty state that Megatron's output layer has beside its weight: a GPTModel
         leaves it out of checkpoints, a HybridModel asks for it."""
         assert not sharded_offsets, "an output layer is one of its kind"
-        key, beside = f"{prefix}weight", f"{prefix}_extra_state"
+        key, extra_key = f"{prefix}weight", f"{prefix}_extra_state"
         rank, stage = divmod(self.index, self.shards // self.tp_group.size())
         replica = (stage, rank, _data_rank(metadata))
         sharded: dict[str, ShardedTensor | ShardedObject]
-        sharded = {beside: make_sharded_object_for_checkpoint(None, beside, replica_id=replica)}
+        sharded = {
+            extra_key: make_sharded_object_for_checkpoint(None, extra_key, replica_id=replica)
+        }
         if self.weight is not None:
             sharded[key] = sharded_vocabulary(key, self.weight, self.index, self.shards, metadata)
         return sharded
@@ -198,15 +200,15 @@ def shard_output_layer(
     config, tied = one.config, one.share_embeddings_and_output_weights
     if stages - 1 in models:
         assert type(models[stages - 1].output_layer) is ColumnParallelLinear, "another output layer"
-    source, whole_VH = 0 if tied else stages - 1, None
+    source, full_VH = 0 if tied else stages - 1, None
     if source in models:
-        whole_VH = models[source].shared_embedding_or_output_weight().data
+        full_VH = models[source].shared_embedding_or_output_weight().data
     words = one.vocab_size // (tp.size() * stages)
     where, dtype = next(one.parameters()).device, config.params_dtype
     for target in range(stages):
         part = torch.empty(words, config.hidden_size, dtype=dtype, device=device)
-        if whole_VH is not None:
-            part.copy_(whole_VH[target * words : (target + 1) * words])
+        if full_VH is not None:
+            part.copy_(full_VH[target * words : (target + 1) * words])
         dist.broadcast(part, dist.get_process_group_ranks(group)[place[source]], group=group)
         if target not in models:
             continue

@@ -134,7 +134,7 @@ class AttachedModel:
     def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
         """A layer's forward, recomputed where a whole micro-batch's letters say so."""
 
-        def whole_shapes(hidden_states: Any, **others: Any) -> Any:
+        def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
             if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
                 return forward(hidden_states=hidden_states, **others)
             hidden = tensor_parallel.checkpoint(
@@ -144,11 +144,11 @@ class AttachedModel:
             )
             return hidden, None
 
-        return whole_shapes
+        return unsliced_shapes
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature, part = inspect.signature(forward), self.part
-        whole_heads = hasattr(part, "_postprocess")
+        full_heads = hasattr(part, "_postprocess")
 
         @wraps(forward)
         def with_chunk(*args: Any, **named: Any) -> Any:
@@ -166,7 +166,7 @@ class AttachedModel:
             if front is not None and front.hidden is not None:
                 arguments["decoder_input"] = front.hidden
             arguments.setdefault("input_ids", None)
-            if self._recomputes_head and part.post_process and not whole_heads:
+            if self._recomputes_head and part.post_process and not full_heads:
                 arguments["output_processor"] = _recomputed_head
             rotary = self._rotary
             if rotary is not None:

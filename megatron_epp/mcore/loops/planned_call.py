@@ -128,7 +128,7 @@ class PlannedCall:
             available = MessageExtents(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(available, reader, keywords, pipelined)
-            work = self._whole_batches(groups, available)
+            work = self._unsliced_batches(groups, available)
         stages = self.run(work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
             total = torch.zeros([], dtype=torch.int, device=this_device())
@@ -151,12 +151,12 @@ class PlannedCall:
 
     def _show(
         self,
-        whole_shapes: MessageExtents,
+        extents: MessageExtents,
         reader: FrameworkReader,
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call; compare its shapes with ``whole_shapes``."""
+        """Have Megatron's own schedule run the call; compare its shapes with ``extents``."""
         pipeline = self.pipeline
         pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
         witness = ShapeWitness(keywords["forward_step_func"])
@@ -166,7 +166,7 @@ class PlannedCall:
             **{**keywords, "forward_step_func": witness, "data_iterator": iterator}
         )
         last = pipeline.rank == pipeline.stages - 1
-        expected = [whole_shapes.message(number) for number in range(len(whole_shapes.shapes))]
+        expected = [extents.message(number) for number in range(len(extents.shapes))]
         status = RankStatus(None if last else witness.unlike(expected))
         statuses = gather_statuses(status, pipeline.control)
         unlike = next((status.value for status in statuses if status.value), None)
@@ -175,7 +175,7 @@ class PlannedCall:
         pipeline.shown = True
         return result
 
-    def _whole_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:
+    def _unsliced_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:
         """Plan every micro-batch as a chunk."""
         call, pipeline, settings, extents = (
             self.call,
@@ -239,13 +239,13 @@ class PlannedCall:
         )
         config = call.config
         splits = groups.tp.size() if config.sequence_parallel else 1
-        share = RowShard(groups.cp.size(), groups.cp.rank(), splits)
+        row_shard = RowShard(groups.cp.size(), groups.cp.rank(), splits)
 
         def make_stage(part: int) -> LoopStage:
-            return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, share)
+            return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, row_shard)
 
         def shape(chunk: int) -> tuple[int, ...]:
-            return share.message(share.rows(plan.chunks[chunk])), 1, config.hidden_size
+            return row_shard.message(row_shard.rows(plan.chunks[chunk])), 1, config.hidden_size
 
         chunks = range(len(plan.chunks))
         sizes = features([c.tokens for c in plan.chunks], [plan.pairs(c) for c in chunks])

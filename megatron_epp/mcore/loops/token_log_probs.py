@@ -55,7 +55,7 @@ def model_log_probs(
         group if ranks > 1 else None,
         scattered,
     )
-    made_T, entropy_T = block_log_probs(
+    log_probs_T, entropy_T = block_log_probs(
         hidden_SBH.flatten(0, 1),
         weight_VH,
         labels_BS.t().flatten(),
@@ -63,8 +63,8 @@ def model_log_probs(
         _temperatures(part.config, temperature, labels_BS, statistics_dtype(weight_VH.dtype)),
         entropy,
     )
-    made_BS, entropy_BS = (one.view(rows).t().contiguous() for one in (made_T, entropy_T))
-    return (made_BS, entropy_BS) if entropy else made_BS
+    log_probs_BS, entropy_BS = (one.view(rows).t().contiguous() for one in (log_probs_T, entropy_T))
+    return (log_probs_BS, entropy_BS) if entropy else log_probs_BS
 
 
 def _output_weight(part: Any) -> Any:

@@ -65,7 +65,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
         shown = name if sizes == _sizes(heads)[0] else f"{name} (heads padded to {sizes[0]})"
         try:
             kernel = _right_kernel(name, heads, sizes, seen, device)
-            of_whole = (
+            of_all_heads = (
                 kernel
                 if all_heads == heads
                 else _right_kernel(name, all_heads, sizes, seen, device)
@@ -75,7 +75,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             continue
         if reasons:
             logger.warning("attention by %s kernels, as %s", shown, "; ".join(reasons))
-        return VarlenAttention(kernel, of_whole)
+        return VarlenAttention(kernel, of_all_heads)
     raise ValueError(
         f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
     )

@@ -52,9 +52,9 @@ class LocalHybridStack(HybridStack):
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
     """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
     ``config``: its TransformerConfig."""
-    modes, layers = symbols_of_layers(pattern) + mtp_symbols(pattern), {}
+    symbols, layers = symbols_of_layers(pattern) + mtp_symbols(pattern), {}
     for kind in KIND_MODULES:
-        if kind.KIND.STACK and kind.KIND.SYMBOL in modes:
+        if kind.KIND.STACK and kind.KIND.SYMBOL in symbols:
             layers[kind.KIND.STACK] = layer_spec = kind.local_layer(config)
             kind.fix_local(layer_spec.submodules, config)
     # The layers of a depth follow from the pattern.

@@ -12,7 +12,7 @@ from numba import njit
 from megatron_epp.ir import KIND_CODE, Kind
 
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
-assert [KIND_CODE[Kind(mode)] for mode in "FBIWHG"] == [F, B, I, W, H, G]
+assert [KIND_CODE[Kind(code)] for code in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
 BLOCK = 8  # ranks looked at together

@@ -206,13 +206,13 @@ def _modes(
     counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
 ) -> tuple[str, ...]:
     """Letters of ``layers`` of a stage, for every chunk."""
-    per_letter = [
+    per_mode = [
         (mode, grid[stage].tolist()) for mode, grid in counts.items() if mode not in (KEEP, OFFLOAD)
     ]
     aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
     row = []
     for chunk, offloaded in enumerate(map(int, aside)):
-        choice = "".join(mode * int(numbers[chunk]) for mode, numbers in per_letter)
+        choice = "".join(mode * int(numbers[chunk]) for mode, numbers in per_mode)
         choice += KEEP * (layers - offloaded - len(choice))
         row.append(offload_among(choice, offloaded) if offloaded else choice)
     return tuple(row)

@@ -156,15 +156,15 @@ class _GatheredAttention:
         if packed_seq_params is not None:
             boundaries = packed_seq_params.cu_seqlens_q.long()
         parts = _parts(boundaries)
-        mine_s1, all_1S = parts[group.rank()][:, None], torch.cat(list(parts))[None]
+        local_s1, all_1S = parts[group.rank()][:, None], torch.cat(list(parts))[None]
         document_s1, document_1S = (
-            torch.bucketize(rows, boundaries, right=True) for rows in (mine_s1, all_1S)
+            torch.bucketize(rows, boundaries, right=True) for rows in (local_s1, all_1S)
         )
         out_bHsD = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key_SbGD.permute(1, 2, 0, 3),
             value_SbGD.permute(1, 2, 0, 3),
-            attn_mask=(mine_s1 >= all_1S) & (document_s1 == document_1S),
+            attn_mask=(local_s1 >= all_1S) & (document_s1 == document_1S),
             scale=self.scale,
             enable_gqa=True,
         )

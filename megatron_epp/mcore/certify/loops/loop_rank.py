@@ -39,7 +39,7 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.choose.partition import layout_text
 
 # The collectives that a call of a loop may issue: those of a schedule, over a replica.
-_OURS = (
+_LOOP_COLLECTIVES = (
     AllowedCollective(
         "call",
         CONTROL,
@@ -73,7 +73,7 @@ _OURS = (
     ),
 )
 _NOT_SCHEDULED = ("plan text", "plan digest", "report", "records", "memory limit")
-LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_SCHEDULED))
+LOOP = (*_LOOP_COLLECTIVES, *(entry for entry in SCHEDULE if entry.name not in _NOT_SCHEDULED))
 
 
 class LoopRank(Rank):

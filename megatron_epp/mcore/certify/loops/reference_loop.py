@@ -78,11 +78,11 @@ class ReferenceLoop(ReferenceModel):
                 scales = (max(1e-3, *map(abs, of_values)), max(1e-3, *map(abs, of_sums)))
                 units.append((scales,) * len(of_values))
         else:
-            beside = self._run(self.own, drawn)
-            own = beside.gradients
+            own_run = self._run(self.own, drawn)
+            own = own_run.gradients
             units = [
                 self._units(*each)
-                for each in zip(run.outputs, beside.outputs, drawn.micro_batches, strict=True)
+                for each in zip(run.outputs, own_run.outputs, drawn.micro_batches, strict=True)
             ]
         return LoopReference(run.gradients, own, frozenset(), values, sums, tuple(units))
 
@@ -121,8 +121,8 @@ class ReferenceLoop(ReferenceModel):
         """Errors of the plain model in its own format, of every micro-batch's value and sum: at
         most what they are where the errors of all tokens add up."""
         units = []
-        for expected_BS, found_BS, batch in zip(exact, own, batches, strict=True):
-            samples, error = batch.get("side by side", batch), off([found_BS], [expected_BS])
+        for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
+            samples, error = batch.get("side by side", batch), off([result_BS], [expected_BS])
             leaf_BS = expected_BS.clone().requires_grad_()
             loss_sum = (leaf_BS * samples["loss_mask"].to(leaf_BS.dtype)).sum()
             slopes = (
@@ -140,14 +140,14 @@ class ReferenceLoop(ReferenceModel):
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
         means = []
         for rank in range(ranks):
-            mine_BS = torch.zeros_like(mask_BS)
+            local_BS = torch.zeros_like(mask_BS)
             for sample, length in enumerate(samples["lengths"]):
                 rows = mask_BS.shape[1]
                 if samples is not batch:  # documents in a row are padded, and cut, one by one
                     rows = -(-length // self.frame.multiple) * self.frame.multiple
-                mine_BS[sample, zigzag(rows, ranks)[rank]] = 1
-            mine_BS = mine_BS * mask_BS
-            means.append((outputs_BS * mine_BS).sum() / mine_BS.sum().clamp(min=1))
+                local_BS[sample, zigzag(rows, ranks)[rank]] = 1
+            local_BS = local_BS * mask_BS
+            means.append((outputs_BS * local_BS).sum() / local_BS.sum().clamp(min=1))
         return torch.stack(means).mean()
 
 
@@ -169,7 +169,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
     if any(kind.adds_losses(config) for kind in LAYER_CERTIFICATES):
         places, mask = batch["position_ids"], batch["attention_mask"]
         padding_BS = places >= torch.tensor(batch["lengths"])[:, None] if sliced else None
-        whole_BS: Tensor = model(
+        full_BS: Tensor = model(
             batch["tokens"],
             places,
             mask,
@@ -177,7 +177,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
             padding_mask=padding_BS,
             **{name: batch[name] for name in ("pixels",) if name in batch},
         )
-        return whole_BS
+        return full_BS
     out_BS = torch.zeros(samples, rows)
     for sample, length in enumerate(batch["lengths"]):
         sample_rows: Any = slice(sample, sample + 1), slice(0, length)

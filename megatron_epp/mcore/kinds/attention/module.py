@@ -25,8 +25,8 @@ class ElasticAttention:
     their keys.
 
     t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
-    ``local``: of the documents that this rank computes alone; ``plain``: that forward, for all that
-    is no chunk.
+    ``local``: of the documents that this rank computes alone; ``original``: that forward, for all
+    that is no chunk.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ElasticAttention:
         dropped: DroppedOutputs,
         ulysses: Ulysses | None,
     ):
-        self.plain, self.attention, self.local, self.layer = original, attention, local, layer
+        self.original, self.attention, self.local, self.layer = original, attention, local, layer
         self.dropped, self.ulysses = dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
 
@@ -54,7 +54,7 @@ class ElasticAttention:
     ) -> Tensor:
         if not isinstance(packed_seq_params, ChunkParams):
             inputs = query_tHD, key_tGD, value_tGD, attention_mask
-            return self.plain(*inputs, packed_seq_params=packed_seq_params, **others)
+            return self.original(*inputs, packed_seq_params=packed_seq_params, **others)
         state = packed_seq_params.state
         layer = state.layer(self.layer)
         drop = "core_attn" in self.dropped.modules

@@ -7,7 +7,7 @@ from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_symbols
-from megatron_epp.mcore.kinds.limit import Limit, given
+from megatron_epp.mcore.kinds.limit import Limit, any_of
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 KEEPS = "epp_mla_keeps"  # what later slices of a document get: latents, or K and V
@@ -28,7 +28,7 @@ class MLAKind(AttentionKind):
             "one product for both latents, and latents cached (--mla-down-proj-fusion, "
             "--cache-mla-latents)",
             "leave them out: the first saves one launch a chunk, the second is for inference",
-            given("mla_down_proj_fusion", "cache_mla_latents"),
+            any_of("mla_down_proj_fusion", "cache_mla_latents"),
         ),
     )
 

@@ -155,13 +155,13 @@ class MLALayer:
             rows.cut or rows.prefix for rows in state.rows
         )
         expands = keeps and any(rows.context for rows in state.rows)
-        made_of = queries_sL, latent_sR, rotary_t1P
+        compressed = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
-            outputs, handles = recomputable_all(heads, made_of)
+            outputs, handles = recomputable_all(heads, compressed)
             with_handles = tuple(zip(outputs[: len(outputs) - expands], handles, strict=False))
         else:
-            outputs = heads(*made_of)
+            outputs = heads(*compressed)
         latent_kv = None
         if keeps:
             weight_NR = outputs[-1] if expands else self.around.linear_kv_up_proj.weight.detach()

@@ -85,8 +85,8 @@ class _Computed(nn.Module):
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()
-        self._made = (output, bias)
+        self._outputs = (output, bias)
 
     def forward(self, x: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
-        output, bias = self._made
+        output, bias = self._outputs
         return (x if output is None else output), bias

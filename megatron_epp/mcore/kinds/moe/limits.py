@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
-from megatron_epp.mcore.kinds.limit import Limit, given, of_config, settings
+from megatron_epp.mcore.kinds.limit import Limit, any_of, of_config, settings
 
 SINKHORN = "sinkhorn"
 _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})
@@ -96,7 +96,7 @@ MOE_LIMITS = (
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
-        lambda args: lockstep_width(args) > 1 and given("use_tp_pp_dp_mapping")(args),
+        lambda args: lockstep_width(args) > 1 and any_of("use_tp_pp_dp_mapping")(args),
     ),
     Limit(
         "experts over tensor-parallel ranks that all hold the same rows",
@@ -135,8 +135,8 @@ MOE_LIMITS = (
             _if_experts(
                 lambda args: (
                     (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
-                    or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
-                    or given("moe_expert_rank_capacity_factor")(args)
+                    or any_of("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
+                    or any_of("moe_expert_rank_capacity_factor")(args)
                 )
             )
         ),
@@ -146,7 +146,7 @@ MOE_LIMITS = (
         "--moe-router-force-biased)",
         "leave it out: a recomputed layer would choose other experts",
         **_both(
-            given(
+            any_of(
                 "moe_input_jitter_eps",
                 "moe_router_force_load_balancing",
                 "moe_router_force_biased",
@@ -156,13 +156,13 @@ MOE_LIMITS = (
     Limit(
         "routing replay (--moe-enable-routing-replay)",
         "leave it out: it replays first in, first out, and slices run backward in reverse",
-        **_both(given("moe_enable_routing_replay")),
+        **_both(any_of("moe_enable_routing_replay")),
     ),
     Limit(
         "other exchanges of tokens (--moe-token-dispatcher-type flex)",
         "give --moe-token-dispatcher-type alltoall or allgather",
         **_both(
-            _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
+            _if_experts(any_of("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
         ),
     ),
     Limit(
@@ -170,7 +170,7 @@ MOE_LIMITS = (
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
         "leave them out: chunks of other documents keep the device busy",
         **_both(
-            given(
+            any_of(
                 "moe_shared_expert_overlap",
                 "overlap_moe_expert_parallel_comm",
                 "delay_wgrad_compute",
@@ -190,7 +190,7 @@ MOE_LIMITS = (
     Limit(
         "a dense model made one of experts at start (--moe-use-upcycling)",
         "upcycle once without --epp, and load the checkpoint that it saves",
-        given("moe_use_upcycling"),
+        any_of("moe_use_upcycling"),
     ),
 )
 

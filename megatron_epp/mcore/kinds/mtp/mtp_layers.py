@@ -89,7 +89,7 @@ class MTPForward:
 
     def __init__(self, model: Any):
         self.model, self.depths = model, mtp_layers_of(model)
-        self.plain: Callable[..., Tensor] = model.mtp.forward
+        self.original: Callable[..., Tensor] = model.mtp.forward
         model.mtp.forward = self
 
     def __call__(
@@ -101,7 +101,7 @@ class MTPForward:
         **others: Any,
     ) -> Any:
         if not isinstance(packed_seq_params, ChunkParams):
-            return self.plain(
+            return self.original(
                 hidden_states=hidden_states,
                 packed_seq_params=packed_seq_params,
                 rotary_pos_emb=rotary_pos_emb,

@@ -44,10 +44,10 @@ class GatedDeltaNetScan:
 
     def __init__(self, net: Any, layer: int, dropped: DroppedOutputs):
         self.net, self.layer, self.dropped = net, layer, dropped
-        self.plain: Callable[..., Any] = net.forward
+        self.original: Callable[..., Any] = net.forward
         group = net.pg_collection.cp
         self.ulysses = Ulysses(group) if group.size() > 1 else None
-        self.whole = _of_one_rank(net)
+        self.single_rank = _of_one_rank(net)
 
     def __call__(
         self,
@@ -59,7 +59,7 @@ class GatedDeltaNetScan:
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(packed_seq_params, ChunkParams):
             named["packed_seq_params"] = packed_seq_params
-            return self.plain(hidden_states, attention_mask, *others, **named)
+            return self.original(hidden_states, attention_mask, *others, **named)
         net = self.net
         rows_t1C, _ = net.in_proj(hidden_states)
         keys, values = net.num_k_heads_local_tp, net.num_v_heads_local_tp
@@ -76,7 +76,7 @@ class GatedDeltaNetScan:
         return net.out_proj(y_tHP.flatten(1)[:, None])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
-        net = self.net if of_my_heads else self.whole
+        net = self.net if of_my_heads else self.single_rank
         group = net.pg_collection.cp
         qkv_1TC, gate, beta, alpha = rows_TC[None].split(net.feat_dim_split, -1)
         weight = gdn.get_parameter_local_cp(net.conv1d.weight, 0, group, _convolved(net))

@@ -43,8 +43,8 @@ class MambaScan:
 
     def __init__(self, mixer: Any, layer: int):
         self.mixer, self.layer = mixer, layer
-        self.plain, self.exchange = mixer._ssm_training, mixer.cp.pre_conv_ssm
-        self.local, self.whole = mixer.cp, _of_one_rank(mixer.cp)
+        self.original, self.exchange = mixer._ssm_training, mixer.cp.pre_conv_ssm
+        self.local, self.single_rank = mixer.cp, _of_one_rank(mixer.cp)
         group = mixer.pg_collection.cp
         self.ulysses = Ulysses(group) if group.size() > 1 else None
         mixer.cp.pre_conv_ssm = self._before
@@ -58,8 +58,8 @@ class MambaScan:
 
     def _train(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
         if not isinstance(packed_seq_params, ChunkParams):
-            return self.plain(rows_t1C, packed_seq_params)
-        mixer, cp = self.mixer, self.whole
+            return self.original(rows_t1C, packed_seq_params)
+        mixer, cp = self.mixer, self.single_rank
         sections = (
             Section(cp.nheads_local_tp, mixer.headdim),  # z
             Section(cp.nheads_local_tp, mixer.headdim),  # x
@@ -76,7 +76,7 @@ class MambaScan:
         return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
-        mixer, cp = self.mixer, self.local if of_my_heads else self.whole
+        mixer, cp = self.mixer, self.local if of_my_heads else self.single_rank
         weight_CW = cp.get_conv1d_weight().squeeze(1)
         convolved, taps = weight_CW.shape
         inner = cp.d_inner_local_tpcp

@@ -80,14 +80,14 @@ def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def zigzag_part(whole_L: Tensor) -> Tensor:
+def zigzag_part(full_L: Tensor) -> Tensor:
     """Rows [l, ...] of a sample that this context-parallel rank has where they are cut as Megatron
     cuts them, zeros behind the sample's end among them; all of them where there is one rank."""
     ranks = mpu.get_context_parallel_world_size()
     if ranks <= 1:  # 0 without groups
-        return whole_L
-    missing = -len(whole_L) % (2 * ranks)
-    padded = torch.cat([whole_L, whole_L.new_zeros(missing, *whole_L.shape[1:])])
+        return full_L
+    missing = -len(full_L) % (2 * ranks)
+    padded = torch.cat([full_L, full_L.new_zeros(missing, *full_L.shape[1:])])
     return padded[zigzag(len(padded), ranks)[mpu.get_context_parallel_rank()].to(padded.device)]
 
 

@@ -76,8 +76,8 @@ def draft(
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
-    full_room = cost.headroom_bytes
-    headroom, solver = full_room, Solver()
+    full_headroom = cost.headroom_bytes
+    headroom, solver = full_headroom, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):
         counts = None if best is None else best.ilps.counts(best.cuts, headroom)
@@ -90,7 +90,7 @@ def draft(
         played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
-        headroom = headroom - np.maximum(peaks - full_room, 0.0) * TIGHTENED_BY
+        headroom = headroom - np.maximum(peaks - full_headroom, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
 
