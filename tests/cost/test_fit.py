@@ -47,25 +47,25 @@ def test_a_fit_is_judged_on_rows_it_has_not_seen() -> None:
     clean = features @ (2.0, 0.0, 0.5)
     result = fit(features, clean)
     assert result.coefficients == pytest.approx((2.0, 0.0, 0.5), abs=1e-9)
-    assert result.quality.judged == 10
+    assert result.quality.tested == 10
     assert result.quality.worst < 1e-9
     # A model that is wrong is found out.
     wrong = fit(features[:, :1], clean)
     assert wrong.quality.median > 0.05
     assert str(wrong.quality).endswith("on 10 held-out of 40 rows")
     # Four rows, three columns: none to spare.
-    assert fit(features[:4], clean[:4]).quality.judged == 0
+    assert fit(features[:4], clean[:4]).quality.tested == 0
 
 
 def test_no_sort_of_rows_is_held_out_whole() -> None:
     """Every fourth row of a regular grid is one sort, of which a fit without it knows nothing."""
     sorts = np.tile(np.eye(4), (2, 1)) * np.repeat([128.0, 256.0], 4)[:, None]
     result = fit(sorts, sorts @ (1.0, 2.0, 3.0, 4.0))
-    assert result.quality.judged == 1
+    assert result.quality.tested == 1
     assert result.quality.worst < 1e-9
     # A sort of one row judges nobody, and is missed by nobody.
     lonely = fit(sorts[[0, 1, 2, 3, 4, 5, 6]], [1.0, 2.0, 3.0, 4.0, 2.0, 4.0, 6.0])
-    assert lonely.quality.judged == 1
+    assert lonely.quality.tested == 1
     assert lonely.quality.worst < 1e-9
     assert fit([[0.0]] * 8, [1.0] * 8).quality.median == 1.0
 
@@ -246,7 +246,7 @@ def test_noise_is_seen_in_the_quality() -> None:
     fitted = fit_profile(TEMPLATE, WHERE, **rows)
     for what in ("seconds of F", "seconds of B", "held bytes"):
         quality = fitted.quality[what]
-        assert quality.judged == 60
+        assert quality.tested == 60
         assert 0.02 < quality.median < 0.05  # of |normal(0, 5%)| the median is 3.4%
     assert "seconds of F: error median" in str(fitted)
 
