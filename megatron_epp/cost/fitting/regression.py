@@ -16,7 +16,7 @@ _PULL = 0.03  # towards the prior, of what all rows together tell of a coefficie
 class Quality:
     """Relative errors |predicted / measured - 1| on ``tested`` rows that a fit had not seen.
 
-    Where there were too few rows to spare some, ``tested`` is 0 and the errors are those of the fit.
+    Where too few rows were there to spare some, ``tested`` is 0 and the errors are the fit's.
     """
 
     rows: int
