@@ -107,15 +107,15 @@ def _layers_of_plan(
     offloaded = [number[choice] for choice in choices if choice[1] == OFFLOAD]
     chunk = np.arange(loads.chunks)
     kinds_SL = memory.layout.kinds.nth[0]
-    for after in range(max(memory.layout.layers)):
+    for from_end in range(max(memory.layout.layers)):
         which = np.zeros((memory.layout.stages, loads.chunks), np.int64)
         for stage, texts in enumerate(plan.recompute):
-            if after < memory.layout.layers[stage]:
-                kind = int(kinds_SL[stage, after])
-                which[stage] = [number[kind, text[-1 - after]] for text in texts]
-        there = (after < np.array(memory.layout.layers))[:, None] + np.zeros(loads.chunks)
+            if from_end < memory.layout.layers[stage]:
+                kind = int(kinds_SL[stage, from_end])
+                which[stage] = [number[kind, text[-1 - from_end]] for text in texts]
+        there = (from_end < np.array(memory.layout.layers))[:, None] + np.zeros(loads.chunks)
         there *= ~np.isin(which, offloaded)
-        yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, after])
+        yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, from_end])
 
 
 def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
@@ -160,8 +160,8 @@ def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterat
                 edges[kind, step] = reach[kind][step]
     kinds_SL, places_SL = memory.layout.kinds.nth
     stage = np.arange(memory.layout.stages)
-    for after in range(max(memory.layout.layers)):
-        kind_S, place_S = kinds_SL[:, after], places_SL[:, after]
+    for from_end in range(max(memory.layout.layers)):
+        kind_S, place_S = kinds_SL[:, from_end], places_SL[:, from_end]
         there = (kind_S >= 0)[:, None] & (place_S[:, None] < left_KSC[kind_S, stage])
         taken = (place_S[:, None] >= edges[kind_S, :, stage].transpose(1, 0, 2)).sum(axis=0)
         at = kind_S[:, None], taken, chunk

@@ -117,9 +117,9 @@ def _why(choices: Sequence[Choice]) -> list[str]:
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []
     for other in others[:2]:
-        after = other.seconds / first.seconds - 1
-        if after < PAYS:
-            lines.append(f"As good: {other.layout}, {100 * after:.1f}% behind.")
+        slower = other.seconds / first.seconds - 1
+        if slower < PAYS:
+            lines.append(f"As good: {other.layout}, {100 * slower:.1f}% behind.")
             continue
         ramp_fractions, other_shares = first.shares, other.shares
         apart = {
@@ -128,7 +128,7 @@ def _why(choices: Sequence[Choice]) -> list[str]:
         }
         most = max(apart, key=lambda name: apart[name])
         lines.append(
-            f"{100 * after:.1f}% ahead of {other.layout}, mostly by {most}: "
+            f"{100 * slower:.1f}% ahead of {other.layout}, mostly by {most}: "
             f"{seconds_text(ramp_fractions[most] * first.seconds)} against "
             f"{seconds_text(other_shares[most] * other.seconds)} of an iteration."
         )

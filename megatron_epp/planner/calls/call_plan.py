@@ -99,13 +99,13 @@ def _fastest(
     if not (forward_only or memory or options.reorder or options.split):
         return as_called
     ops = max(1, search_ops(called.seconds) // len(cuttings))
-    headroom = options.memory_of_call(uncut.loads.tokens.tolist(), stages)
+    budget = options.memory_of_call(uncut.loads.tokens.tolist(), stages)
     best: Plan | None = None
     for cutting in cuttings:
         if forward_only:
             candidate: Plan | None = _forwards(cutting, layers, rates_SK3, options)
         else:
-            candidate = _training(cutting, layers, rates_SK3, options, headroom, ops)
+            candidate = _training(cutting, layers, rates_SK3, options, budget, ops)
         if candidate is not None and (
             best is None or _seconds(candidate) < _seconds(best) * (1 - PAYS_FROM)
         ):
@@ -124,10 +124,10 @@ def _training(
     layers: Sequence[int],
     rates_SK3: np.ndarray,
     options: CallOptions,
-    headroom: np.ndarray,
+    budget: np.ndarray,
     ops: int,
 ) -> Plan | None:
-    """Forwards and backwards of ``call``, within ``headroom`` tokens or the options' bytes; None
+    """Forwards and backwards of ``call``, within ``budget`` tokens or the options' bytes; None
     where no order is."""
     free = options.split, options.reorder, ops
     again = None
@@ -135,7 +135,7 @@ def _training(
         fitted = RecomputeFit(call, rates_SK3, tuple(layers), options.memory).best(*free)
         ordered, again = fitted or (None, None)
     else:
-        problem = problem_of_call(call, token_table(call, rates_SK3), headroom)
+        problem = problem_of_call(call, token_table(call, rates_SK3), budget)
         alone = len(layers) == 1
         ordered = (
             call_order(problem, call.sizes) if alone else best_order(problem, call.sizes, *free)

@@ -38,11 +38,11 @@ def search_ops(seconds: float) -> int:
     return int(min(MOST_OPS, max(LEAST_OPS, SEARCH_FRACTION * seconds / _OP_SECONDS)))
 
 
-def problem_of_call(call: CallChunks, table: Table, headroom: np.ndarray) -> ScheduleProblem:
-    """The ops of ``call`` where stages have ``headroom`` [stages] for its chunks."""
+def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> ScheduleProblem:
+    """The ops of ``call`` where stages have ``budget`` [stages] for its chunks."""
     ops, chunking = op_arrays(table, call.loads, rules_for(False)), call.chunking
     return ScheduleProblem(
-        ops, chunking.backward, chunking.last_of_group, np.asarray(headroom, float)
+        ops, chunking.backward, chunking.last_of_group, np.asarray(budget, float)
     )
 
 

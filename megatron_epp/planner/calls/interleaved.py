@@ -42,8 +42,8 @@ def interleaved_plan(
     as_called = _predicted(as_called, played.seconds, AS_CALLED)
     if forward_only or not (options.reorder or options.split):
         return as_called
-    headroom = np.array(played.peak_bytes, float) * (1 + options.headroom)
-    problem = replace(problem_of_call(call, table, headroom), place=as_called.place)
+    budget = np.array(played.peak_bytes, float) * (1 + options.headroom)
+    problem = replace(problem_of_call(call, table, budget), place=as_called.place)
     ops = search_ops(played.seconds)
     search = GroupSearch[Policy](problem, call.sizes, ops, lambda work, sizes: lambda one: one)
     every = _policies(problem, call.sizes, options.split)

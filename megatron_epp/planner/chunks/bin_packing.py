@@ -40,14 +40,14 @@ def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_t
     for t in range(tails):
         seconds[t], tokens[t], bucket[t] = tail_seconds[t], tail_tokens[t], t
     for q in range(shorts):
-        chosen, headroom = -1, False
+        chosen, fits = -1, False
         best = np.inf
         least = np.inf  # time of the emptiest bucket that has room for the tokens
         for b in range(count):
             if tokens[b] + short_tokens[q] <= most_tokens:
-                headroom = True
+                fits = True
                 least = min(least, seconds[b])
-        if not headroom:
+        if not fits:
             chosen = count
             seconds[count], tokens[count] = 0.0, 0.0
             count += 1
@@ -82,9 +82,9 @@ def longest_first(
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):
-        headroom = min(len(loaded_seconds), len(start) - len(cuts.tails))
-        if headroom:
-            start[len(start) - headroom :] = loaded_seconds[len(loaded_seconds) - headroom :]
+        free = min(len(loaded_seconds), len(start) - len(cuts.tails))
+        if free:
+            start[len(start) - free :] = loaded_seconds[len(loaded_seconds) - free :]
     return _longest_first(
         rates.span_seconds(cuts.tails),
         cuts.tails.tokens.astype(np.float64),

@@ -261,8 +261,8 @@ def report(router_stats: RouterStats, model: Any) -> None:
 def logged_number(layer: MoELayer) -> int:
     """Number by which Megatron logs an MoE layer: those of depths, whose own begin at 1 again, are
     behind the decoder's."""
-    after = getattr(layer.router, "is_mtp_layer", False)
-    return int(layer.layer_number + (layer.router.config.num_layers if after else 0))
+    is_mtp = getattr(layer.router, "is_mtp_layer", False)
+    return int(layer.layer_number + (layer.router.config.num_layers if is_mtp else 0))
 
 
 def fraction_of_run(router: Any) -> float:
