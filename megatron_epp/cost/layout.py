@@ -117,18 +117,16 @@ class StageLayout:
                 )
         if len(layer_kinds) != sum(self.layers):
             raise ValueError(
-                f"kinds of layers {format_kinds(layer_kinds)!r}: of {len(layer_kinds)} layers, "
-                "but the stages "
-                f"have {sum(self.layers)}"
+                f"kinds of layers {format_kinds(layer_kinds)!r}: of {len(layer_kinds)} layers, but "
+                f"the stages have {sum(self.layers)}"
             )
 
     def __str__(self) -> str:
         """Model, devices and degrees, in one line."""
-        provenance = self.profile.provenance
+        origin = self.profile.provenance
         return (
-            f"{provenance.model} on {self.devices * self.dp} x {provenance.device}: pp "
-            f"{self.placement.ranks}, "
-            f"cp {self.cp}, tp {self.tp}, dp {self.dp}, zero {self.zero}"
+            f"{origin.model} on {self.devices * self.dp} x {origin.device}: "
+            f"pp {self.placement.ranks}, cp {self.cp}, tp {self.tp}, dp {self.dp}, zero {self.zero}"
         )
 
     @property
@@ -302,9 +300,7 @@ class StageLayout:
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
-        return np.array(
-            [*sums, *(each.of_spans(begins, lengths).sum() for each in self.extra_columns)]
-        )
+        return np.array([*sums, *(c.of_spans(begins, lengths).sum() for c in self.extra_columns)])
 
     # --- coefficients of the profile, laid out ---------------------------------------------------
 

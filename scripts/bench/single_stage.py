@@ -71,10 +71,8 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     config, device = Config.of(args), this_device()
     transformer = gpt_config_from_args(args).transformer
     attention = attention_for(config.epp_attention, transformer, device)
-    attention.caches_latent_kv = config.epp_mla_keeps == LATENTS
-    args.epp_mla_keeps = (
-        LATENTS if attention.caches_latent_kv else EXPANDED
-    )  # auto is for whole jobs
+    attention.stores_latent = config.epp_mla_keeps == LATENTS
+    args.epp_mla_keeps = LATENTS if attention.stores_latent else EXPANDED  # auto is for whole jobs
     return SingleProcess(args, config, attention, device, RowShard.of(args))
 
 

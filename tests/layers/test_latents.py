@@ -164,4 +164,4 @@ def test_planners_know_the_block() -> None:
 
 
 def test_a_job_keeps_keys_and_values_unless_it_is_told() -> None:
-    assert PartsAttention(1.0).caches_latent_kv is False
+    assert PartsAttention(1.0).stores_latent is False

@@ -45,7 +45,7 @@ class PartsAttention:
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
         self.scale, self.before, self.sinks = scale, before, sinks
-        self.caches_latent_kv = False  # of all layers with MLA (layers/mla.py)
+        self.stores_latent = False  # of all layers with MLA (layers/mla.py)
 
     @property
     def all_heads(self) -> "PartsAttention":

@@ -14,13 +14,13 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
     output [T, H, D] and, with ``drop``, the handle that recomputes it. ``stores_last_slice``: the K
-    and V of a document's last slice lie in the store, too. ``caches_latent_kv``: layers with latent
+    and V of a document's last slice lie in the store, too. ``stores_latent``: layers with latent
     attention keep latents in the place of K and V. ``all_heads``: the same over all heads of the
     tensor-parallel rank, for documents that one context-parallel rank computes alone."""
 
     name: str
     stores_last_slice: bool
-    caches_latent_kv: bool
+    stores_latent: bool
 
     @property
     def all_heads(self) -> "Attention": ...

@@ -162,7 +162,7 @@ class VarlenAttention:
     """
 
     stores_last_slice = True  # of layers without a window
-    caches_latent_kv = False
+    stores_latent = False
 
     def __init__(
         self,

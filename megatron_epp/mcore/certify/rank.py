@@ -101,7 +101,7 @@ class Rank:
     collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
     """
 
-    mtp_losses: Mapping[str, numpy.ndarray] = MappingProxyType({})  # losses of further tokens
+    mtp_loss: Mapping[str, numpy.ndarray] = MappingProxyType({})  # losses of further tokens
     LISTED: ClassVar[Sequence[AllowedCollective]] = (
         *SCHEDULE,
         *(one for kind in LAYER_CERTIFICATES for one in kind.COLLECTIVES),
@@ -187,11 +187,11 @@ class Rank:
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         """The rest of a ``RESULT``."""
-        return trained, evaluated, self.routing.taken(self.mtp_losses)
+        return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
-        self.mtp_losses = {}
+        self.mtp_loss = {}
         if forward_only:  # each way, one batch after the other
             for choice, values in self.open_choices:
                 choice.settle(self.attention, next(values))
@@ -213,9 +213,7 @@ class Rank:
         report = {name: values.tolist() for name, values in reports[0].items()}
         total, tokens = report.pop("lm loss")
         replicas = self.trial.degrees.dp
-        self.mtp_losses = {
-            name: numpy.array([mean / replicas]) for name, (mean, _) in report.items()
-        }
+        self.mtp_loss = {name: numpy.array([mean / replicas]) for name, (mean, _) in report.items()}
         return total, tokens
 
     def _gather_gradients(self) -> None:

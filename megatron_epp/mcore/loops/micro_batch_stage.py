@@ -57,11 +57,9 @@ class MicroBatchStage(ModelStage):
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]
-        attached_model = attached(call.one_model)
-        planned = (
-            attached_model is not None and attached_model.memory is not None and plan.stages > 1
-        )
-        self._attached = attached_model if planned and self.training else None
+        elastic = attached(call.one_model)
+        planned = elastic is not None and elastic.memory is not None and plan.stages > 1
+        self._attached = elastic if planned and self.training else None
         self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
 
     def _stats_of_routers(self, plan: Plan) -> None:

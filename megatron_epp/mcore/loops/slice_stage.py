@@ -185,11 +185,11 @@ class SliceStage(ModelStage):
                 f"tensor [1, {rows}, ...] with one entry for each of the chunk's tokens (its loss, "
                 "log-probability, ...), from which the adapter's loss follows"
             )
-        chunk_rows, start = output.detach()[0], 0
+        outputs, start = output.detach()[0], 0
         if self.row_shard.parts > 1:
-            chunk_rows = _of_all_ranks(chunk_rows, self.groups.cp)
+            outputs = _of_all_ranks(outputs, self.groups.cp)
         for span in self.plan.chunks[chunk].spans:
-            piece = chunk_rows[start : start + span.tokens]
+            piece = outputs[start : start + span.tokens]
             self._outputs.setdefault(span.document, {})[span.start] = piece
             start += span.tokens
 

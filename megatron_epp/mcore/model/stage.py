@@ -275,7 +275,7 @@ class ModelStage:
             noting = self._ready.noting()
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), noting:
-            input_gradient = backward_step(
+            gradients = backward_step(
                 input_tensor=received,
                 output_tensor=output,
                 output_tensor_grad=gradient,
@@ -283,11 +283,7 @@ class ModelStage:
                 **_MODEL_TYPE,
             )
             self._run_front_backward(op.chunk)
-        return (
-            input_gradient
-            if self.head_ops is None
-            else self.head_ops.hand_back(op.chunk, input_gradient)
-        )
+        return gradients if self.head_ops is None else self.head_ops.hand_back(op.chunk, gradients)
 
     def _run_front_backward(self, chunk: int) -> None:
         """Run that of what stands in front of the model's layers, where that is apart."""

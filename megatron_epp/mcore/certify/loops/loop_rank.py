@@ -108,11 +108,9 @@ class LoopRank(Rank):
             for model in models:
                 attend_over_ranks(model.module)
         if frame.sliced:
-            least_shared = int(frame.model.trees)
+            least = int(frame.model.trees)
             adapter = (
-                PixelSamples(loop_loss)
-                if frame.pixels
-                else Samples(loop_loss, share_from=least_shared)
+                PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=least)
             )
             attach_to(models[0], adapter, "auto", head_again=True)
         self.models = models

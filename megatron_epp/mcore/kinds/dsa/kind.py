@@ -108,11 +108,8 @@ class DSAKind(MLAKind):
         for name in _SIZES:
             size = getattr(args, name, None)
             if size is None or size < 1:
-                flag, problem = (
-                    "--" + name.replace("_", "-"),
-                    "is missing" if size is None else size,
-                )
-                raise ValueError(f"{flag} {problem}: sparse attention expects at least 1")
+                flag, why = "--" + name.replace("_", "-"), "is missing" if size is None else size
+                raise ValueError(f"{flag} {why}: sparse attention expects at least 1")
         taught = getattr(args, "dsa_indexer_loss_coeff", None)
         if taught is not None and not 0 <= taught < math.inf:
             raise ValueError(

@@ -144,32 +144,26 @@ class MLALayer:
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
             """And the up-projection, whose gradient from the context is one with that from here."""
-            outputs = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
-            exchanged = (
-                outputs if self.ulysses is None else attention_parts(self.ulysses, *outputs, state)
-            )
+            qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
+            exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
-        keeps = self.attention.caches_latent_kv and any(
-            rows.cut or rows.prefix for rows in state.rows
-        )
+        keeps = self.attention.stores_latent and any(rows.cut or rows.prefix for rows in state.rows)
         expands = keeps and any(rows.context for rows in state.rows)
         compressed = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
-            outputs, handles = recomputable_all(heads, compressed)
-            with_handles = tuple(zip(outputs[: len(outputs) - expands], handles, strict=False))
+            qkv, handles = recomputable_all(heads, compressed)
+            with_handles = tuple(zip(qkv[: len(qkv) - expands], handles, strict=False))
         else:
-            outputs = heads(*compressed)
+            qkv = heads(*compressed)
         latent_kv = None
         if keeps:
-            weight_NR = outputs[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
+            weight_NR = qkv[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
             latent_kv = self._carried(latent_sR, rotary_t1P, weight_NR, state)
-        self._projected = _Projected(
-            with_handles, latent_kv, tuple(outputs[3 : len(outputs) - expands])
-        )
-        return *outputs[:3], None, None
+        self._projected = _Projected(with_handles, latent_kv, tuple(qkv[3 : len(qkv) - expands]))
+        return *qkv[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries' latent, or what queries are made of; the latent, behind its norm; the key
@@ -259,19 +253,19 @@ class MLALayer:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
             )
-        projected, self._projected = self._projected, None
-        assert projected is not None, "attention follows its projections"
+        handed, self._projected = self._projected, None
+        assert handed is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
         layer = state.layer(self.layer)
-        parts = query_THD, key_THD, value_THV, *projected.local
+        parts = query_THD, key_THD, value_THV, *handed.local
 
         def sharded(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
         ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
-            if projected.latent_kv is None:
+            if handed.latent_kv is None:
                 return self.attention(*qkv, state, layer, drop)
-            return self._latent_attention(*qkv, projected.latent_kv, state, layer, drop)
+            return self._latent_attention(*qkv, handed.latent_kv, state, layer, drop)
 
         def local(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
@@ -282,7 +276,7 @@ class MLALayer:
             return attend_parts(parts, state, self.ulysses, sharded, local)
 
         out, handle = (
-            saving_handles(projected.with_handles, attend) if projected.with_handles else attend()
+            saving_handles(handed.with_handles, attend) if handed.with_handles else attend()
         )
         if handle is not None:
             self.dropped.add(out, handle)
@@ -349,7 +343,7 @@ class LatentCacheChoice:
         return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
-        attention.caches_latent_kv = value == LATENTS
+        attention.stores_latent = value == LATENTS
 
 
 class MLAModule(KindModule):
@@ -365,7 +359,7 @@ class MLAModule(KindModule):
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim
         elastic: MLALayer = layer.self_attention._run_core_attention.__self__
-        if elastic.attention.caches_latent_kv:
+        if elastic.attention.stores_latent:
             shapes = (context, 1, config.kv_lora_rank), (context, 1, turned)
         else:
             ranks = config.tensor_model_parallel_size * config.context_parallel_size
