@@ -22,7 +22,7 @@ from megatron_epp.show.units import GIB, fraction_text, seconds_text
 # A gain below this is none: no model of costs is that exact.
 PAYS = 0.01
 COLUMNS = 100  # no line is longer
-_ELASTIC_PLANNER = "epp"
+_EPP = "epp"
 _KNOWN = ("packing", "infinipipe")  # what one has without elastic plans, and the paper's
 _WARM_UP = 24  # documents
 
@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PLANNERS]
-    chosen_by = _ELASTIC_PLANNER if _ELASTIC_PLANNER in names else (pipelines or names)[0]
+    chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
     cost, elastic_cost = chosen_costs(arguments, batches, cost, options, chosen_by)
-    costs = {name: elastic_cost if name == _ELASTIC_PLANNER else cost for name in names}
+    costs = {name: elastic_cost if name == _EPP else cost for name in names}
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(f"lengths  {batches}")
     _say(
         f"machine  {cost.layout}, layers {_layers(cost.layout.layers)}{_kinds(cost)}"
-        f"{_of_elastic(cost, costs.get(_ELASTIC_PLANNER, cost))}"
+        f"{_of_elastic(cost, costs.get(_EPP, cost))}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")
@@ -128,7 +128,7 @@ def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> st
         for name, by_batch in fitting.items()
     }
     best = min(medians, key=medians.__getitem__)
-    known = [name for name in (_ELASTIC_PLANNER, *_KNOWN) if name != best and by_name.get(name)]
+    known = [name for name in (_EPP, *_KNOWN) if name != best and by_name.get(name)]
     faster = []
     for name in known:
         both = by_name[name].keys() & fitting[best].keys()
@@ -189,34 +189,28 @@ fits     batches whose plan stays within the memory budget\
 
 def _table(names: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     rows = []
-    elastic_seconds = {
-        each.batch: each.seconds for each in outcomes if each.planner == _ELASTIC_PLANNER
-    }
+    by_epp = {each.batch: each.seconds for each in outcomes if each.planner == _EPP}
     for name in names:
-        own_outcomes = [each for each in outcomes if each.planner == name]
-        if not own_outcomes:
+        own = [each for each in outcomes if each.planner == name]
+        if not own:
             continue
-        seconds = [each.seconds for each in own_outcomes]
+        seconds = [each.seconds for each in own]
         median = statistics.median(seconds)
-        ratios = [
-            each.seconds / elastic_seconds[each.batch]
-            for each in own_outcomes
-            if elastic_seconds.get(each.batch)
-        ]
+        ratios = [each.seconds / by_epp[each.batch] for each in own if by_epp.get(each.batch)]
         rows.append(
             [
                 name,
                 f"{median:.4g}",
                 f"{(max(seconds) - min(seconds)) / median:.0%}" if median else "",
                 f"{statistics.median(ratios):.2f}" if ratios else "",
-                _median_fraction([each.gap for each in own_outcomes]),
-                _median_fraction([each.slowest.bubble_ratio for each in own_outcomes]),
-                _median_fraction([each.slowest.recompute_ratio for each in own_outcomes]),
-                _median_fraction([each.slowest.comm_ratio for each in own_outcomes]),
-                f"{max(max(each.peak_bytes) for each in own_outcomes) / GIB:.1f}",
-                f"{statistics.median(each.slowest.chunks for each in own_outcomes):g}",
-                f"{statistics.median(each.plan_seconds for each in own_outcomes):.2f}",
-                f"{sum(each.fits for each in own_outcomes)}/{len(own_outcomes)}",
+                _median_fraction([each.gap for each in own]),
+                _median_fraction([each.slowest.bubble_ratio for each in own]),
+                _median_fraction([each.slowest.recompute_ratio for each in own]),
+                _median_fraction([each.slowest.comm_ratio for each in own]),
+                f"{max(max(each.peak_bytes) for each in own) / GIB:.1f}",
+                f"{statistics.median(each.slowest.chunks for each in own):g}",
+                f"{statistics.median(each.plan_seconds for each in own):.2f}",
+                f"{sum(each.fits for each in own)}/{len(own)}",
             ]
         )
     return text_table(_HEADERS, rows)
@@ -254,8 +248,8 @@ def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
     lines = []
     gains = []
     for batch, planners in by_batch.items():
-        elastic = planners.get(_ELASTIC_PLANNER)
-        others = [each for name, each in planners.items() if name != _ELASTIC_PLANNER and each.fits]
+        elastic = planners.get(_EPP)
+        others = [each for name, each in planners.items() if name != _EPP and each.fits]
         if elastic is None or not others:
             continue
         best = min(others, key=lambda each: each.seconds)

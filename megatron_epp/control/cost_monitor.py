@@ -51,22 +51,20 @@ class CostMonitor:
         self, cost: Cost, plan: Plan, records: Sequence[Timed], block: Sequence[Plan] = ()
     ) -> float:
         """Seconds that the cost model predicts for this rank's ops. In lockstep an op takes as long
-        as the slowest of the ``block``'s plans: that is what is learnt from it."""
+        as the worst of the ``block``'s plans: that is what is learnt from it."""
         each = [
             [(one, other) for one in residuals(other, cost.table(other), records)]
             for other in (block or (plan,))
         ]
-        slowest = [
-            max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)
-        ]
+        worst = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
         # H and G are shares of the output layer's figures, which no refit knows to mend; a chunk
         # with local documents does without some of what a layer does.
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))
-            for one, other in slowest
+            for one, other in worst
             if one.kind in OF_LAYERS and not other.chunks[one.chunk].has_local
         )
-        return sum(one.predicted for one, _ in slowest)
+        return sum(one.predicted for one, _ in worst)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
         # An offloaded layer computes what a kept one does; its copies are beside that.

@@ -181,13 +181,11 @@ def read_lengths(path: Path) -> np.ndarray:
         length = int(word) if _LENGTH.fullmatch(word) else 0
         if not 1 <= length <= MOST_LENGTH:
             shown = word if len(word) <= 40 else word[:37] + "..."
-            prefix_note = (
-                "; what documents share is planned for training loops alone (docs/loops.md)"
-            )
+            shared = "; what documents share is planned for training loops alone (docs/loops.md)"
             raise ValueError(
                 f"{path}, line {number}: {shown!r} is no document length; expected a positive "
                 f"whole number of tokens, at most {MOST_LENGTH}, on each line"
-                f"{prefix_note if word.startswith('prefix') else ''}"
+                f"{shared if word.startswith('prefix') else ''}"
             )
         lengths.append(length)
     if not lengths:
@@ -206,11 +204,9 @@ def named_lengths(name: str) -> tuple[str, np.ndarray]:
     the logarithm of the length rises evenly.
     """
     entry = _distributions()[name]
-    fractions, tokens = zip(*entry["quantiles"], strict=True)
+    levels, tokens = zip(*entry["quantiles"], strict=True)
     at = (np.arange(NAMED_DOCUMENTS) + 0.5) / NAMED_DOCUMENTS
-    return entry["source"], np.rint(np.exp(np.interp(at, fractions, np.log(tokens)))).astype(
-        np.int64
-    )
+    return entry["source"], np.rint(np.exp(np.interp(at, levels, np.log(tokens)))).astype(np.int64)
 
 
 def _distributions() -> dict:

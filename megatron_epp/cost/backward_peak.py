@@ -137,12 +137,10 @@ def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterat
     choices: list[Sequence[Choice]] = []
     reach: list[list[np.ndarray]] = []
     for kind in range(number):
-        choices_of_kind = [choice for choice in counts if choice[0] == kind]
-        choices_of_kind = [choice for choice in choices_of_kind if choice[1] not in (KEEP, OFFLOAD)]
-        choices.append([*choices_of_kind, (kind, KEEP)])
-        ends = np.cumsum(
-            [np.broadcast_to(counts[choice], shape) for choice in choices_of_kind], axis=0
-        )
+        chosen = [choice for choice in counts if choice[0] == kind]
+        chosen = [choice for choice in chosen if choice[1] not in (KEEP, OFFLOAD)]
+        choices.append([*chosen, (kind, KEEP)])
+        ends = np.cumsum([np.broadcast_to(counts[choice], shape) for choice in chosen], axis=0)
         reach.append(list(ends))
         left = memory.layout.kinds.counts[kind][:, None] - counts.get((kind, OFFLOAD), 0.0)
         reach[kind].append(np.broadcast_to(left, shape))

@@ -129,10 +129,10 @@ class _Dealing:
             """The replica that is done first, of those with room; so that all get one."""
             empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)
-            with_space = [
+            free = [
                 r for r in able if self.most is None or len(assignments[r]) + samples <= self.most
             ]
-            return min(with_space, key=lambda r: (taken[r], r), default=-1)
+            return min(free, key=lambda r: (taken[r], r), default=-1)
 
         for group in self.groups:
             replica = first(len(group))

@@ -195,7 +195,7 @@ def timeline_of(
         title,
         bubbles=bubbles,
         critical=[(step.stage, step.op) for step in played.critical_path],
-        curves=[_until_the_end(played.memory_curve(rank), played.seconds) for rank in ranks]
+        curves=[_closed(played.memory_curve(rank), played.seconds) for rank in ranks]
         if any(played.peak_bytes)
         else (),
         budget_bytes=budget_bytes,
@@ -203,9 +203,7 @@ def timeline_of(
     )
 
 
-def _until_the_end(
-    curve: Sequence[tuple[float, float]], seconds: float
-) -> list[tuple[float, float]]:
+def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
     """``curve`` from the beginning to the end: before its first op and after its last one a rank
     holds what stays all iteration long."""
     if not curve:

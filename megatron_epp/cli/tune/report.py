@@ -121,15 +121,15 @@ def _why(choices: Sequence[Choice]) -> list[str]:
         if slower < PAYS:
             lines.append(f"As good: {other.layout}, {100 * slower:.1f}% behind.")
             continue
-        ramp_fractions, other_shares = first.shares, other.shares
+        own_shares, other_shares = first.shares, other.shares
         apart = {
-            name: other_shares[name] * other.seconds - ramp_fractions[name] * first.seconds
-            for name in ramp_fractions
+            name: other_shares[name] * other.seconds - own_shares[name] * first.seconds
+            for name in own_shares
         }
         most = max(apart, key=lambda name: apart[name])
         lines.append(
             f"{100 * slower:.1f}% ahead of {other.layout}, mostly by {most}: "
-            f"{seconds_text(ramp_fractions[most] * first.seconds)} against "
+            f"{seconds_text(own_shares[most] * first.seconds)} against "
             f"{seconds_text(other_shares[most] * other.seconds)} of an iteration."
         )
     return lines

@@ -297,15 +297,13 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
     """Put into ``grid`` what no sample tells, in the proportions of ``old``."""
     halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
     if missing == [Kind.BACKWARD]:
-        grid[Kind.BACKWARD] = _fraction(halves, old[Kind.BACKWARD], halves_before, 1.0)
+        grid[Kind.BACKWARD] = _part(halves, old[Kind.BACKWARD], halves_before, 1.0)
     elif Kind.BACKWARD not in missing:
         for kind in missing:
-            grid[kind] = _fraction(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
+            grid[kind] = _part(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
 
 
-def _fraction(
-    total: Seconds, part_before: Seconds, total_before: Seconds, unknown: float
-) -> Seconds:
+def _part(total: Seconds, part_before: Seconds, total_before: Seconds, unknown: float) -> Seconds:
     """``total`` in the proportion of ``part_before`` to ``total_before``, field by field; the
     share is ``unknown`` where nothing was there before."""
 

@@ -84,20 +84,18 @@ class VerlSamples(TokenSamples):
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         lengths = [len(one) for one in outputs]
-        model_output = dict(
-            zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True)
-        )
+        output = dict(zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True))
         if not _setting(micro_batch, "calculate_entropy"):
-            del model_output["entropy"]
+            del output["entropy"]
         nested = {
             name: torch.nested.as_nested_tensor(list(joined.split(lengths)), layout=torch.jagged)
-            for name, joined in model_output.items()
+            for name, joined in output.items()
             if joined is not None
         }
-        model_output = self._finish(nested, data=micro_batch.to(this_device()))
-        if len(model_output) == 2:
-            return model_output
-        loss, tokens, report = model_output  # of every rank a share of what is counted once
+        output = self._finish(nested, data=micro_batch.to(this_device()))
+        if len(output) == 2:
+            return output
+        loss, tokens, report = output  # of every rank a share of what is counted once
         return loss, tokens * self._context_ranks, report
 
 

@@ -171,16 +171,16 @@ class VarlenAttention:
         before: int | None = None,
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
-        self.kernel, self._of_all_heads = kernel, uncut
+        self.kernel, self._all_heads = kernel, uncut
         self.before, self.sinks = before, sinks
         self.name = kernel.name
         self.stores_last_slice = before is None
 
     @property
     def all_heads(self) -> "VarlenAttention":
-        if self._of_all_heads is None:
+        if self._all_heads is None:
             return self
-        return VarlenAttention(self._of_all_heads, None, self.before, self.sinks)
+        return VarlenAttention(self._all_heads, None, self.before, self.sinks)
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
         """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
@@ -189,9 +189,7 @@ class VarlenAttention:
         if before is None and not with_sinks:
             return self
         kernel = self.kernel.of_layers(before, with_sinks)
-        uncut = (
-            None if self._of_all_heads is None else self._of_all_heads.of_layers(before, with_sinks)
-        )
+        uncut = None if self._all_heads is None else self._all_heads.of_layers(before, with_sinks)
         return VarlenAttention(kernel, uncut, before, sinks)
 
     def __call__(

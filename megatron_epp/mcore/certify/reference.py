@@ -102,10 +102,7 @@ class ReferenceModel:
         self.rows = quantised_rows(small.elastic)
         modes = modes_drawn(EXECUTABLE + modes_of_kinds(args))
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
-        vocabulary_sharded, full_documents = (
-            vocabulary_parallel(small.elastic),
-            sees_full_documents(small.elastic),
-        )
+        sharded, full = vocabulary_parallel(small.elastic), sees_full_documents(small.elastic)
         place = place_of(small.elastic)
         # Ranks that share a tensor have a scale each, of their part.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
@@ -118,9 +115,7 @@ class ReferenceModel:
                     f"--planner {self.trial.planner}: experts over replicas run in lockstep; leave "
                     "it out"
                 )
-            plans = PlansOf(
-                self.trial.planner, small.layers, place, vocabulary_sharded, splits, full_documents
-            )
+            plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits, full)
             plans([CONTEXT, CONTEXT // 2])  # refused before anything is slow
         self.frame = Frame(
             args.padded_vocab_size,
@@ -129,9 +124,9 @@ class ReferenceModel:
             modes,
             splits=splits,
             lockstep=lockstep_of(small.elastic),
-            vocabulary_parallel=vocabulary_sharded,
+            vocabulary_parallel=sharded,
             ranks=degrees.cp,
-            whole=full_documents,
+            whole=full,
             place=place,
             trees=self.trial.trees,
             plans=plans,

@@ -92,18 +92,18 @@ class ChunkBatchBuilder:
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
         recompute = self.plan.recompute[self.stage][chunk]
         row_shard, of_chunk = self.row_shard, self.plan.chunks[chunk]
-        sharded_count = row_shard.sharded_rows(of_chunk)
+        sharded = row_shard.sharded_rows(of_chunk)
         state = ChunkState(
             chunk,
             chunk_rows(self.plan, self.slices, chunk),
-            sharded_count * row_shard.parts,
+            sharded * row_shard.parts,
             recompute,
             store,
             training,
         )
         if of_chunk.has_local:
             rows = chunk_rows(self.plan, self.slices, chunk, row_shard.part)
-            after = self.rows(chunk) // row_shard.parts - sharded_count
+            after = self.rows(chunk) // row_shard.parts - sharded
             state.local = ChunkState(chunk, rows, after, recompute, store, training)
             state.local_documents = tuple(s.document for s in of_chunk.spans if s.local)
         tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
@@ -163,23 +163,16 @@ class ChunkBatchBuilder:
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
         """(rows of this rank, span, start, stop): which inputs of which document they hold."""
-        sharded_count = self.row_shard.sharded_rows(self.plan.chunks[chunk])
-        local_range = slice(
-            self.row_shard.part * sharded_count, (self.row_shard.part + 1) * sharded_count
-        )
+        sharded = self.row_shard.sharded_rows(self.plan.chunks[chunk])
+        own = slice(self.row_shard.part * sharded, (self.row_shard.part + 1) * sharded)
         for rows in chunk_rows(self.plan, self.slices, chunk):
-            begin, end = max(rows.start, local_range.start), min(rows.stop, local_range.stop)
+            begin, end = max(rows.start, own.start), min(rows.stop, own.stop)
             if begin < end:
                 start = rows.span.start + begin - rows.start
-                local = slice(begin - local_range.start, end - local_range.start)
+                local = slice(begin - own.start, end - own.start)
                 yield local, rows.span, start, start + end - begin
         for rows in chunk_rows(self.plan, self.slices, chunk, self.row_shard.part):
-            yield (
-                slice(sharded_count + rows.start, sharded_count + rows.stop),
-                rows.span,
-                0,
-                rows.span.stop,
-            )
+            yield slice(sharded + rows.start, sharded + rows.stop), rows.span, 0, rows.span.stop
 
     def _tensor(self, array: numpy.ndarray) -> Tensor:
         """From the host to the device; pinned first, so that no copy is waited for."""

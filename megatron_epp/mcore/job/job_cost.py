@@ -60,9 +60,8 @@ def make_planning(
     from megatron_epp.planner import Options, planner_of
 
     full_documents = sees_full_documents(args)
-    planner = planner_of(
-        config.epp_planner, full_documents
-    )  # refuses what this job's pipelines cannot run
+    # Refuses what this job's pipelines cannot run.
+    planner = planner_of(config.epp_planner, full_documents)
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),

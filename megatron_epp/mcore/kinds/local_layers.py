@@ -116,9 +116,7 @@ def norm_as_engines(layer: Any) -> None:
     ones write it under that of a dense layer."""
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
     kept = {
-        local_name: engine_name
-        for local_name, engine_name in names.items()
-        if local_name not in NORM_OF_MLP
+        local_name: engine for local_name, engine in names.items() if local_name not in NORM_OF_MLP
     }
     layer.submodules_config = copy.copy(layer.submodules_config)
     layer.submodules_config.sharded_state_dict_keys_map = kept

@@ -86,10 +86,8 @@ class FusedHead:
 def losses_of_each(**arguments: Any) -> Tensor:
     """An ``output_processor``: losses [1 + D, T] of all tokens that are predicted of a row, with
     their backward where autograd has it."""
-    losses_of = [
-        losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)
-    ]
-    return concatenated(losses_of)
+    parts = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)]
+    return concatenated(parts)
 
 
 def _predictions(

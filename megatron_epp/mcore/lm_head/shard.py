@@ -115,13 +115,11 @@ class VocabularyShard(nn.Module):
         """With the empty state that Megatron's output layer has beside its weight: a GPTModel
         leaves it out of checkpoints, a HybridModel asks for it."""
         assert not sharded_offsets, "an output layer is one of its kind"
-        key, extra_key = f"{prefix}weight", f"{prefix}_extra_state"
+        key, extra = f"{prefix}weight", f"{prefix}_extra_state"
         rank, stage = divmod(self.index, self.shards // self.tp_group.size())
         replica = (stage, rank, _data_rank(metadata))
         sharded: dict[str, ShardedTensor | ShardedObject]
-        sharded = {
-            extra_key: make_sharded_object_for_checkpoint(None, extra_key, replica_id=replica)
-        }
+        sharded = {extra: make_sharded_object_for_checkpoint(None, extra, replica_id=replica)}
         if self.weight is not None:
             sharded[key] = sharded_vocabulary(key, self.weight, self.index, self.shards, metadata)
         return sharded

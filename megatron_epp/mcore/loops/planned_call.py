@@ -177,12 +177,8 @@ class PlannedCall:
 
     def _unsliced_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:
         """Plan every micro-batch as a chunk."""
-        call, pipeline, settings, extents = (
-            self.call,
-            self.pipeline,
-            self.settings,
-            extents_of_call.shapes,
-        )
+        call, pipeline, settings = self.call, self.pipeline, self.settings
+        extents = extents_of_call.shapes
         make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
         # What was never measured, or long ago, may be wrong about which order is better.
         wanted = settings.options

@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 # products read either, as on Blackwell, one scale for all needs half.)
 COPY_BYTES = {"tensorwise": 2.0, "blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32)}
 
-_CACHED_WEIGHTS = (
-    "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
-)
+# Of a module of Transformer Engine's: quantised weights by their names.
+_CACHED_WEIGHTS = "_fp8_workspaces"
 
 
 def per_tensor_scales(args: Any) -> bool:

@@ -103,13 +103,13 @@ def _fastest(
     best: Plan | None = None
     for cutting in cuttings:
         if forward_only:
-            candidate: Plan | None = _forwards(cutting, layers, rates_SK3, options)
+            tried: Plan | None = _forwards(cutting, layers, rates_SK3, options)
         else:
-            candidate = _training(cutting, layers, rates_SK3, options, budget, ops)
-        if candidate is not None and (
-            best is None or _seconds(candidate) < _seconds(best) * (1 - PAYS_FROM)
+            tried = _training(cutting, layers, rates_SK3, options, budget, ops)
+        if tried is not None and (
+            best is None or _seconds(tried) < _seconds(best) * (1 - PAYS_FROM)
         ):
-            best = candidate
+            best = tried
     if memory is not None and best is None:
         of = "slices" if len(cuttings) > 1 else "whole micro-batches"
         raise memory.too_little(of, int(uncut.loads.tokens.max()))

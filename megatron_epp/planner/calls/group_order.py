@@ -86,10 +86,8 @@ class OrderedGroups:
 
 def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
     """1F1B in the caller's order; where there is one stage, group by group."""
-    in_flight_limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(
-        sizes, problem.stages
-    )
-    played = list_schedule(problem, strict(in_flight_limit))
+    limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(sizes, problem.stages)
+    played = list_schedule(problem, strict(limit))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
 
 
@@ -120,8 +118,8 @@ def best_order(
 
 
 def _in_flight(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyParams], Policy]:
-    in_flight_limit = shrinking_in_flight(sizes, problem.stages)
-    return lambda params: policy_of(params, problem, sizes, in_flight_limit)
+    limit = shrinking_in_flight(sizes, problem.stages)
+    return lambda params: policy_of(params, problem, sizes, limit)
 
 
 class GroupSearch[Chosen: PolicyParams | Policy]:
@@ -194,12 +192,8 @@ def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
     """
     rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
     as_called = tuple(range(seconds_SC.shape[1]))
-    orders = (
-        as_called,
-        _johnson(seconds_SC),
-        (*rising[::2], *reversed(rising[1::2])),
-        tuple(rising),
-    )
+    there_and_back = (*rising[::2], *reversed(rising[1::2]))
+    orders = (as_called, _johnson(seconds_SC), there_and_back, tuple(rising))
     return min(orders, key=lambda order: round(flow_seconds(seconds_SC, order), 12))
 
 

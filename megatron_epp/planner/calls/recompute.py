@@ -61,10 +61,8 @@ class RecomputeFit:
         nothing = np.zeros((self.cost.layout.stages, len(self.call.loads.tokens)))
         yield nothing
         kept = self._problem(self.call, nothing)
-        for in_flight_limit in (shrinking_in_flight, group_by_group):
-            again = self._least(
-                self.call, kept, in_flight_limit(self.call.sizes, self.cost.layout.stages)
-            )
+        for limit in (shrinking_in_flight, group_by_group):
+            again = self._least(self.call, kept, limit(self.call.sizes, self.cost.layout.stages))
             if again is not None and again.any():
                 yield again
         for fraction in RECOMPUTED_FRACTIONS:
@@ -93,12 +91,10 @@ class RecomputeFit:
         return problem_of_call(call, table, np.array(self.cost.device_budget_bytes))
 
     def _least(
-        self, call: CallChunks, kept: ScheduleProblem, in_flight_limit: np.ndarray
+        self, call: CallChunks, kept: ScheduleProblem, limit: np.ndarray
     ) -> np.ndarray | None:
         """Layers [stages, chunks] to recompute under the window law; None where none are enough."""
-        counts = diagonal_counts(
-            self.solver, self.cost, call.loads, kept, in_flight_limit, integer=False
-        )
+        counts = diagonal_counts(self.solver, self.cost, call.loads, kept, limit, integer=False)
         return (
             None if counts is None else counts.get((0, FULL), np.zeros(kept.ops.seconds.shape[1:]))
         )

@@ -36,11 +36,11 @@ def first_local(
 ) -> tuple[int, float]:
     """The first of the ``lengths``, longest first, that is local, and about the seconds of a chunk
     of ``chunks``; ``fraction``: of these that a local document may take."""
-    sharded_seconds, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
-    target = float(sharded_seconds.sum()) / chunks
+    sharded, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
+    target = float(sharded.sum()) / chunks
     first = int(np.searchsorted(-alone, -fraction * target))
     first = max(first, int(np.searchsorted(-lengths, -most_tokens / ranks)))
-    target = float(sharded_seconds[:first].sum() + alone[first:].sum() / ranks) / chunks
+    target = float(sharded[:first].sum() + alone[first:].sum() / ranks) / chunks
     return first, target
 
 
@@ -65,22 +65,20 @@ def local_chunks(
     """
     cuts = cut_each(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
     tails, shorts = len(cuts.tails), len(cuts.shorts)
-    sharded_seconds = np.concatenate(
-        (rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts))
-    )
+    sharded = np.concatenate((rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts)))
     alone = rank_seconds(lengths[first:], rates, ranks)
-    loose = float(sharded_seconds.sum() + alone.sum() / ranks)
+    loose = float(sharded.sum() + alone.sum() / ranks)
     bins = max(1, tails, round(loose / target_seconds + missing.sum()) + extra_bins)
     level = loose / max(0.5, bins - missing.sum())
     # What is spread fills as few packs as it can: the others exchange nothing.
-    wanted = max(tails, -(-float(sharded_seconds.sum()) // level)) if len(sharded_seconds) else 0
+    wanted = max(tails, -(-float(sharded.sum()) // level)) if len(sharded) else 0
     if wanted:
         bucket, used = longest_first(cuts, rates, int(wanted), most_tokens)
     else:
         bucket, used = np.zeros(0, dtype=np.int64), 0
     bins = max(bins, used)
     seconds, rows = np.zeros(bins), np.zeros(bins)
-    np.add.at(seconds, bucket, sharded_seconds)
+    np.add.at(seconds, bucket, sharded)
     np.add.at(rows, bucket, np.concatenate((cuts.tails.tokens, cuts.shorts.tokens)) / ranks)
     small = min(len(missing), bins - used)
     if small:

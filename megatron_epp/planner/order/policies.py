@@ -120,7 +120,7 @@ def _placed_policies(
 
 
 def policy_of(
-    style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, in_flight_limit: np.ndarray
+    style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, limit: np.ndarray
 ) -> Policy:
     held = 0.0
     if style.held:
@@ -128,17 +128,15 @@ def policy_of(
         held = style.held * float(sum(work.ops.seconds[kind].mean() for kind in fillers))
     how = style.split, held, style.patience
     if work.place:
-        number = np.arange(in_flight_limit.shape[1])
-        first = (
-            number + np.rint((in_flight_limit - number) * style.warm).astype(np.int64) + style.lead
-        )
+        number = np.arange(limit.shape[1])
+        first = number + np.rint((limit - number) * style.warm).astype(np.int64) + style.lead
         most = first if style.strict else np.full_like(first, work.stages * work.chunks)
         return Policy(np.zeros_like(first), first, most, *how, style.deep)
     if style.strict:
-        return Policy(in_flight_limit, in_flight_limit, in_flight_limit, *how)
+        return Policy(limit, limit, limit, *how)
     count = work.chunks
-    first = np.clip(in_flight_limit + style.lead, 0, count) if style.lead else in_flight_limit
-    everything = np.full_like(in_flight_limit, count)
+    first = np.clip(limit + style.lead, 0, count) if style.lead else limit
+    everything = np.full_like(limit, count)
     groups = group_by_group(sizes, work.stages)
     return Policy(groups, first, everything, *how)
 

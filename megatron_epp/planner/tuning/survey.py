@@ -433,9 +433,5 @@ def heaviest_plan(
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
     if cost.layout.network is None or cost.layout.cp * cost.layout.dp == 1:
         return planned, 0.0, 0.0
-    exchanged = exchange(cost, play(planned.plan, cost.table(planned.plan)))
-    return (
-        planned,
-        exchanged.exposed_seconds,
-        max(exchanged.seconds - exchanged.exposed_seconds, 0.0),
-    )
+    comm = exchange(cost, play(planned.plan, cost.table(planned.plan)))
+    return planned, comm.exposed_seconds, max(comm.seconds - comm.exposed_seconds, 0.0)

@@ -1,7 +1,7 @@
 """Quantisation in blocks: FP8's of 1 x 128 and 128 x 128, MXFP8's of 1 x 32, by rows and columns.
 
 Every block has a power of two for a scale, the smallest with which its largest element fits. Data
-by columns are for products that add up over rows: there FP8's blocks are transposed, MXFP8's not.
+by columns are for products that add up over rows: there FP8's blocks are turned, MXFP8's not.
 
     x [T, K]            data        scales, padded
     FP8, 1 x 128        [T, K]      [K / 128, T]         by columns   [K, T]   [T / 128, K]
@@ -37,7 +37,7 @@ LEAST, MOST = -127, 127  # exponents of scales
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Rows and columns of a block; whether data and scales are transposed; scales by exponents, and
+    """Rows and columns of a block; whether data and scales are turned; scales by exponents, and
     these as products read them."""
 
     rows: int
@@ -209,12 +209,10 @@ def dequantize(tensor: Any, dtype: Any) -> Tensor:
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """Bytes [..., K] as [K, ...]."""
-    transposed = (
-        data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
-    )
-    return transposed if out is None else out.copy_(transposed)
+    turned = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
+    return turned if out is None else out.copy_(turned)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    transposed = tensor.transpose(0, 1).contiguous()
-    return transposed if out is None else out.copy_(transposed)
+    turned = tensor.transpose(0, 1).contiguous()
+    return turned if out is None else out.copy_(turned)

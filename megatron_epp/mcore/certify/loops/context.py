@@ -36,11 +36,9 @@ def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     local = _on_this_rank(batch)
     params = None
     if "cu_seqlens" in batch:
-        boundaries = batch["cu_seqlens"].int()
-        longest = int(boundaries.diff().max())
-        params = PackedSeqParams(
-            "thd", boundaries, boundaries, boundaries, boundaries, longest, longest
-        )
+        starts = batch["cu_seqlens"].int()
+        longest = int(starts.diff().max())
+        params = PackedSeqParams("thd", starts, starts, starts, starts, longest, longest)
     output = model(
         local["tokens"],
         local["position_ids"],
@@ -61,10 +59,10 @@ def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
     return {name: tensor.index_select(1, rows) for name, tensor in full.items()}
 
 
-def _parts(boundaries: Tensor) -> Parts:
-    """The rows of every rank, of documents between ``boundaries``."""
+def _parts(starts: Tensor) -> Parts:
+    """The rows of every rank, of documents between ``starts``."""
     ranks = mpu.get_context_parallel_world_size()
-    pairs = list(pairwise(boundaries.tolist()))
+    pairs = list(pairwise(starts.tolist()))
     return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
 
 
@@ -152,13 +150,13 @@ class _GatheredAttention:
         if packed_seq_params is not None:  # [t, heads, D]
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key_SbGD, value_SbGD = (_RowsOfAll.apply(x, group) for x in (key, value))
-        boundaries = torch.tensor([0, len(key_SbGD)])
+        starts = torch.tensor([0, len(key_SbGD)])
         if packed_seq_params is not None:
-            boundaries = packed_seq_params.cu_seqlens_q.long()
-        parts = _parts(boundaries)
+            starts = packed_seq_params.cu_seqlens_q.long()
+        parts = _parts(starts)
         local_s1, all_1S = parts[group.rank()][:, None], torch.cat(list(parts))[None]
         document_s1, document_1S = (
-            torch.bucketize(rows, boundaries, right=True) for rows in (local_s1, all_1S)
+            torch.bucketize(rows, starts, right=True) for rows in (local_s1, all_1S)
         )
         out_bHsD = functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),

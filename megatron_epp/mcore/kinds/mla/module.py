@@ -253,19 +253,19 @@ class MLALayer:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
             )
-        handed, self._projected = self._projected, None
-        assert handed is not None, "attention follows its projections"
+        taken, self._projected = self._projected, None
+        assert taken is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
         layer = state.layer(self.layer)
-        parts = query_THD, key_THD, value_THV, *handed.local
+        parts = query_THD, key_THD, value_THV, *taken.local
 
         def sharded(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
         ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
-            if handed.latent_kv is None:
+            if taken.latent_kv is None:
                 return self.attention(*qkv, state, layer, drop)
-            return self._latent_attention(*qkv, handed.latent_kv, state, layer, drop)
+            return self._latent_attention(*qkv, taken.latent_kv, state, layer, drop)
 
         def local(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
@@ -275,9 +275,7 @@ class MLALayer:
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
             return attend_parts(parts, state, self.ulysses, sharded, local)
 
-        out, handle = (
-            saving_handles(handed.with_handles, attend) if handed.with_handles else attend()
-        )
+        out, handle = saving_handles(taken.with_handles, attend) if taken.with_handles else attend()
         if handle is not None:
             self.dropped.add(out, handle)
         return out.flatten(1)

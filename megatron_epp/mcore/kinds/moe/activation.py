@@ -56,10 +56,8 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
         def activated(inside: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             return (activation(expert, inside, bias, scale),)
 
-        (activated_output,), (handle,) = recomputable_all(activated, (inside, per_token_scale))
-        output, output_bias = saving_handle(
-            activated_output, handle, lambda: expert.linear_fc2(activated_output)
-        )
+        (active,), (handle,) = recomputable_all(activated, (inside, per_token_scale))
+        output, output_bias = saving_handle(active, handle, lambda: expert.linear_fc2(active))
         if output_bias is not None:
             output = output + output_bias * per_token_scale.unsqueeze(-1)
         return output, None
