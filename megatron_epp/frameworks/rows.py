@@ -13,12 +13,12 @@ def multiple_of(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def in_a_row(documents: Iterable[int], each: int = 1, total_multiple: int = 1) -> MicrobatchShape:
+def in_a_row(documents: Iterable[int], each: int = 1, whole: int = 1) -> MicrobatchShape:
     """Documents one behind the other (THD), each padded to a multiple of ``each``, then all of them
-    to one of ``total_multiple``."""
+    to one of ``whole``."""
     lengths = tuple(int(length) for length in documents)
     rows = sum(multiple_of(length, each) for length in lengths)
-    return MicrobatchShape(multiple_of(rows, total_multiple), 1, tuple(filter(None, lengths)))
+    return MicrobatchShape(multiple_of(rows, whole), 1, tuple(filter(None, lengths)))
 
 
 def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:

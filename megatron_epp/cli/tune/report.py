@@ -121,16 +121,13 @@ def _why(choices: Sequence[Choice]) -> list[str]:
         if slower < PAYS:
             lines.append(f"As good: {other.layout}, {100 * slower:.1f}% behind.")
             continue
-        own_shares, other_shares = first.shares, other.shares
-        apart = {
-            name: other_shares[name] * other.seconds - own_shares[name] * first.seconds
-            for name in own_shares
-        }
+        best, next_best = first.shares, other.shares
+        apart = {n: next_best[n] * other.seconds - best[n] * first.seconds for n in best}
         most = max(apart, key=lambda name: apart[name])
         lines.append(
             f"{100 * slower:.1f}% ahead of {other.layout}, mostly by {most}: "
-            f"{seconds_text(own_shares[most] * first.seconds)} against "
-            f"{seconds_text(other_shares[most] * other.seconds)} of an iteration."
+            f"{seconds_text(best[most] * first.seconds)} against "
+            f"{seconds_text(next_best[most] * other.seconds)} of an iteration."
         )
     return lines
 
