@@ -15,7 +15,7 @@ def slime_reader(caller: Caller) -> Reader | None:
     if args is None:
         return None
     parts = 2 * caller.cp if caller.cp > 1 else 1
-    whole = caller.cp * caller.tp * args.data_pad_size_multiplier
+    total_multiple = caller.cp * caller.tp * args.data_pad_size_multiplier
     gathered = getattr(args, "allgather_cp", False)
     side_by_side = getattr(args, "qkv_format", "thd") == "bshd"
 
@@ -25,6 +25,6 @@ def slime_reader(caller: Caller) -> Reader | None:
         if side_by_side:
             longest = int(drawn["max_seq_lens"][0])
             return beside(lengths, longest if gathered else multiple_of(longest, parts))
-        return in_a_row(lengths, 1 if gathered else parts, whole)
+        return in_a_row(lengths, 1 if gathered else parts, total_multiple)
 
     return read

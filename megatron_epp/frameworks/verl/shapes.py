@@ -20,22 +20,22 @@ def verl_reader(caller: Caller) -> Reader | None:
     quantised = getattr(caller.config, "fp8", None) in ("e4m3", "hybrid")
 
     def packed(micro_batch: Any) -> MicrobatchShape | None:
-        each, whole = caller.aligned, 1
+        each, total_multiple = caller.aligned, 1
         if quantised:
-            each, whole = math.lcm(16, each), each * 128
+            each, total_multiple = math.lcm(16, each), each * 128
         if getattr(settings, "pad_to_length", False):
-            whole = math.lcm(whole, settings.pad_to_length_bucket, caller.cp)
-        return in_a_row(_lengths(micro_batch), each, whole)
+            total_multiple = math.lcm(total_multiple, settings.pad_to_length_bucket, caller.cp)
+        return in_a_row(_lengths(micro_batch), each, total_multiple)
 
     def padded(micro_batch: Any) -> MicrobatchShape | None:
         lengths, forced = _lengths(micro_batch), micro_batch.get("forced_max_seqlen", None)
         longest = max(lengths) if forced is None else int(getattr(forced, "data", forced))
         rows = multiple_of(longest, caller.aligned)
         if quantised:
-            whole = 128 * caller.tp * caller.cp
+            total_multiple = 128 * caller.tp * caller.cp
             rows = multiple_of(
                 rows,
-                math.lcm(whole // math.gcd(len(lengths), whole), caller.aligned),
+                math.lcm(total_multiple // math.gcd(len(lengths), total_multiple), caller.aligned),
             )
         return beside(lengths, rows)
 
