@@ -64,7 +64,7 @@ def learn(ours: MemoryBudget, error, iterations: int) -> list[float]:
 
 @given(
     percent=st.floats(0, 400),
-    headroom=st.integers(10**6, 10**12),
+    room=st.integers(10**6, 10**12),
     states=st.integers(0, 10**12),
     seed=st.integers(0, 2**32),
     spread=st.floats(0, 0.05),

@@ -35,7 +35,7 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
         until_the_end.enter_context(cpu_host.double_precision())
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
-        from megatron_epp.mcore.certify.loops.reference import ReferenceLoop
+        from megatron_epp.mcore.certify.loops.reference_loop import ReferenceLoop
 
         return ReferenceLoop(role) if role.rank == REFERENCE else LoopRank(role)
     if role.rank == REFERENCE:
