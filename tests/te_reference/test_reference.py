@@ -32,6 +32,14 @@ VANILLA, LEARNT = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def host() -> None:
+    """Stand-ins for the parts of torch.cuda that fp8 tensors of the reference ask for."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+
+
 def drawn(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=F64).to(dtype)
