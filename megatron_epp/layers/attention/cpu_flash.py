@@ -48,7 +48,9 @@ def attend_backward(
     gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse_HT[None], 0.0, causal, attn_mask=_of_heads(mask_TS), scale=scale
     )
-    dq_THD, dk_SGD, dv_SGV = _of_own_sizes(gradients, sizes)
+    dq_THD, dk_SGD, dv_SGV = (  # the kernel's [1, H, T, D] each as [T, H, its own D]
+        t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True)
+    )
     return _apart(dq_THD, heads), dk_SGD, dv_SGV
 
 
@@ -66,11 +68,6 @@ def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor
     if size > other:
         q_THD, k_SGD = (pad(t, (0, size - other)) for t in (q_THD, k_SGD))
     return size, q_THD, k_SGD, v_SGV, *of_values
-
-
-def _of_own_sizes(gradients, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
-    """The kernel's [1, H, T, D] each as [T, H, its own D]."""
-    return tuple(t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True))
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:
