@@ -114,11 +114,10 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
     row = max(14.0, min(34.0, 320.0 / timeline.ranks))
     numbers = (
-        f"{timeline.time_text(timeline.seconds)}  |  "
-        f"bubbles {fraction_text(timeline.bubble_ratio)}  |  "
-        f"{timeline.summary}, "
-        f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
-        f"{offloaded_text(timeline.plan)}"
+        f"{timeline.time_text(timeline.seconds)}  |  bubbles "
+        f"{fraction_text(timeline.bubble_ratio)}  |  {timeline.summary}, "
+        f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} "
+        f"tokens{offloaded_text(timeline.plan)}"
     )
     if lost := _lost(timeline, axis, row):
         numbers += f"  |  {lost} ops too short for their number: draw -o x.html"
