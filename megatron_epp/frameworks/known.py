@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from megatron_epp.frameworks.areal.shapes import areal_shape
-from megatron_epp.frameworks.bridge.shapes import bridge_shape
+from megatron_epp.frameworks.areal.shapes import areal_reader
+from megatron_epp.frameworks.bridge.shapes import bridge_reader
 from megatron_epp.frameworks.caller import Framework, written_in
-from megatron_epp.frameworks.nemo_rl.shapes import nemo_rl_shape
+from megatron_epp.frameworks.nemo_rl.shapes import nemo_rl_reader
 from megatron_epp.frameworks.roll.shapes import roll_reader
 from megatron_epp.frameworks.skyrl.shapes import skyrl_reader
 from megatron_epp.frameworks.slime.shapes import slime_reader
@@ -17,10 +17,10 @@ FRAMEWORKS = (
     Framework("slime", ("slime",), slime_reader),
     Framework("miles", ("miles",), slime_reader),
     Framework("ms-swift", ("swift",), swift_reader),
-    Framework("Megatron-Bridge", ("megatron.bridge",), lambda caller: bridge_shape),
-    Framework("NeMo-RL", ("nemo_rl",), lambda caller: nemo_rl_shape),
+    Framework("Megatron-Bridge", ("megatron.bridge",), bridge_reader),
+    Framework("NeMo-RL", ("nemo_rl",), nemo_rl_reader),
     Framework("SkyRL", ("skyrl", "skyrl_train"), skyrl_reader),
-    Framework("AReaL", ("areal",), lambda caller: areal_shape),
+    Framework("AReaL", ("areal",), areal_reader),
     Framework("ROLL", ("roll", "mcore_adapter"), roll_reader),
 )
 

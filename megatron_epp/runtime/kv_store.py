@@ -133,7 +133,9 @@ class Store:
         kept, is_last_slice = self._kept[layer, document], False
         if kept.key_grad_CGD is None:
             is_last_slice = len(key_grad_PGD) == self.context_tokens[document]
-            assert is_last_slice or document in self.readers, "the last slice's backward is first"
+            assert is_last_slice or document in self.readers, (
+                "the last slice's backward comes first"
+            )
         if not is_last_slice:
             self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
             return

@@ -6,14 +6,18 @@ older is filled up with -1.
 
 from typing import Any
 
+from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
-def bridge_shape(micro_batch: Any) -> MicrobatchShape | None:
-    samples, rows = micro_batch["tokens"].shape
-    boundaries = micro_batch.get("cu_seqlens_q")
-    boundaries = micro_batch.get("cu_seqlens") if boundaries is None else boundaries
-    if boundaries is None:
-        return MicrobatchShape(rows, samples)
-    return MicrobatchShape(rows * samples, 1, lengths_between(boundaries))
+def bridge_reader(caller: Caller) -> Reader | None:
+    def read(micro_batch: Any) -> MicrobatchShape | None:
+        samples, rows = micro_batch["tokens"].shape
+        boundaries = micro_batch.get("cu_seqlens_q")
+        boundaries = micro_batch.get("cu_seqlens") if boundaries is None else boundaries
+        if boundaries is None:
+            return MicrobatchShape(rows, samples)
+        return MicrobatchShape(rows * samples, 1, lengths_between(boundaries))
+
+    return read

@@ -5,13 +5,17 @@
 
 from typing import Any
 
+from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
-def nemo_rl_shape(micro_batch: Any) -> MicrobatchShape | None:
-    samples, rows = micro_batch.input_ids.shape
-    boundaries = micro_batch.cu_seqlens_padded
-    if boundaries is None or samples > 1:  # models that pack by themselves are given samples
-        return MicrobatchShape(rows, samples)
-    return MicrobatchShape(rows, 1, lengths_between(boundaries))
+def nemo_rl_reader(caller: Caller) -> Reader | None:
+    def read(micro_batch: Any) -> MicrobatchShape | None:
+        samples, rows = micro_batch.input_ids.shape
+        boundaries = micro_batch.cu_seqlens_padded
+        if boundaries is None or samples > 1:  # models that pack by themselves are given samples
+            return MicrobatchShape(rows, samples)
+        return MicrobatchShape(rows, 1, lengths_between(boundaries))
+
+    return read

@@ -55,7 +55,7 @@ from megatron_epp.mcore.kinds.mla.module import (
     UP_PROJECTION,
     MLALayer,
     MLAModule,
-    install_latents,
+    install_mla,
 )
 from megatron_epp.mcore.kinds.moe.local import DuplicatedLinear
 from megatron_epp.mcore.kinds.positions import PositionedRotary
@@ -263,7 +263,7 @@ class DSAModule(MLAModule):
             logged["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
 
     def install(self, place: LayerPlace) -> None:
-        install_latents(place, DSALayer)
+        install_mla(place, DSALayer)
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config = layer.config

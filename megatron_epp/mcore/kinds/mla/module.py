@@ -61,7 +61,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
 
 
-def install_latents(place: LayerPlace, kind: "type[MLALayer]") -> None:
+def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
     """Make the latent attention of a layer of the stage that of chunks."""
     around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
     kind(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
@@ -347,7 +347,7 @@ class MLAModule(KindModule):
         return isinstance(module, MultiLatentAttention)
 
     def install(self, place: LayerPlace) -> None:
-        install_latents(place, MLALayer)
+        install_mla(place, MLALayer)
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim
