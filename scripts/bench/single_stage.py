@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
+from zlib import crc32
 
 import numpy
 import torch
@@ -151,14 +152,21 @@ class MadeUpDocuments:
 
 
 class MadeUpLinks(Links):
-    """Links to nobody: what is received is random, what is sent is dropped."""
+    """Links to nobody: what is received is random, what is sent is dropped.
+
+    Random by the message alone: Transformer Engine advances the device's own generator with every
+    call of its attention, so that what came after a recomputed one would be something else.
+    """
 
     def post(self, message: Message) -> None:
         """Nothing will come."""
 
     def receive(self, message: Message) -> Tensor:
         self.received += 1
-        return torch.randn(tuple(self.shape(message)), dtype=self.dtype, device=self.device)
+        generator = torch.Generator(self.device).manual_seed(crc32(str(message).encode()))
+        return torch.randn(
+            tuple(self.shape(message)), generator=generator, dtype=self.dtype, device=self.device
+        )
 
     def send(self, message: Message, tensor: Tensor) -> None:
         assert tuple(tensor.shape) == self.shape(message)

@@ -176,7 +176,9 @@ small=(
     [gradients]="--collect-only"
     [certify-kernels]="--device cpu --batches 2"
     [training]="--collect-only"
-    [shared-2-1]="--collect-only"
+    [shared-nccl-2-1]="--collect-only"
+    [certificates]="--collect-only"
+    [host-cost]="--device cpu --bf16 --model tiny --layers 2 --tokens 64"
     [multi-gpu]="--collect-only"
     [certify]="--device cpu --batches 2 $tiny"
     [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
@@ -210,11 +212,13 @@ add gradients 1 200 "gradients of sliced documents through Transformer Engine's 
 add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the plain model's own errors" "$certified" \
     "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12
 add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
-shared() { # several ranks on one GPU, over gloo
-    add "shared-$1" 1 240 "pipelines of several ranks on one GPU, over gloo (stages-TP $1): losses of one rank" "$tests" \
+shared() { # several ranks on one GPU
+    add "shared-$1" 1 240 "pipelines of several ranks on one GPU (back end, stages, TP: $1): losses of one rank" "$tests" \
         "${test[@]}" tests/gpu/test_shared_gpu.py -k "$1"
 }
-shared 2-1
+shared nccl-2-1
+add certificates 1 480 "random plans over NCCL, ranks sharing the GPU: every layer kind and degree of parallelism" "$tests" \
+    "${test[@]}" tests/gpu/test_certificates.py
 # The same over several GPUs.
 add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" "$certified" \
     "${certify[@]}" --pp 2 --batches 10
@@ -231,7 +235,7 @@ add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun
     --no-gradient-accumulation-fusion
 add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
     "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
-    --budget-gib 40 --repeats 1 -o "$results/replay.md"
+    --budget-gib 10 --repeats 1 --keep "$results/replayed" -o "$results/replay.md"
 add example 2 480 "examples/pretrain_gpt_epp.sh as it stands: time and memory, predicted and measured" "$lines" \
     "${example[@]}" bash examples/pretrain_gpt_epp.sh
 add example-tp 4 480 "the same with two-way tensor parallelism" "$lines" "${example[@]}" TP=2 bash examples/pretrain_gpt_epp.sh
@@ -245,6 +249,8 @@ add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ 
 # What a host and its kernels do.
 add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
     "$python" scripts/gpu/queues.py
+add host-cost 1 90 "host time of a layer: below how many tokens the host is the bottleneck" '^(none|full|F,|B,)|rror' \
+    "$python" scripts/gpu/host_cost.py
 add host-lazy 1 60 "what loading kernels when they are first used saves: memory of the context" '^(wrong|context)' \
     env CUDA_MODULE_LOADING=LAZY "$python" scripts/gpu/host.py
 add lazy-loading 2 300 "a pipeline with lazily loaded kernels: does it end?" "$lines" \
@@ -263,8 +269,9 @@ add fp8 1 300 "fp8: weights quantised once an iteration, or held so, slices, wha
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
 add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
 # More of what is known by now.
-shared 4-1
-shared 2-2
+shared nccl-4-1
+shared nccl-2-2
+shared gloo-2-1
 
 
 for name in ${only[@]+"${only[@]}"}; do

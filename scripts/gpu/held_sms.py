@@ -5,7 +5,8 @@
 
 A kernel of 1 to 8 thread blocks that spin, with as much shared memory as NCCL's, stands for it; by
 the shape, and by the SMs that products leave free (NVTE_EXT_MARGIN_SM, and torch's carve-out for
-those outside of Transformer Engine), each in a process of its own.
+those outside of Transformer Engine; for norms NVTE_FWD_LAYERNORM_SM_MARGIN and
+NVTE_BWD_LAYERNORM_SM_MARGIN), each in a process of its own.
 """
 
 import argparse
@@ -18,17 +19,26 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 MARGINS, BLOCKS, REPEATS = (0, 4, 8), (0, 1, 2, 4, 8), 20
+VARIABLES = (
+    "NVTE_EXT_MARGIN_SM",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN",
+)
 SHARED_BYTES, THREADS = 96 << 10, 640
-# Until the host says so, ten seconds at most.
+# Until the host says so, a second at most. As in NCCL's kernels, one thread polls the device's
+# memory and the others wait at a barrier.
 KERNEL = """
 extern "C" __global__ void hold(volatile int* over) {
     extern __shared__ volatile char held[];
     unsigned long long began, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+    if (threadIdx.x == 0) {
+        do {
+            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        } while (!*over && now - began < 1000000000ull);
+    }
+    __syncthreads();
     held[threadIdx.x] = 1;
-    do {
-        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-    } while (!*over && now - began < 10000000000ull);
 }
 """
 
@@ -45,12 +55,14 @@ def measure(wanted: argparse.Namespace) -> None:
     cases = layers(wanted)
     hold = torch.cuda._compile_kernel(KERNEL, "hold")
     hold.set_shared_memory_config(SHARED_BYTES)
-    over, side = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream()
+    over = torch.zeros(1, dtype=torch.int32, device="cuda")
+    one = torch.ones(1, dtype=torch.int32).pin_memory()
+    side, copies = torch.cuda.Stream(), torch.cuda.Stream()
 
     def milliseconds(act: Callable[[], object], blocks: int) -> float:
         act()  # whatever its first use makes the device wait for
-        torch.cuda.synchronize()
         over.zero_()
+        torch.cuda.synchronize()
         if blocks:
             with torch.cuda.stream(side):
                 hold((blocks, 1, 1), (THREADS, 1, 1), [over], shared_mem=SHARED_BYTES, stream=side)
@@ -60,7 +72,8 @@ def measure(wanted: argparse.Namespace) -> None:
             act()
         done.record()
         done.synchronize()
-        over.fill_(1)
+        with torch.cuda.stream(copies):
+            over.copy_(one, non_blocking=True)
         torch.cuda.synchronize()
         return began.elapsed_time(done) / REPEATS
 
@@ -101,6 +114,7 @@ def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
             lambda linear=linear, x=x: linear(x)
         )
         made[f"{name}, forward and backward"] = both
+    norms(wanted, options, made)
     size = hidden // wanted.heads
     q = torch.ones(1, wanted.heads, tokens, size, **options)
     made[f"attention, {wanted.heads} heads of {size}, {tokens} tokens, forward"] = lambda: (
@@ -109,20 +123,45 @@ def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
     return made
 
 
+def norms(wanted: argparse.Namespace, options: dict, made: dict) -> None:
+    """RMSNorms as wide as the model and of 7168 columns, whose backward is a cooperative kernel."""
+    import torch
+
+    try:
+        from transformer_engine.pytorch import RMSNorm
+    except (ImportError, OSError):
+        return
+    for hidden, rows in ((wanted.hidden, 0), (wanted.hidden, 1), (wanted.hidden // 4 * 7, 0)):
+        tokens = wanted.tokens - rows  # a number that is odd takes other kernels
+        x = torch.ones(tokens, hidden, **options).requires_grad_()
+        gradient = torch.ones(tokens, hidden, **options)
+        norm = RMSNorm(hidden, params_dtype=torch.bfloat16, device="cuda:0")
+
+        def both(norm=norm, x=x, gradient=gradient) -> None:
+            norm(x).backward(gradient)
+
+        made[f"norm [{tokens}, {hidden}], forward"] = lambda norm=norm, x=x: norm(x)
+        made[f"norm [{tokens}, {hidden}], forward and backward"] = both
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("tokens", 8192), ("hidden", 4096), ("ffn", 14336), ("heads", 32)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument(
+        "--margins", type=int, nargs="+", default=MARGINS, help="SMs left free (default: 0 4 8)"
+    )
     parser.add_argument("--measure", action="store_true", help="in this process, as it stands")
     wanted = parser.parse_args()
     if wanted.measure:
         measure(wanted)
         return
     failed = 0
-    for margin in MARGINS:
-        environment = {**os.environ, "NVTE_EXT_MARGIN_SM": str(margin)}
+    for margin in wanted.margins:
+        environment = {**os.environ, **dict.fromkeys(VARIABLES, str(margin))}
         if not margin:
-            del environment["NVTE_EXT_MARGIN_SM"]
+            for name in VARIABLES:
+                del environment[name]
         command = [sys.executable, __file__, "--measure", *sys.argv[1:]]
         failed += subprocess.run(command, env=environment, timeout=120).returncode != 0
     sys.exit(failed)

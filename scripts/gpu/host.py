@@ -6,6 +6,7 @@ queue, an allocator without expandable segments.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from megatron_epp.mcore.patching import cpu_host, cuda_host
+
+
+def norms_run() -> str:
+    """What stops a norm, forward and backward, of as many rows as chunks mostly have and of an odd
+    number: NVRTC compiles both when they are first used, with CUDA's headers and its builtins."""
+    try:
+        from transformer_engine.pytorch import LayerNormLinear
+
+        for rows in (64, 63):
+            layer = LayerNormLinear(256, 256, normalization="RMSNorm", params_dtype=torch.bfloat16)
+            x = torch.ones(rows, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            layer(x).float().sum().backward()
+    except (ImportError, OSError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def main() -> int:
@@ -30,7 +46,7 @@ def main() -> int:
     print(f"gpus {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
     print(f"context and eagerly loaded kernels: {(total - before) / 2**20:.0f} MiB")
-    for name in ("CUDA_MODULE_LOADING", *cuda_host.ALLOCATOR):
+    for name in ("CUDA_MODULE_LOADING", *cuda_host.ALLOCATOR, *cuda_host.CUDNN):
         print(f"{name}={os.environ.get(name)}")
     held = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
     segments = torch.cuda.memory_snapshot()
@@ -42,6 +58,12 @@ def main() -> int:
         print(f"Transformer Engine {transformer_engine.__version__}")
     except (ImportError, OSError) as error:
         print(f"Transformer Engine: none ({error})")
+    else:
+        if problem := norms_run():
+            print(f"wrong: Transformer Engine's norms: {problem}")
+            return 1
+    for program in ("cc", "nvcc"):  # Triton's and extensions' compilers
+        print(f"{program}: {shutil.which(program)}")
     if not all(expandable):
         print("wrong: the allocator's segments are not expandable")
         return 1

@@ -1,8 +1,8 @@
-"""``pretrain_gpt`` whose ranks all take the host's first GPU."""
+"""``pretrain_gpt`` whose ranks share the host's GPUs, however many there are."""
 
 import os
 
-os.environ["LOCAL_RANK"] = "0"
+os.environ["EPP_SHARE_GPUS"] = "1"
 
 from megatron_epp.mcore.trainer import entry
 

@@ -1,6 +1,8 @@
-"""Ranks that share one GPU, their messages through the host's memory: the losses of one rank.
+"""Ranks that share one GPU: the losses of one rank.
 
-NCCL wants a GPU for each rank, gloo does not: one GPU tells whether pipelines compute rightly.
+Over NCCL, which believes them on hosts of their own (EPP_SHARE_GPUS), as the examples run: with
+Transformer Engine's attention and vocabulary parallelism. Over gloo, messages go through the host's
+memory.
 """
 
 from pathlib import Path
@@ -15,37 +17,44 @@ from tests.mcore.runs import Run, train
 
 pytestmark = pytest.mark.gpu
 
-MANY = pytest.mark.skipif(
-    reference_switch.is_wanted(), reason="needs a GPU: more than two ranks over the reference"
+ON_GPU = pytest.mark.skipif(
+    reference_switch.is_wanted(), reason="needs a GPU: NCCL, and more than two ranks"
 )
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
+GLOO = {"epp_attention": "torch", "distributed_backend": "gloo"}
+NCCL = {"epp_attention": "te", "epp_vocab_parallel": "on"}
 
 
-def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
-    flags = words(
-        corpus,
-        epp=True,
-        load=weights,
-        finetune=True,
-        epp_attention="torch",
-        distributed_backend="gloo",
-        pipeline_model_parallel_size=pp,
-        tensor_model_parallel_size=tp,
-        epp_memory_budget_gib=2,  # each rank would take the whole device for its own
+def trained(corpus: Path, weights: Path | None, pp: int, tp: int, **changes) -> Run:
+    named = {
+        "epp": True,
+        "pipeline_model_parallel_size": pp,
+        "tensor_model_parallel_size": tp,
+        "epp_memory_budget_gib": 2,  # each rank would take the whole device for its own
+        **({} if weights is None else {"load": weights, "finetune": True}),
+        **({"sequence_parallel": True} if tp > 1 else {}),
         **changes,
-    )
-    return train(flags, processes=pp * tp, program=SHARED, seconds=400)
+    }
+    return train(words(corpus, **named), processes=pp * tp, program=SHARED, seconds=400)
 
 
 @pytest.mark.parametrize(
-    ("pp", "tp"),
-    [(2, 1), pytest.param(4, 1, marks=MANY), pytest.param(2, 2, marks=MANY)],
-    ids=["2-1", "4-1", "2-2"],
+    ("backend", "pp", "tp"),
+    [
+        ("gloo", 2, 1),
+        pytest.param("gloo", 4, 1, marks=ON_GPU),
+        pytest.param("nccl", 2, 1, marks=ON_GPU),
+        pytest.param("nccl", 4, 1, marks=ON_GPU),
+        pytest.param("nccl", 2, 2, marks=ON_GPU),
+    ],
+    ids=lambda value: str(value),
 )
-def test_losses_are_those_of_one_rank(corpus, weights, pp, tp) -> None:
-    alone = trained(corpus, weights, 1, 1)
+def test_losses_are_those_of_one_rank(corpus, weights, backend, pp, tp) -> None:
+    changes = GLOO if backend == "gloo" else NCCL
+    one = {**changes, "epp_vocab_parallel": None}
+    alone = trained(corpus, weights, 1, 1, **one)
     # With a measured cost model: messages between the stages are timed.
-    spread = trained(corpus, weights, pp, tp, epp_cost_model=None)
+    spread = trained(corpus, weights, pp, tp, epp_cost_model=None, **changes)
     assert alone.status == spread.status == 0, alone.output + spread.output
     assert len(spread.losses) == ITERATIONS
     assert spread.losses == pytest.approx(alone.losses, rel=0.01)

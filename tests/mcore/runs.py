@@ -138,7 +138,8 @@ def environment(processes: int) -> dict[str, str]:
             port = probe.getsockname()[1]
         alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": port}
         alone = {"MASTER_ADDR": "127.0.0.1", **{key: str(value) for key, value in alone.items()}}
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **alone}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **alone}
 
 
 def command(words: list[str], processes: int, program: tuple[str, ...]) -> list[str]:

@@ -11,7 +11,10 @@ import torch
 from megatron_epp.mcore.patching import cpu_host, cuda_host
 
 FLAGS = ["--epp", "--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2"]
-NAMES = (*cuda_host.DEFAULTS, *cuda_host.ALLOCATOR, cuda_host.MARGIN, "LOCAL_RANK")
+NAMES = (
+    *(*cuda_host.DEFAULTS, *cuda_host.ALLOCATOR, *cuda_host.SOCKETS, *cuda_host.CUDNN),
+    *(cuda_host.MARGIN, *cuda_host.NORM_MARGINS, cuda_host.SHARE, "LOCAL_RANK", "NCCL_HOSTID"),
+)
 
 
 @pytest.fixture
@@ -66,6 +69,11 @@ def test_products_leave_room_for_messages(gpus, monkeypatch) -> None:
     monkeypatch.setenv(cuda_host.MARGIN, "8")
     cuda_host.prepare(FLAGS)
     assert (gpus.context[cuda_host.MARGIN], gpus.left_free) == ("8", 8)
+    for name in cuda_host.NORM_MARGINS:  # set before: as the first of these runs had it
+        assert gpus.context[name] == "4"
+        monkeypatch.delenv(name)
+    cuda_host.prepare(FLAGS)
+    assert [gpus.context[name] for name in cuda_host.NORM_MARGINS] == ["8", "8"]
     gpus.left_free = None
     monkeypatch.setenv(cuda_host.MARGIN, "0")
     cuda_host.prepare(FLAGS)
@@ -96,6 +104,33 @@ def test_a_rank_without_a_gpu_is_refused(gpus, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match=r"local rank 2, but this host has 2 GPU\(s\)"):
         cuda_host.prepare(FLAGS)
+
+
+def test_ranks_share_the_hosts_gpus(gpus, monkeypatch) -> None:
+    """NCCL believes each on a host of its own; who says nothing of it is refused (above)."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(cuda_host.SHARE, "1")
+    cuda_host.prepare(FLAGS)
+    assert gpus.device == 1 and os.environ["LOCAL_RANK"] == "1"
+    assert gpus.context["NCCL_HOSTID"] == "epp-3-3"
+    assert {name: gpus.context[name] for name in cuda_host.SOCKETS} == cuda_host.SOCKETS
+    monkeypatch.setenv(cuda_host.SHARE, "yes")
+    with pytest.raises(ValueError, match="EPP_SHARE_GPUS=yes: expected 0 or 1"):
+        cuda_host.prepare(FLAGS)
+
+
+def test_transformer_engine_takes_torchs_cudnn(gpus, monkeypatch) -> None:
+    """A toolkit's beside it would be another; what the user names stays."""
+    cuda_host.prepare(["--epp"])
+    assert os.path.isdir(os.path.join(gpus.context["CUDNN_HOME"], "lib"))
+    monkeypatch.delenv("CUDNN_HOME")
+    monkeypatch.setenv("CUDNN_PATH", "/opt/cudnn")
+    cuda_host.prepare(["--epp"])
+    assert "CUDNN_HOME" not in gpus.context
+    monkeypatch.delenv("CUDNN_PATH")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cuda_host.own_cudnn() == {}
 
 
 def test_megatrons_own_training_is_left_alone(gpus) -> None:

@@ -96,7 +96,7 @@ def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
     world("nccl")
     options = message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
     assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
-    assert options._timeout == timedelta(minutes=MINUTES)
+    assert options.is_high_priority_stream and options._timeout == timedelta(minutes=MINUTES)
     assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None
     world("gloo")  # ranks that share a GPU
     assert message_options(torch.device("cuda"), timedelta(minutes=MINUTES)) is None

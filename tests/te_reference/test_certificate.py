@@ -15,6 +15,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.backend import choose_engine
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
@@ -169,6 +170,39 @@ def test_an_h100_is_what_nobody_names(monkeypatch) -> None:
     monkeypatch.delenv(VARIABLE)
     assert require_reference().endswith(f"({VARIABLE}=h100)")
     assert os.environ[VARIABLE] == "h100"  # for the processes to come
+
+
+FINAL_NORM = """
+from megatron_epp.mcore.certify.backend import hide_transformer_engine
+{hide}
+from megatron.core.transformer import transformer_block
+print(transformer_block.LayerNormImpl.__name__)
+"""
+
+
+def test_local_layers_in_float64_have_no_norm_of_it(tmp_path) -> None:
+    """Where it is installed Megatron's local models end in one, which knows no float64 on a GPU."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("raise RuntimeError('it was imported')\n")
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
+    seen, hidden = (
+        subprocess.run(
+            [sys.executable, "-c", FINAL_NORM.format(hide=hide)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
+        )
+        for hide in ("", "hide_transformer_engine()")
+    )  # fmt: skip
+    assert seen.returncode != 0 and "it was imported" in seen.stderr
+    assert hidden.returncode == 0, hidden.stderr
+    assert hidden.stdout.split()[-1] == "WrappedTorchNorm"
+
+
+def test_its_layers_in_float64_are_refused_on_gpus() -> None:
+    trial = Trial(Degrees(1, 1, 1), models(DENSE), device="cuda")
+    with pytest.raises(ValueError, match="do not compute in float64; give --dtype bf16"):
+        choose_engine(trial)
 
 
 def test_adapters_around_its_linears_are_refused() -> None:

@@ -3,6 +3,7 @@
 Importing this stays light: every process does so before it has set its environment.
 """
 
+import sys
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,9 +14,17 @@ from megatron_epp.te_reference import reference_switch
 
 def choose_engine(trial: Trial) -> str:
     """Have the processes run Transformer Engine's layers over a reference of its kernels, where a
-    model asks for them and not for GPUs. ValueError: there is none."""
+    model asks for them and not for GPUs. ValueError: there is none, or its kernels on a GPU cannot
+    compute in the trial's format."""
     words = [word for words in trial.models for word in words]
-    if trial.device != "cpu" or not any(word.endswith("transformer_engine") for word in words):
+    if not any(word.endswith("transformer_engine") for word in words):
+        return ""
+    if trial.device != "cpu":
+        if trial.dtype == FLOAT64:
+            raise ValueError(
+                "--transformer-impl transformer_engine: its kernels on a GPU do not compute in "
+                "float64; give --dtype bf16, or leave out --device"
+            )
         return ""
     # An H100 has no such products.
     device = "b200" if any(word.endswith("mxfp8") for word in words) else reference_switch.DEVICE
@@ -26,6 +35,8 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
     if role.on_gpu:
+        if role.trial.dtype == FLOAT64:
+            hide_transformer_engine()
         _require_gpu(role.rank)
         ranks = str(role.trial.degrees.ranks)
         cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", ranks])
@@ -47,13 +58,22 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
     return Rank(role)
 
 
+def hide_transformer_engine() -> None:
+    """Have Megatron's local layers be all its own, before Megatron is imported: where Transformer
+    Engine is installed it takes its norms in between (core/transformer/transformer_block.py), whose
+    kernels do not compute in float64."""
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+
 def _require_gpu(rank: int) -> None:
     from torch.cuda import device_count
 
-    if device_count() <= rank:
+    from megatron_epp.mcore.patching.cuda_host import SHARE, shares_gpus
+
+    if device_count() <= (0 if shares_gpus() else rank):
         raise ValueError(
             f"--device cuda: every rank needs a GPU, rank {rank} too; this host has "
-            f"{device_count()}: certify fewer ranks, or leave the flag out"
+            f"{device_count()}: certify fewer ranks, set {SHARE}=1, or leave the flag out"
         )
 
 

@@ -117,6 +117,8 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
     if device.type != "cuda" or world._get_backend(device).name() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
+    # Blocks of a message's kernel do not queue behind waiting blocks of attention and norms.
+    options.is_high_priority_stream = True
     options._timeout = timeout  # torch warns where it is not the group's own
     options.config.max_ctas = MESSAGE_BLOCKS
     options.config.min_ctas = 1

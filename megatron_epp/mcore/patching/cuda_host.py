@@ -8,11 +8,19 @@
                                       and with it for messages that this host sends only afterwards
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
                                       and freeing memory need not wait for the device
-    NVTE_EXT_MARGIN_SM            4   multiprocessors that products leave free, with several stages:
+    NVTE_EXT_MARGIN_SM            4   multiprocessors that products leave free, with several stages
+                                      (and norms: NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...):
                                       a message that waits is a kernel on up to as many, and a
                                       product that wants them all waits for them, up to twice as
                                       long. For torch's own products, too; 0 leaves none. What it
                                       gains no GPU has told yet (scripts/gpu/held_sms.py)
+    CUDNN_HOME                        torch's own, where it brought one: Transformer Engine takes a
+                                      toolkit's first, and with another version beside torch's
+                                      there is no fused attention
+    EPP_SHARE_GPUS                    1, set by the user: ranks take turns over the GPUs of this
+                                      host, where NCCL otherwise refuses two ranks on one GPU. It
+                                      believes them on hosts of their own (NCCL_HOSTID) and sends
+                                      over sockets. For tests: kernels of the ranks take turns
 
 What else the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
 context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
@@ -20,6 +28,7 @@ The driver reads the variable once, when it makes the context: that is made here
 is shown what it wants to see.
 """
 
+import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -32,6 +41,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
 MARGIN, LEFT_FREE = "NVTE_EXT_MARGIN_SM", 4
+# Norms, some of whose kernels start only when all of their blocks find room, have their own.
+NORM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
+CUDNN = ("CUDNN_HOME", "CUDNN_PATH")  # where Transformer Engine looks, in this order
+SHARE = "EPP_SHARE_GPUS"
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
 # Compiled fusions (core/jit.py) see a new size with every chunk: compiled once for one size, once
 # for any, and that times the modes of autograd. Dynamo's own limit of 8 runs the rest uncompiled,
@@ -51,8 +70,11 @@ def prepare(flags: Sequence[str]) -> None:
     chosen = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if not any(name in os.environ for name in ALLOCATOR):
         chosen[ALLOCATOR[0]] = "expandable_segments:True"
-    if stages > 1 and MARGIN not in os.environ:
-        chosen[MARGIN] = str(LEFT_FREE)
+    if stages > 1:
+        margin = os.environ.get(MARGIN, str(LEFT_FREE))
+        margins = dict.fromkeys((MARGIN, *NORM_MARGINS), margin)
+        chosen |= {name: value for name, value in margins.items() if name not in os.environ}
+    chosen |= own_cudnn()
     os.environ.update(chosen)
     if not torch.cuda.is_available():
         for name in chosen:
@@ -68,10 +90,15 @@ def prepare(flags: Sequence[str]) -> None:
                 DEFAULTS[CONNECTIONS],
             )
     rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if shares_gpus():
+        host = f"epp-{os.environ.get('RANK', '0')}-{rank}"
+        rank %= devices
+        os.environ.update({**SOCKETS, "NCCL_HOSTID": host, "LOCAL_RANK": str(rank)})
     if rank >= devices:
         raise ValueError(
             f"local rank {rank}, but this host has {devices} GPU(s): start one process per GPU "
-            "(--nproc-per-node), or look at CUDA_VISIBLE_DEVICES"
+            "(--nproc-per-node), or look at CUDA_VISIBLE_DEVICES; for tests, "
+            f"{SHARE}=1 lets ranks share a GPU"
         )
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
@@ -82,6 +109,26 @@ def prepare(flags: Sequence[str]) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
+
+
+def own_cudnn() -> dict[str, str]:
+    """CUDNN_HOME, where torch's cuDNN is a package of Python's and the user names none."""
+    if any(name in os.environ for name in CUDNN):
+        return {}
+    try:
+        package = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:  # of nvidia
+        return {}
+    places = [] if package is None else list(package.submodule_search_locations or ())
+    return {CUDNN[0]: places[0]} if places else {}
+
+
+def shares_gpus() -> bool:
+    """Whether the user lets several ranks of this host share a GPU. ValueError: neither 0 nor 1."""
+    value = os.environ.get(SHARE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{SHARE}={value}: expected 0 or 1")
+    return value == "1"
 
 
 def one_queue(device: torch.device) -> str | None:

@@ -1,0 +1,79 @@
+"""Certificates by this device's own kernels: ranks share its GPUs, messages go over NCCL."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import BF16, EXPERTS, GPT, LLAMA, Trial
+from megatron_epp.mcore.patching.cuda_host import SHARE
+from megatron_epp.te_reference import reference_switch
+from tests.mcore.certified import certified
+from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, V3, V3_MOE, WINDOWS
+from tests.te_reference.test_certificate import ENGINE, EVERY_DEGREE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        reference_switch.is_wanted(), reason="certified over the reference (tests/te_reference)"
+    ),
+]
+
+
+def local(degrees: Degrees, *lines: str, **changes: object) -> Trial:
+    """``lines`` are models of Megatron's own layers, which have the batches in turn."""
+    trial = Trial(degrees, tuple(tuple(line.split()) for line in lines), batches=2 * len(lines))
+    return replace(trial, **changes)
+
+
+# In float64 through Megatron's own layers: the gradients of the reference model to 1e-12.
+EXACT: Mapping[str, Trial] = {
+    "dense": local(Degrees(2, 1, 1), f"{LLAMA} --num-layers 4", f"{GPT} --num-layers 4"),
+    "four stages": local(Degrees(4, 1, 1), f"{LLAMA} --num-layers 4 --epp-vocab-parallel on"),
+    "placements": Trial(
+        Degrees(2, 1, 1),
+        tuple(
+            (*f"{LLAMA} --num-layers 8 --epp-placement".split(), placement)
+            for placement in ("interleaved 2", "v")
+        ),
+        batches=4,
+    ),
+    "tensor parallel": local(
+        Degrees(2, 2, 1), f"{LLAMA} --num-layers 4 --sequence-parallel", overlap=True
+    ),
+    "context parallel": local(Degrees(1, 1, 1, cp=2), f"{LLAMA} --num-layers 2"),
+    "MLA and MoE": local(Degrees(2, 1, 2), f"{V3} {V3_MOE} --num-layers 4", overlap=True),
+    "DSA": local(Degrees(2, 1, 1), f"{V3} {DSA} --num-layers 4"),
+    "MTP": local(Degrees(2, 1, 1), f"{LLAMA} {MTP} --num-layers 4"),
+    "windows": local(Degrees(2, 1, 1), f"{LLAMA} --num-layers 4 {WINDOWS}"),
+    "lockstep": local(
+        Degrees(2, 1, 2), f"{LLAMA} --num-layers 4 {EXPERTS} --expert-model-parallel-size 2"
+    ),
+    "prefixes": local(Degrees(2, 1, 1), f"{LLAMA} --num-layers 4", trees=True),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_random_plans_over_nccl_compute_what_the_plain_model_computes(name, monkeypatch) -> None:
+    monkeypatch.setenv(SHARE, "1")
+    certified(replace(EXACT[name], device="cuda"))
+
+
+# External training loops are certified on CPUs.
+@pytest.mark.parametrize("name", [name for name, one in EVERY_DEGREE.items() if one.loop is None])
+def test_the_engines_layers_are_within_twice_the_plain_models_error(
+    name, monkeypatch, engine
+) -> None:
+    monkeypatch.setenv(SHARE, "1")
+    certified(replace(EVERY_DEGREE[name], device="cuda", dtype=BF16))
+
+
+@pytest.mark.parametrize("kind", ["GDN", "MLA"])
+def test_layers_with_kernels_of_their_own_are(kind, monkeypatch, engine) -> None:
+    if kind == "GDN":
+        pytest.importorskip("fla", reason="needs a GPU and flash-linear-attention")
+    monkeypatch.setenv(SHARE, "1")
+    line = {"GDN": GATED_DELTA_NET, "MLA": f"{LITE} --num-layers 4"}[kind] + ENGINE
+    degrees = Degrees(1 if kind == "GDN" else 2, 1, 1)
+    certified(local(degrees, line, device="cuda", dtype=BF16))
