@@ -25,7 +25,7 @@ from megatron_epp.cost.fitting.refit import refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
-from megatron_epp.runtime.consensus import broadcast_made, broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result, broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class CostMonitor:
         their turn. Collective."""
         if not (folder and self.may_refit):
             return None
-        text = broadcast_made(lambda: json.dumps(self._kept(folder)), self.groups.control)
+        text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
         kept = json.loads(text)
         profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}

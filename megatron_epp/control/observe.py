@@ -19,7 +19,7 @@ from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, S
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step, Timed
-from megatron_epp.runtime.consensus import broadcast_made
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 
@@ -141,7 +141,7 @@ class Observer:
         """The part of each rank's peak that routing decides, from rank 0, which simulates plans.
         Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
         group = self.groups.control
-        return json.loads(broadcast_made(lambda: json.dumps(routed_bytes(cost, step)), group))
+        return json.loads(broadcast_result(lambda: json.dumps(routed_bytes(cost, step)), group))
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:

@@ -36,8 +36,8 @@ def broadcast_text(text: str | None, error: str | None, group: dist.ProcessGroup
     return received
 
 
-def broadcast_made(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
-    """Return what ``make`` gives on rank 0 of ``group``; its ValueError becomes everybody's."""
+def broadcast_result(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
+    """Return what ``make`` returns on rank 0 of ``group``; all ranks raise its ValueError."""
     text = error = None
     if group.rank() == 0:
         try:

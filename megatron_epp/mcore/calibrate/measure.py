@@ -24,7 +24,7 @@ from megatron_epp.ir import FULL, KEEP, Kind, Payload
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
 from megatron_epp.mcore.calibrate.split_cost import measure_split
-from megatron_epp.runtime.consensus import broadcast_made
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
 
@@ -178,7 +178,7 @@ def calibrate(
         except ValueError as refusal:
             raise ValueError(f"calibration: {refusal}") from refusal
 
-    return Profile.from_json(broadcast_made(fitted, groups.control))
+    return Profile.from_json(broadcast_result(fitted, groups.control))
 
 
 def _conditions(probe: Probe) -> Conditions:

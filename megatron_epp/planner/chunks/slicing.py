@@ -200,8 +200,8 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
     is_last = np.zeros(len(start), dtype=bool)
     is_last[last] = True
     uncut, cut = np.arange(len(starts), len(lengths)), Spans(document, start, stop)
-    whole = Spans(uncut, np.zeros_like(uncut), lengths[uncut])
-    return Cuts(cut[~is_last], cut[is_last], whole)
+    shorts = Spans(uncut, np.zeros_like(uncut), lengths[uncut])
+    return Cuts(cut[~is_last], cut[is_last], shorts)
 
 
 # Finer chunks than this many per stage shorten the ramps by less than 4% of the iteration, and
