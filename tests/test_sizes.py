@@ -22,13 +22,13 @@ LONG_FUNCTIONS = {
 # Classes that are longer still, with the most that each may count: this list only shrinks.
 LONG_CLASSES = {
     "DSAKind": 418,
-    "DSALayer": 370,
+    "DSALayer": 368,
     "DSAPart": 379,
     "LoopRank": 308,
-    "MicroBatchStage": 396,
+    "MicroBatchStage": 392,
     "ModelStage": 312,
-    "Search": 428,
-    "SliceStage": 568,
+    "Search": 426,
+    "SliceStage": 563,
     "StageLayout": 307,
 }
 

@@ -264,8 +264,7 @@ def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
     if not gains:
         return []
     head = (
-        f"epp against the best of the others: {statistics.median(gains):.3f} x "
-        f"({min(gains):.3f} to {max(gains):.3f}); it pays on "
-        f"{len(gains) - len(lines)} of {len(gains)} batches"
+        f"epp against the best of the others: {statistics.median(gains):.3f} x ({min(gains):.3f} "
+        f"to {max(gains):.3f}); it pays on {len(gains) - len(lines)} of {len(gains)} batches"
     )
     return [head, *lines]

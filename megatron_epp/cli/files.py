@@ -100,8 +100,7 @@ def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
             if executed != op:
                 raise ValueError(
                     f"records {path}: stage {stage} ran {executed} as op {number + 1}, the plan "
-                    "has "
-                    f"{op} there; expected the records of a run of this plan"
+                    f"has {op} there; expected the records of a run of this plan"
                 )
 
 

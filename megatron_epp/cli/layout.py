@@ -111,8 +111,7 @@ def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
         f"partition: {' '.join(map(str, partition.key))} ({fraction_text(partition.gain)} less "
-        "time than "
-        f"{' '.join(map(str, cost.layout.layers))}); {said}",
+        f"time than {' '.join(map(str, cost.layout.layers))}); {said}",
         file=sys.stderr,
     )
     return partition.cost

@@ -233,8 +233,7 @@ def _lockstep_lines(result: Outcome) -> list[str]:
     return [
         f"lockstep    blocks of {result.step.lockstep} replicas, {empty} chunks empty; takes "
         f"{result.lockstep_price:+.1%} against {seconds_text(result.free_seconds)} of replicas "
-        "that "
-        "run freely (simulated)"
+        "that run freely (simulated)"
     ]
 
 

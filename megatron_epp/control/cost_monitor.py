@@ -25,7 +25,7 @@ from megatron_epp.cost.fitting.refit import refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result, broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -141,13 +141,8 @@ class CostMonitor:
         their turn. Collective."""
         if not (folder and self.may_refit):
             return None
-        text = error = None
-        if self.groups.control.rank() == 0:
-            try:
-                text = json.dumps(self._kept(folder))
-            except ValueError as refusal:
-                error = str(refusal)
-        kept = json.loads(broadcast_text(text, error, self.groups.control))
+        text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
+        kept = json.loads(text)
         profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}
         before = [first for first in profiles if first <= iteration]

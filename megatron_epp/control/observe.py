@@ -19,7 +19,7 @@ from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, S
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step, Timed
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 
@@ -140,10 +140,8 @@ class Observer:
     def _routed(self, cost: Cost, step: Step) -> list[float]:
         """The part of each rank's peak that routing decides, from rank 0, which simulates plans.
         Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
-        group, text = self.groups.control, ""
-        if group.rank() == 0:
-            text = json.dumps(routed_bytes(cost, step))
-        return json.loads(broadcast_text(text, None, group))
+        group = self.groups.control
+        return json.loads(broadcast_result(lambda: json.dumps(routed_bytes(cost, step)), group))
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:

@@ -173,7 +173,6 @@ def examine_masks(files: CorpusFiles) -> LossMasks | None:
             at = int(unlike.argmax())
             raise ValueError(
                 f"{index}: the mask of sequence {first + at} has {mask_lengths[at]} entries, the "
-                "sequence "
-                f"in {files.prefix}.idx {token_lengths[at]} tokens; {remedy}"
+                f"sequence in {files.prefix}.idx {token_lengths[at]} tokens; {remedy}"
             )
     return LossMasks(prefix, masks.lengths)

@@ -173,15 +173,14 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
     if not rate or layer.window or not carried:
         return {}
-    forward = ELEMENT_BYTES * carried / rate
     again = 3 * ELEMENT_BYTES + 2 * GRADIENT_BYTES  # K and V, their gradients twice, the store's
-    backward = again * carried / rate
-    return {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: backward,
-        Kind.INPUT: backward,
-        Kind.WEIGHT: 0.0,
-    }
+    return _without_weights(ELEMENT_BYTES * carried / rate, again * carried / rate)
+
+
+def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
+    """Seconds of ops of what has no weights: all of the backward is I's."""
+    ops = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
 
 def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficients:
@@ -223,13 +222,7 @@ def _column_seconds(
         forward /= layer.flops_per_pair or 1.0
     else:
         forward = work.flops / device.linear_flops
-    backward = work.backward * forward
-    return {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: backward,
-        Kind.INPUT: backward,
-        Kind.WEIGHT: 0.0,
-    }
+    return _without_weights(forward, work.backward * forward)
 
 
 def _layer(

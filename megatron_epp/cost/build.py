@@ -79,8 +79,7 @@ def named_cost(
     if mtp_layers >= stage_layers[-1]:
         raise ValueError(
             f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} predict further "
-            "tokens "
-            "and lie on the last stage, with one in front of them or more"
+            "tokens and lie on the last stage, with one in front of them or more"
         )
     devices = devices_of(device_name, 1 + max(place) if place else pp)
     network: Network | None = None

@@ -76,14 +76,6 @@ class Loads:
     def chunks(self) -> int:
         return len(self.tokens)
 
-    def window_pairs(self, window: int) -> np.ndarray:
-        """[C] query-key pairs where a query sees at most ``window`` keys, itself among them; 0: all
-        before it."""
-        if not window:
-            return self.pairs
-        _, start, stop = self.spans
-        return self.over_chunks(pairs_before(stop, window) - pairs_before(start, window))
-
     def over_chunks(self, amount: np.ndarray) -> np.ndarray:
         """[C] sums of an ``amount`` of every span; of local spans as :func:`over_ranks`."""
         chunk = self.spans[0]

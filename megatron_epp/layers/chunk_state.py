@@ -123,11 +123,12 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
     return Store(contexts, kept, slices.boundaries, readers, followers)
 
 
-def let_go(state: ChunkState, layer: int, rows: Rows) -> None:
-    """In evaluation, once ``layer`` has computed ``rows``: free what no other span will see."""
+def let_go(state: ChunkState, layer: int) -> None:
+    """In evaluation, once ``layer`` has computed the chunk: free what no other span will see."""
     store = state.store
-    if store.readers:
-        for document, _ in rows.context:
-            store.seen(layer, document, store.readers[document])
-    elif rows.cut and rows.last:
-        store.release(layer, rows.span.document)
+    for rows in () if state.training else state.rows:
+        if store.readers:
+            for document, _ in rows.context:
+                store.seen(layer, document, store.readers[document])
+        elif rows.cut and rows.last:
+            store.release(layer, rows.span.document)

@@ -113,9 +113,7 @@ class _AttendChosen(torch.autograd.Function):
         ctx.state, ctx.layer, ctx.how, ctx.trains_indexer = state, layer, how, trains_indexer
         keys = key_T1D, ikey_T1I
         out_THR, chosen_TK, loss = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, trains_indexer)
-        if not state.training:
-            for rows in state.rows:
-                let_go(state, layer, rows)
+        let_go(state, layer)
         # The keys of a lone slice are in the store: what is there is not saved again.
         ctx.kept = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
         ctx.recompute = recompute

@@ -94,9 +94,7 @@ class _AttendLatentKV(torch.autograd.Function):
                 parts = latent_T1R[local], rotary_T1P[local]
                 store.append(layer, document, rows.span.start, *parts)
         out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
-        if not state.training:
-            for rows in state.rows:
-                let_go(state, layer, rows)
+        let_go(state, layer)
         result = (out_THV, lse_TH) if recompute is None else ()
         if recompute is not None:
             recompute.of(ctx, _recomputed)

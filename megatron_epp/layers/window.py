@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.cpu_flash import attend_masked, attend_masked_backward
+from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
 
 LEAST_TILE = 128
 
@@ -34,7 +34,8 @@ def attend_window(
     outputs, sums = [], []
     for tile in _tiles(len(q_THD), len(context[0]), before):
         k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
-        out, lse = attend_masked(q_THD[tile.queries], k, v, _band(tile, before, q_THD.dtype), scale)
+        mask = _band(tile, before, q_THD.dtype)
+        out, lse = attend(q_THD[tile.queries], k, v, False, scale, mask)
         outputs.append(out)
         sums.append(lse)
     return torch.cat(outputs), torch.cat(sums, 1)
@@ -52,9 +53,9 @@ def attend_window_backward(
     for tile in _tiles(len(q_THD), len(context[0]), before):
         k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
         rows = tile.queries
-        dq, *parts = attend_masked_backward(
-            grad_THD[rows], q_THD[rows], k, v, out_THD[rows], lse_HT[:, rows],
-            _band(tile, before, q_THD.dtype), scale,
+        dq, *parts = attend_backward(
+            grad_THD[rows], q_THD[rows], k, v, out_THD[rows], lse_HT[:, rows], False, scale,
+            _band(tile, before, q_THD.dtype),
         )  # fmt: skip
         dq_THD[rows] = dq
         for gradient, total, front_total in zip(parts, own, front, strict=True):

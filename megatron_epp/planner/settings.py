@@ -64,9 +64,8 @@ class SharedSettings:
     )
     vocab_parallel: str = flag(
         "auto",
-        "vocabulary parallelism, the LM head sharded over the stages: on, off, or auto "
-        "(default): on where training runs it and takes at least 1%% less time on the corpus's "
-        "first batches",
+        "vocabulary parallelism, the LM head sharded over the stages: on, off, or auto (default): "
+        "on where training runs it and takes at least 1%% less time on the corpus's first batches",
         ("HOW", one_of("auto", "on", "off")),
     )
 

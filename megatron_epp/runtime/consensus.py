@@ -2,7 +2,7 @@
 
 import hashlib
 import struct
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,17 @@ def broadcast_text(text: str | None, error: str | None, group: dist.ProcessGroup
     if failed:
         raise PlanError(received)
     return received
+
+
+def broadcast_result(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
+    """Return what ``make`` returns on rank 0 of ``group``; all ranks raise its ValueError."""
+    text = error = None
+    if group.rank() == 0:
+        try:
+            text = make()
+        except ValueError as refusal:
+            error = str(refusal)
+    return broadcast_text(text, error, group)
 
 
 def agree(

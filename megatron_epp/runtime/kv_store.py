@@ -130,24 +130,21 @@ class Store:
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add what a slice with P inputs before it contributes to their gradients."""
-        kept = self._kept[layer, document]
-        rows = key_grad_PGD.shape[0]
+        kept, is_last_slice = self._kept[layer, document], False
         if kept.key_grad_CGD is None:
-            dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
-            # The last slice's backward comes first and its context is all of it: a copy, where a
-            # fill with zeros would pass over the memory twice.
-            is_last_slice = rows == self.context_tokens[document]
-            if not is_last_slice and document in self.readers:
-                self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
-                return
-            assert is_last_slice, "the last slice's backward comes first"
-            kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
-            kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
-            self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
+            is_last_slice = len(key_grad_PGD) == self.context_tokens[document]
+            assert is_last_slice or document in self.readers, (
+                "the last slice's backward comes first"
+            )
+        if not is_last_slice:
+            self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
             return
-        assert kept.value_grad_CGD is not None, "both gradients come together"
-        kept.key_grad_CGD[:rows] += key_grad_PGD
-        kept.value_grad_CGD[:rows] += value_grad_PGD
+        # The last slice's context is all of it: a copy, where a fill with zeros would pass over the
+        # memory twice.
+        dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
+        kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
+        kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
+        self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
 
     def has_gradient(self, layer: int, document: int) -> bool:
         """Whether anybody has left any for the document in this layer."""

@@ -114,11 +114,10 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
     row = max(14.0, min(34.0, 320.0 / timeline.ranks))
     numbers = (
-        f"{timeline.time_text(timeline.seconds)}  |  "
-        f"bubbles {fraction_text(timeline.bubble_ratio)}  |  "
-        f"{timeline.summary}, "
-        f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
-        f"{offloaded_text(timeline.plan)}"
+        f"{timeline.time_text(timeline.seconds)}  |  bubbles "
+        f"{fraction_text(timeline.bubble_ratio)}  |  {timeline.summary}, "
+        f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} "
+        f"tokens{offloaded_text(timeline.plan)}"
     )
     if lost := _lost(timeline, axis, row):
         numbers += f"  |  {lost} ops too short for their number: draw -o x.html"
@@ -130,7 +129,8 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     shapes += _grid(timeline, axis, top, bottom)
     shapes += _rows(timeline, axis, top, row)
     y = bottom + 15
-    shapes += _time_labels(timeline, axis, y)
+    for place, label in timeline.ticks(axis.ticks, axis.stop):
+        shapes.append(Label(axis.x(place), y, label, _SMALL, colours.QUIET_INK, "middle"))
     y += 10
     if timeline.curves:
         block, y = _memory(timeline, axis, y + 8)
@@ -142,11 +142,6 @@ def _grid(timeline: Timeline, axis: _Axis, top: float, bottom: float) -> Iterato
     for place, _ in timeline.ticks(axis.ticks, axis.stop):
         x = axis.x(place)
         yield Path(((x, top - 3), (x, bottom + 3)), colours.GRID, 1)
-
-
-def _time_labels(timeline: Timeline, axis: _Axis, y: float) -> Iterator[Shape]:
-    for place, label in timeline.ticks(axis.ticks, axis.stop):
-        yield Label(axis.x(place), y, label, _SMALL, colours.QUIET_INK, "middle")
 
 
 def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
@@ -171,7 +166,8 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
         text = f"{record.op} on stage {record.stage}: {timeline.time_text(record.seconds)}"
         colour = FAMILIES[record.op.kind].plain
         yield Rect(x, y, max(right - x, 0.5), row * _TRANSFER, colour, title=text)
-    full = _labels_fit(timeline, axis, row)
+    # Unless nearly all bars have room for F12, all show 12: one picture, one form.
+    full = _fitting(timeline, axis, row, 0) >= _NUMBERED * len(timeline.records)
     for record in timeline.records:
         y = top + timeline.rank_of(record) * (row + _ROW_GAP)
         yield from _bar(timeline, axis, paints, names, record, y, row, full)
@@ -217,21 +213,19 @@ def _fits(text: str, width: float, row: float) -> bool:
     return _label_size(text, width, row) >= _LEAST - 1e-9
 
 
-def _labels_fit(timeline: Timeline, axis: _Axis, row: float) -> bool:
-    """Whether nearly all bars have room for F12. If not, all show 12: one picture, one form."""
-    fit = sum(
-        _fits(timeline.name(r), axis.x(r.stop) - axis.x(r.start), row) for r in timeline.records
+def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
+    """How many bars have room for their op's name from character ``first`` on."""
+    return sum(
+        _fits(timeline.name(r)[first:], axis.x(r.stop) - axis.x(r.start), row)
+        for r in timeline.records
     )
-    return fit >= _NUMBERED * len(timeline.records)
 
 
 def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
     """How many bars have no number, where these are more than a few."""
-    records = timeline.records
-    lost = sum(
-        not _fits(timeline.name(r)[1:], axis.x(r.stop) - axis.x(r.start), row) for r in records
-    )
-    return lost if lost > (1 - _NUMBERED) * len(records) else 0
+    bars = len(timeline.records)
+    lost = bars - _fitting(timeline, axis, row, 1)
+    return lost if lost > (1 - _NUMBERED) * bars else 0
 
 
 def _bar(

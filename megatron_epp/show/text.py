@@ -38,9 +38,8 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
     columns = _columns(timeline, headroom)
     lines = [f"{timeline.title}: " if timeline.title else ""]
     lines[0] += (
-        f"{timeline.summary}, "
-        f"{timeline.time_text(timeline.seconds)}, bubbles {fraction_text(timeline.bubble_ratio)}"
-        f"{offloaded_text(timeline.plan)}"
+        f"{timeline.summary}, {timeline.time_text(timeline.seconds)}, bubbles "
+        f"{fraction_text(timeline.bubble_ratio)}{offloaded_text(timeline.plan)}"
     )
     rows = [
         _row(timeline, records, transfers, columns)

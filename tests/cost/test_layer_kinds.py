@@ -131,9 +131,8 @@ def test_pairs_and_tails_of_chunks(seed: int, window: int) -> None:
             for key in range(span.start):
                 if key > span.start - window:  # seen from the slice's first token at least
                     kept[span.document].add(key)
-        assert loads.window_pairs(window)[number] == pairs
+        assert WindowPairs(window).of_chunks(loads)[number] == pairs
     assert loads.tail_tokens(window).tolist() == [len(rows) for rows in kept]
-    assert loads.window_pairs(0).tolist() == loads.pairs.tolist()
     assert loads.tail_tokens(0).tolist() == loads.context_tokens.tolist()
     assert loads.tail_tokens(1000).tolist() == loads.context_tokens.tolist()
 
@@ -555,7 +554,7 @@ def test_what_later_slices_get() -> None:
 def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
     shape = KINDS["sparse"]
     taught = dataclasses.replace(shape, taught_on_all=True)
-    (part,), (of_all,) = (Layer(MODEL, one).mixers for one in (shape, taught))
+    (part, _), (of_all, _) = (Layer(MODEL, one).parts for one in (shape, taught))
     assert part.flops_per_pair == 2 * (6 * 10 + 6)
     assert of_all.flops_per_pair == part.flops_per_pair + 2 * 4 * (24 + 8)
     assert part.work[WindowPairs(9)].flops == 2 * 4 * (24 + 8 + 24)

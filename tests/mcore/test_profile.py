@@ -200,7 +200,7 @@ def test_the_flags_say_which_layer_is_of_which_kind() -> None:
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
               "v_head_dim": 6, "multi_latent_attention": True}  # fmt: skip
     (layer,) = model_shape(args(**latent)).shapes.values()
-    (latents,) = layer.mixers
+    latents, _ = layer.parts
     sizes = (latents.query_hidden, latents.output_hidden, layer.carried.channels)
     assert sizes == (48, 24, 20)
     with pytest.raises(ValueError, match="--moe-layer-freq: 3 layers; expected --num-layers, 4"):

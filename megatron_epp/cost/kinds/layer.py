@@ -106,10 +106,6 @@ class Layer:
         return sum(of(part) for part in self.parts)
 
     @property
-    def mixers(self) -> tuple[Part, ...]:
-        return tuple(part for part in self.parts if part.MIXER)
-
-    @property
     def window(self) -> int:
         """Keys that a query sees at most, itself among them; 0: all in front of it."""
         return self.shape.window

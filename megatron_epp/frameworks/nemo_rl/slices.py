@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_epp.mcore.loops.adapter import refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import TokenSamples, log_prob_step
 from megatron_epp.mcore.model.attention import this_device
 
@@ -49,12 +50,7 @@ class NemoSamples(TokenSamples):
             "a draft model": named.get("draft_model") is not None,
             "router replay": named.get("use_router_replay", False),
         }
-        for what, wanted in asked.items():
-            if wanted:
-                raise ValueError(
-                    f"slices of NeMo-RL's micro-batches: it asks for {what}; leave it out, or run "
-                    "whole micro-batches (install_schedule)"
-                )
+        refuse_asked("NeMo-RL's", "it asks", asked)
         self._named = named
         return log_prob_step(1.0 if sampling is None else sampling.temperature, entropy=False)
 

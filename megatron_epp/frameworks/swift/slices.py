@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import loss_function_of, parts_of, shared_prefixes_of
+from megatron_epp.mcore.loops.adapter import (
+    loss_function_of,
+    parts_of,
+    refuse_asked,
+    shared_prefixes_of,
+)
 from megatron_epp.mcore.loops.adapters.packed import documents_of
 from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
@@ -64,12 +69,7 @@ class SwiftPacks:
             and getattr(args, "cp_partition_mode", "zigzag") != "zigzag",
             "routing replay": getattr(trainer, "enable_routing_replay", False),
         }
-        for what, wanted in asked.items():
-            if wanted:
-                raise ValueError(
-                    f"slices of ms-swift's micro-batches: its arguments ask for {what}; leave it "
-                    "out, or run whole micro-batches (install_schedule)"
-                )
+        refuse_asked("ms-swift's", "its arguments ask", asked)
         self._loops_own, self._model = forward_step, model
         return _token_losses
 

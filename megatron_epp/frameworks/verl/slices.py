@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.mcore.loops.adapter import refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
     log_prob_step,
@@ -73,12 +74,7 @@ class VerlSamples(TokenSamples):
             "pad_to_length": config.pad_to_length,
             "use_remove_padding=False": not config.use_remove_padding,
         }
-        for what, wanted in asked.items():
-            if wanted:
-                raise ValueError(
-                    f"slices of verl's micro-batches: its engine asks for {what}; leave it out, "
-                    "or run whole micro-batches (install_schedule)"
-                )
+        refuse_asked("verl's", "its engine asks", asked)
         self._finish = finish
         return log_prob_step(1.0, entropy=True)
 

@@ -100,9 +100,7 @@ class ChunkAttention(torch.autograd.Function):
             elif rows.cut and not rows.last:
                 seeing.tails(state, layer, rows).keep(k_TGD, v_TGD)
         out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
-        if not state.training:
-            for rows in state.rows:
-                let_go(state, layer, rows)
+        let_go(state, layer)
         ctx.state, ctx.layer, ctx.seeing = state, layer, seeing
         # The rows of a lone slice are in the store: what is there is not saved again.
         alone = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last

@@ -14,20 +14,25 @@ from torch import Tensor, ops
 from torch.nn.functional import pad
 
 
-def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: float):
-    """Output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64)."""
+def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: float, mask_TS=None):
+    """Output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64).
+
+    ``mask`` is added to the scores, and hides no row entirely.
+    """
     tokens, heads, _ = q_THD.shape
     size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
-    if not causal:
+    if not causal and mask_TS is None:
         q_THD = _stacked(q_THD, k_SGD.shape[1])
     q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGV))  # [1, H, T, D]
     out, lse = ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, scale=scale
+        q, k, v, 0.0, causal, attn_mask=_of_heads(mask_TS), scale=scale
     )
     return _apart(out[0, ..., :size].transpose(0, 1), heads), lse[0].reshape(heads, tokens)
 
 
-def attend_backward(grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool, scale: float):
+def attend_backward(
+    grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool, scale: float, mask_TS=None
+):
     """Gradients of q, k and v, given the output and log-sum-exp over *all* keys of the row.
 
     The keys passed may be a part of those that the row attended to: the probabilities follow
@@ -36,38 +41,21 @@ def attend_backward(grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool
     heads, groups = q_THD.shape[1], k_SGD.shape[1]
     sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
     _, q_THD, k_SGD, v_SGV, grad_THV, out_THV = _of_one_size(q_THD, k_SGD, v_SGV, grad_THV, out_THV)
-    if not causal:
+    if not causal and mask_TS is None:
         grad_THV, q_THD, out_THV = (_stacked(t, groups) for t in (grad_THV, q_THD, out_THV))
         lse_HT = lse_HT.reshape(groups, -1)
     grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THV, q_THD, k_SGD, v_SGV, out_THV))
     gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse_HT[None], 0.0, causal, scale=scale
+        grad, q, k, v, out, lse_HT[None], 0.0, causal, attn_mask=_of_heads(mask_TS), scale=scale
     )
-    dq_THD, dk_SGD, dv_SGV = _of_own_sizes(gradients, sizes)
+    dq_THD, dk_SGD, dv_SGV = (  # the kernel's [1, H, T, D] each as [T, H, its own D]
+        t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True)
+    )
     return _apart(dq_THD, heads), dk_SGD, dv_SGV
 
 
-def attend_masked(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, mask_TS: Tensor, scale: float):
-    """As :func:`attend`; ``mask`` is added to the scores, and hides no row entirely."""
-    size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGV))
-    out, lse = ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=mask_TS[None, None], scale=scale
-    )
-    return out[0, ..., :size].transpose(0, 1), lse[0]
-
-
-def attend_masked_backward(
-    grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, mask_TS: Tensor, scale: float
-):
-    """As :func:`attend_backward`, of :func:`attend_masked`."""
-    sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
-    _, q_THD, k_SGD, v_SGV, grad_THV, out_THV = _of_one_size(q_THD, k_SGD, v_SGV, grad_THV, out_THV)
-    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THV, q_THD, k_SGD, v_SGV, out_THV))
-    gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse_HT[None], 0.0, False, attn_mask=mask_TS[None, None], scale=scale
-    )
-    return _of_own_sizes(gradients, sizes)
+def _of_heads(mask_TS: Tensor | None) -> Tensor | None:
+    return None if mask_TS is None else mask_TS[None, None]
 
 
 def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor):
@@ -80,11 +68,6 @@ def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor
     if size > other:
         q_THD, k_SGD = (pad(t, (0, size - other)) for t in (q_THD, k_SGD))
     return size, q_THD, k_SGD, v_SGV, *of_values
-
-
-def _of_own_sizes(gradients, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
-    """The kernel's [1, H, T, D] each as [T, H, its own D]."""
-    return tuple(t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True))
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:

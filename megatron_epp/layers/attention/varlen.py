@@ -247,10 +247,7 @@ class _Attend(torch.autograd.Function):
             else:
                 call.tails(piece.slice).keep(k_TGD, v_TGD)
         out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
-        if not state.training:
-            for piece in pieces:
-                if piece.slice is not None:
-                    let_go(state, layer, piece.slice)
+        let_go(state, layer)
         hooks = SavedTensorHooks()
         ctx.call, ctx.hooks, ctx.recompute = call, hooks, recompute
         ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.layers.lm_head.vocabulary import row_blocks
+
 # losses(rows of hidden [t, 1, H], which rows) -> [1, t]
 Losses = Callable[[Tensor, slice], Tensor]
 Exchange = Callable[[Tensor], Tensor]
@@ -53,8 +55,7 @@ class _FusedBackward(torch.autograd.Function):
         total = hidden_T1H.shape[0]
         gradient_T1H = torch.empty_like(hidden_T1H)
         blocks = []
-        for start in range(0, total, block):
-            rows = slice(start, min(start + block, total))
+        for rows in row_blocks(total, block):
             part = hidden_T1H[rows].detach().requires_grad_()
             with torch.enable_grad():
                 losses_1t = losses(part, rows)

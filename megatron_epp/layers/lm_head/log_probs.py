@@ -20,9 +20,7 @@ from torch import Tensor
 
 from megatron_epp.layers.lm_head.vocabulary import (
     OutputWeightShard,
-    label_places,
     log_of_sums,
-    row_blocks,
     softmax_mass,
     statistics_dtype,
 )
@@ -65,10 +63,7 @@ class _LogProbs(torch.autograd.Function):
         hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
         lse_T = hidden_TH.new_empty(len(hidden_TH), dtype=statistics_dtype(hidden_TH.dtype))
         logit_T, mean_T = torch.empty_like(lse_T), torch.zeros_like(lse_T)
-        for block in row_blocks(len(hidden_TH), words.block):
-            logits_tV = _logits(hidden_TH, block, words, temperature_T)
-            token = words.hold(logits_tV)
-            place_t, met_t = label_places(labels_T[block], words)
+        for block, logits_tV, place_t, met_t in words.blocks(hidden_TH, labels_T, temperature_T):
             logit_t = logits_tV.gather(1, place_t[:, None])[:, 0]
             logit_T[block] = logit_t.masked_fill(~met_t, 0)
             most_t = logits_tV.amax(1)
@@ -81,7 +76,7 @@ class _LogProbs(torch.autograd.Function):
             else:
                 sum_t = below_tV.exp_().sum(1)
             lse_T[block] = sum_t.log() + most_t
-            del logits_tV, below_tV, token
+            del logits_tV, below_tV
         if words.ranks > 1:
             own_T, lse_T = lse_T, log_of_sums(lse_T, words)
             mean_T *= softmax_mass(own_T, lse_T, lse_T[:, None])[:, 0]
@@ -103,9 +98,7 @@ class _LogProbs(torch.autograd.Function):
         hidden_grad_TH = torch.empty_like(hidden_TH) if wants_hidden else None
         # Blocks add up: in a half's format what is small would be lost in what is large.
         weight_grad_VH = torch.zeros_like(words.weight_VH, dtype=dtype) if wants_weight else None
-        for block in row_blocks(len(hidden_TH), words.block):
-            logits_tV = _logits(hidden_TH, block, words, temperature_T)
-            token = words.hold(logits_tV)
+        for block, logits_tV, place_t, met_t in words.blocks(hidden_TH, labels_T, temperature_T):
             slope_tV = logits_tV.sub_(lse_T[block, None])
             gradient_t1 = gradient_T[block, None]
             if ctx.entropy:
@@ -115,7 +108,6 @@ class _LogProbs(torch.autograd.Function):
                 del probabilities_tV
             else:
                 slope_tV.exp_().mul_(-gradient_t1)
-            place_t, met_t = label_places(labels_T[block], words)
             slope_tV.scatter_add_(1, place_t[:, None], gradient_t1 * met_t[:, None])
             if temperature_T is not None:
                 slope_tV.div_(temperature_T[block, None])
@@ -126,18 +118,10 @@ class _LogProbs(torch.autograd.Function):
                 product_VH = slope_tV.t() @ hidden_TH[block]
                 weight_grad_VH += product_VH
                 del product_VH
-            del logits_tV, slope_tV, token
+            del logits_tV, slope_tV
         if hidden_grad_TH is not None:
             hidden_grad_TH = words.summed(hidden_grad_TH) if words.ranks > 1 else hidden_grad_TH
             hidden_grad_TH = hidden_grad_TH.to(hidden_tH.dtype)
         if weight_grad_VH is not None:
             weight_grad_VH = weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_TH, weight_grad_VH, None, None, None, None
-
-
-def _logits(
-    hidden_TH: Tensor, block: slice, words: OutputWeightShard, temperature_T: Tensor | None
-) -> Tensor:
-    """[t, V] of a block of rows, in the statistics' format."""
-    logits_tV = (hidden_TH[block] @ words.weight_VH.t()).to(statistics_dtype(hidden_TH.dtype))
-    return logits_tV if temperature_T is None else logits_tV.div_(temperature_T[block, None])

@@ -83,6 +83,23 @@ class OutputWeightShard:
         dist.reduce_scatter_tensor(sum_t, tensor_T.contiguous(), group=self.group)
         return sum_t
 
+    def blocks(
+        self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor | None = None
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Yield for every block its rows, their logits [t, V] in the statistics' format, where
+        their labels stand among the words, and whether they do. Delete the logits before the next.
+        """
+        for rows in row_blocks(len(hidden_TH), self.block):
+            logits_tV = hidden_TH[rows] @ self.weight_VH.t()
+            logits_tV = logits_tV.to(statistics_dtype(hidden_TH.dtype))
+            if temperature_T is not None:
+                logits_tV.div_(temperature_T[rows, None])
+            token = self.hold(logits_tV)
+            place_t = labels_T[rows] - self.first
+            met_t = (place_t >= 0) & (place_t < len(self.weight_VH))
+            yield rows, logits_tV, place_t.masked_fill(~met_t, 0), met_t
+            del logits_tV, token
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -163,10 +180,7 @@ def _local_statistics(
     rows = None
     if gradient:
         rows = WeightRows(torch.empty_like(hidden_TH), torch.empty_like(hidden_TH))
-    for block in row_blocks(total, words.block):
-        logits_tV = (hidden_TH[block] @ weight_VH.t()).to(dtype)
-        token = words.hold(logits_tV)
-        place_t, met_t = label_places(labels_T[block], words)
+    for block, logits_tV, place_t, met_t in words.blocks(hidden_TH, labels_T):
         lse_t = lse_T[block] = torch.logsumexp(logits_tV, 1)
         label_t = logits_tV.gather(1, place_t[:, None])[:, 0]
         logit_T[block] = label_t.masked_fill(~met_t, 0)
@@ -175,7 +189,8 @@ def _local_statistics(
             torch.matmul(softmax_tV, weight_VH, out=rows.mean_tH[block])
             # Not times met_t: a row that is not finite would leave its trace where it is not met.
             rows.label_tH[block] = weight_VH[place_t].masked_fill_(~met_t[:, None], 0)
-        del token
+            del softmax_tV
+        del logits_tV
     return Statistics(lse_T, logit_T, rows)
 
 
@@ -189,15 +204,12 @@ def weight_gradients(
     """
     weight_VH = words.weight_VH
     hidden_TH, lse_T = words.gathered(hidden_tH).to(weight_VH.dtype), words.gathered(lse_t)
-    for block in row_blocks(len(hidden_TH), words.block):
-        logits_tV = (hidden_TH[block] @ weight_VH.t()).to(lse_T.dtype)
-        token = words.hold(logits_tV)
+    for block, logits_tV, place_t, met_t in words.blocks(hidden_TH, labels_T):
         slope_tV = logits_tV.sub_(lse_T[block, None]).exp_()
-        place_t, met_t = label_places(labels_T[block], words)
         slope_tV.scatter_add_(1, place_t[:, None], -met_t[:, None].to(slope_tV.dtype))
         slope_tV *= weights_T[block, None].to(slope_tV.dtype)
         gradient_VH = slope_tV.to(hidden_TH.dtype).t() @ hidden_TH[block]
-        del token
+        del logits_tV, slope_tV
         yield gradient_VH
 
 
@@ -213,13 +225,6 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Softmax mass of some words among more words: [t, 1]."""
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
-
-
-def label_places(labels_t: Tensor, words: OutputWeightShard) -> tuple[Tensor, Tensor]:
-    """Where the labels stand among the words, and whether they do."""
-    place_t = labels_t - words.first
-    met_t = (place_t >= 0) & (place_t < len(words.weight_VH))
-    return place_t.masked_fill(~met_t, 0), met_t
 
 
 def row_blocks(total: int, size: int) -> Iterator[slice]:

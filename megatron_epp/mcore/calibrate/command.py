@@ -131,15 +131,13 @@ def summary(profile: Profile) -> str:
 def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
     forward, backward = (coefficients.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
     return [
-        f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, "
-        f"{forward.per_pair * 1e9:.4g} ns per query-key pair, "
-        f"{forward.per_chunk * 1e3:.3g} ms per chunk",
+        f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, {forward.per_pair * 1e9:.4g} "
+        f"ns per query-key pair, {forward.per_chunk * 1e3:.3g} ms per chunk",
         f"        B {backward.per_token * 1e6:.4g} us per token, {backward.per_pair * 1e9:.4g} ns "
         f"per query-key pair, {backward.per_chunk * 1e3:.3g} ms per chunk",
         f"        holds {coefficients.saved_bytes[KEEP].per_token:.0f} bytes per token from F to "
-        "B, "
-        f"{coefficients.saved_bytes[FULL].per_token:.0f} recomputed in full, "
-        f"K/V of a context {coefficients.kv_bytes_per_token:.0f}",
+        f"B, {coefficients.saved_bytes[FULL].per_token:.0f} recomputed in full, K/V of a context "
+        f"{coefficients.kv_bytes_per_token:.0f}",
     ]
 
 

@@ -24,7 +24,7 @@ from megatron_epp.ir import FULL, KEEP, Kind, Payload
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
 from megatron_epp.mcore.calibrate.split_cost import measure_split
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
 
@@ -171,13 +171,14 @@ def calibrate(
         every: list = [None] * groups.control.size()
         dist.all_gather_object(every, readings, group=groups.control)
         of_kinds[kind] = every
-    text = error = None
-    if groups.control.rank() == 0:
+
+    def fitted() -> str:
         try:
-            text = measured_profile(of_kinds, model, provenance, _conditions(probe)).to_json()
+            return measured_profile(of_kinds, model, provenance, _conditions(probe)).to_json()
         except ValueError as refusal:
-            error = f"calibration: {refusal}"
-    return Profile.from_json(broadcast_text(text, error, groups.control))
+            raise ValueError(f"calibration: {refusal}") from refusal
+
+    return Profile.from_json(broadcast_result(fitted, groups.control))
 
 
 def _conditions(probe: Probe) -> Conditions:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_epp.mcore.job.job_cost import analytic, saved_budgets, training_co
 from megatron_epp.mcore.kinds.base import OpenChoice
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -74,13 +75,8 @@ def settle_choices(
     """
     kinds = (kind for kind in KIND_MODULES if any(kind.KIND.layers(args)))
     for choice in [choice for kind in kinds for choice in kind.CHOICES]:
-        value, error = getattr(args, choice.flag), None
-        if groups.control.rank() == 0:
-            try:
-                value = _settled(choice, args, model, attention, layers, choose)
-            except ValueError as refusal:
-                error = str(refusal)
-        value = broadcast_text(value, error, groups.control)
+        settled = partial(_settled, choice, args, model, attention, layers, choose)
+        value = broadcast_result(settled, groups.control)
         setattr(args, choice.flag, value)
         choice.settle(attention, value)
 

@@ -138,17 +138,10 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
     from megatron_epp.mcore.lm_head.shard import full_output_layer
     from megatron_epp.mcore.model.shape import model_shape
-    from megatron_epp.runtime.consensus import broadcast_text
+    from megatron_epp.runtime.consensus import broadcast_result
 
     wanted = provenance_of(args)
-    text = error = None
-    if groups.control.rank() == 0:
-        try:
-            text = _kept(args, config, wanted)
-        except ValueError as refusal:
-            error = str(refusal)
-    text = broadcast_text(text, error, groups.control)
-    if text:
+    if text := broadcast_result(partial(_kept, args, config, wanted), groups.control):
         return Profile.from_json(text)
     began = time.perf_counter()
     with undisturbed(model), full_output_layer(unwrap_model(model)):

@@ -44,21 +44,14 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
     return Limit(what, instead, no_gpu=_needs_gpu(flag, instead, *runs))
 
 
-def _needs_engine(args: Any) -> str | None:
-    """Transformer Engine's layers run over a reference, too."""
-    if reference_switch.is_wanted():
-        return None
-    return _needs_gpu("--transformer-impl", _LOCAL, "local")(args)
+def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
+    """As :func:`_needs_gpu`, of layers that run over a reference of Transformer Engine, too."""
+    reason = _needs_gpu(flag, *others, **named)
+    return lambda args: None if reference_switch.is_wanted() else reason(args)
 
 
 def _fp8(args: Any) -> bool:
     return bool(getattr(args, "fp8", None))
-
-
-def _fp8_needs_engine(args: Any) -> str | None:
-    if reference_switch.is_wanted():
-        return None
-    return _needs_gpu("--fp8-format", _FLOATS, setting="fp8")(args)
 
 
 def _positions(model: Any) -> str | None:
@@ -175,7 +168,7 @@ TABLE: tuple[Limit, ...] = (
         "slices in fp8 in loops (--fp8-format)",
         _LOOPS,
         slices=not_computed(fp8="fp8"),
-        no_gpu=_fp8_needs_engine,
+        no_gpu=_needs_engine("--fp8-format", _FLOATS, setting="fp8"),
     ),
     _gpu_only("--fp16", _FLOATS),
     Limit(
@@ -281,7 +274,11 @@ TABLE: tuple[Limit, ...] = (
     ),
     *limits_of_kinds(),
     _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),
-    Limit("--transformer-impl other than local", _LOCAL, no_gpu=_needs_engine),
+    Limit(
+        "--transformer-impl other than local",
+        _LOCAL,
+        no_gpu=_needs_engine("--transformer-impl", _LOCAL, "local"),
+    ),
     _gpu_only("--use-flash-attn"),
     _gpu_only("--optimizer-cpu-offload"),
     _gpu_only(

@@ -112,8 +112,7 @@ class ItemDocuments:
         if actual.tolist() != [announced]:
             raise ValueError(
                 f"{where}: original_seq_len {actual.tolist()}, but original_seq_lens said "
-                f"{announced}; "
-                "expected the same: plans are made from lengths that were told ahead"
+                f"{announced}; expected the same: plans are made from lengths that were told ahead"
             )
         short = {
             key: len(column)

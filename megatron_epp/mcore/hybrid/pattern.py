@@ -62,14 +62,12 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
         if ends:
             raise ValueError(
                 f"{flag_text}: its | say where stages end; leave "
-                "--decoder-first-pipeline-num-layers "
-                "and --decoder-last-pipeline-num-layers out"
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers out"
             )
         if len(segments) % stages:
             raise ValueError(
                 f"{flag_text}: {len(segments)} segments for --pipeline-model-parallel-size "
-                f"{stages}; "
-                f"expected {stages}, one for each stage"
+                f"{stages}; expected {stages}, one for each stage"
             )
         return tuple(map(len, segments))
     layers, middle = len(segments[0]), stages - len(ends)

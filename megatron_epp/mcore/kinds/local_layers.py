@@ -9,7 +9,7 @@ Checkpoints have the keys that Transformer Engine's layers give them.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+NORM_OF_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 # ------------------------------------------------------------------ layers of a HybridModel
@@ -43,14 +44,17 @@ def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodul
     )
 
 
-def local_attention(config: Any, mla: bool) -> ModuleSpec:
-    """Description of a layer of attention."""
+def local_attention(
+    config: Any, attention: Any = None, keys: Mapping[str, str] = NORM_OF_QKV, mla: bool = False
+) -> ModuleSpec:
+    """Description of a layer of ``attention``, by default over heads, with the ``keys`` that
+    checkpoints have for its norm."""
     layer = local_submodules(config, mla)
     submodules = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,
-        self_attention=layer.self_attention,
+        self_attention=attention or layer.self_attention,
         self_attn_bda=layer.self_attn_bda,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        sharded_state_dict_keys_map={**keys},
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 

@@ -98,6 +98,15 @@ def loss_function_of(
     return function
 
 
+def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
+    """ValueError: slices do not give something that is ``asked`` for."""
+    if what := next((what for what, wanted in asked.items() if wanted), None):
+        raise ValueError(
+            f"slices of {whose} micro-batches: {who} for {what}; leave it out, or run whole "
+            "micro-batches (install_schedule)"
+        )
+
+
 LOSS_KEYS = ("loss_mask",)
 
 

@@ -101,11 +101,7 @@ class MicroBatchStage(ModelStage):
                 f"{expected} was told beforehand; install_schedule(lengths=...) must tell the rows "
                 "that all ranks of the stage compute, padding included"
             )
-        sent = output.detach()
-        if self.training:
-            self._saved[chunk] = received, output
-            schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-        return sent
+        return self._detached(chunk, received, output)
 
     def _recomputing(self, chunk: int) -> AbstractContextManager[None]:
         if self._attached is None:

@@ -107,12 +107,7 @@ class SliceStage(ModelStage):
                 output, _ = self.forward_step(self._drawn(chunk), self.model)
         if not self.is_last:
             self._stop_timer()
-            sent = output.detach()
-            if self.training:
-                self._saved[chunk] = received, output
-                deallocate = self.config.deallocate_pipeline_outputs
-                schedules.deallocate_output_tensor(output, deallocate)
-            return sent
+            return self._detached(chunk, received, output)
         self._keep(chunk, output)
         if self.training:
             self._saved[chunk] = received, output
@@ -243,38 +238,38 @@ class SliceStage(ModelStage):
         self._gradients.update(zip(documents, gradients, strict=True))
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
-        if not self.is_last:
-            return super()._run_backward(op, gradient)
-        _, output = self._saved[op.chunk]
-        total = self.row_shard.rows(self.plan.chunks[op.chunk])
+        return super()._run_backward(
+            op, self._loss_gradients(op.chunk) if self.is_last else gradient
+        )
+
+    def _loss_gradients(self, chunk: int) -> Tensor:
+        """Return the loss' gradient at the chunk's tokens that are on this rank."""
+        _, output = self._saved[chunk]
+        total = self.row_shard.rows(self.plan.chunks[chunk])
         gradients, start = output.new_zeros(1, total, *output.shape[2:]), 0
-        for span in self.plan.chunks[op.chunk].spans:
+        for span in self.plan.chunks[chunk].spans:
             gradient_rows = self._gradients[span.document][span.start : span.stop]
             gradients[0, start : start + span.tokens] = gradient_rows
             start += span.tokens
             if span.start == 0:  # of a document's slices, the first one's backward comes last
                 del self._gradients[span.document]
-        return self._backward_from(op, gradients[:, self.row_shard.local(total)])
+        return gradients[:, self.row_shard.local(total)]
 
-    def _backward_from(self, op: Op, gradient: Tensor) -> Tensor | None:
-        """As ``_run_backward``, from the gradient of an output that still has its data."""
-        received, output = self._saved.pop(op.chunk)
-        noting = self._ready is not None and op == self._last_backward
-        if self.config.timers is not None:
-            self.config.timers("backward-compute", log_level=2).start()
-        with (
-            self._deferring(op.chunk),
-            self._ready.noting() if self._ready is not None and noting else nullcontext(),
-        ):
+    def _differentiate(
+        self, chunk: int, received: Tensor | None, output: Tensor, gradient: Tensor | None
+    ) -> Tensor | None:
+        if not self.is_last:
+            input_gradient = super()._differentiate(chunk, received, output, gradient)
+        else:  # its output still has its data, which Megatron's backward_step would refuse
+            if self.config.timers is not None:
+                self.config.timers("backward-compute", log_level=2).start()
             torch.autograd.backward(output, gradient)
-            self._run_front_backward(op.chunk)
-        if self.config.timers is not None:
-            self.config.timers("backward-compute").stop()
-        return None if received is None else received.grad
-
-    def _run_front_backward(self, chunk: int) -> None:
+            if self.config.timers is not None:
+                self.config.timers("backward-compute").stop()
+            input_gradient = None if received is None else received.grad
         if self._front is not None:
             self._front.backward(chunk)
+        return input_gradient
 
     def abandon(self) -> None:
         super().abandon()

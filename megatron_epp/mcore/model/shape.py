@@ -128,10 +128,9 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
     counted = layers + before + after
     if counted % pp:
         raise ValueError(
-            f"--num-layers {layers}: does not divide over --pp {pp}; "
-            "expected a multiple, or --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout, to place the "
-            "layers"
+            f"--num-layers {layers}: does not divide over --pp {pp}; expected a multiple, or "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or "
+            "--pipeline-model-parallel-layout, to place the layers"
         )
     counts = [counted // pp] * pp
     counts[0] -= before

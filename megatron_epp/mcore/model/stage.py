@@ -1,7 +1,7 @@
 """One stage of the model as the executor sees it: what F, B, I and W compute."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from itertools import pairwise
@@ -199,13 +199,18 @@ class ModelStage:
             return None
         if isinstance(output, HiddenStates):
             output, self._loss_of[chunk] = output.normed_t1H, loss_of
+        sent = self._detached(chunk, received, output)
+        if self.is_last and self.head_ops is not None:
+            return self.head_ops.begin(chunk, sent)
+        return sent
+
+    def _detached(self, chunk: int, received: Tensor | None, output: Tensor) -> Tensor:
+        """Return the data of ``output``, to be sent, and keep its graph for the backward."""
         sent = output.detach()
         if self.training:
             self._saved[chunk] = received, output
             # Autograd needs the node, not the data; ``sent`` keeps that until it has left.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
-        if self.is_last and self.head_ops is not None:
-            return self.head_ops.begin(chunk, sent)
         return sent
 
     def _report(self, loss_of: Callable, token_losses_1T: Tensor) -> Tensor:
@@ -226,19 +231,15 @@ class ModelStage:
 
     def head_weight(self, chunk: int) -> None:
         assert self.head_ops is not None, "a plan with G runs where its output layer is spread"
-        op = Op(Kind.HEAD_WEIGHT, chunk)
-        self._reduce_from(op)
-        self.head_ops.weight_gradient(chunk)
-        if op == self._last_gradients and self._ready is not None and not self._waits:
-            self._ready.finish()
-        self._reduce_after(op)
+        with self._reducing(Op(Kind.HEAD_WEIGHT, chunk)) as ready:
+            self.head_ops.weight_gradient(chunk)
+            if ready is not None:
+                ready.finish()
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
         """Gradient of every token's loss: what ``backward_step`` will begin with, times its
         mask."""
-        if self.config.grad_scale_func is None:
-            return loss_mask_1T
-        return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
+        return loss_mask_1T * self._loss_scale(loss_mask_1T.device)
 
     def _loss_scale(self, device: torch.device) -> Tensor | float:
         """The optimizer's factor of the loss, for what adds gradients outside of it."""
@@ -248,22 +249,19 @@ class ModelStage:
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         op = Op(Kind.BACKWARD, chunk)
-        self._reduce_from(op)
-        input_gradient = self._run_backward(op, gradient)
-        self._reduce_after(op)
-        return input_gradient
+        with self._reducing(op):
+            return self._run_backward(op, gradient)
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
-        op, deferred = Op(Kind.WEIGHT, chunk), self._deferred.pop(chunk)
-        self._reduce_from(op)
-        if op == self._last_gradients and self._ready is not None and not self._waits:
-            self._ready.finish(deferred)
-        else:
-            deferred.accumulate_all()
-        self._reduce_after(op)
+        deferred = self._deferred.pop(chunk)
+        with self._reducing(Op(Kind.WEIGHT, chunk)) as ready:
+            if ready is not None:
+                ready.finish(deferred)
+            else:
+                deferred.accumulate_all()
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
@@ -275,18 +273,20 @@ class ModelStage:
             noting = self._ready.noting()
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), noting:
-            gradients = backward_step(
-                input_tensor=received,
-                output_tensor=output,
-                output_tensor_grad=gradient,
-                config=self.config,
-                **_MODEL_TYPE,
-            )
-            self._run_front_backward(op.chunk)
+            gradients = self._differentiate(op.chunk, received, output, gradient)
         return gradients if self.head_ops is None else self.head_ops.hand_back(op.chunk, gradients)
 
-    def _run_front_backward(self, chunk: int) -> None:
-        """Run that of what stands in front of the model's layers, where that is apart."""
+    def _differentiate(
+        self, chunk: int, received: Tensor | None, output: Tensor, gradient: Tensor | None
+    ) -> Tensor | None:
+        """Run autograd; return the gradient of ``received``."""
+        return backward_step(
+            input_tensor=received,
+            output_tensor=output,
+            output_tensor_grad=gradient,
+            config=self.config,
+            **_MODEL_TYPE,
+        )
 
     # -------------------------------------------------------------- weight gradients
 
@@ -307,13 +307,24 @@ class ModelStage:
         (grad_sync_func) they do so on the first stage only, as in Megatron's schedules."""
         return self.config.grad_sync_func is None or self.stage == 0
 
-    def _reduce_from(self, op: Op) -> None:
-        """Wake DDP's hooks for the stage's last op that makes gradients."""
-        if op == self._last_gradients and self._hooks_reduce and not self._waits:
-            self._no_sync.close()
-            if self._reduces_early and op == self._last_backward:
-                for weight in self._of_head:
-                    self._report_ready(weight)
+    @contextmanager
+    def _reducing(self, op: Op) -> Iterator[ReadyOrder | None]:
+        """Around an op that makes gradients: wake DDP's hooks before the stage's last one; start
+        the reductions of the stages that waited after it. Yield the order to finish, if any."""
+        last, waits = op == self._last_gradients, self._waits
+        if last and self._hooks_reduce and not waits:
+            self._wake(self._reduces_early and op == self._last_backward)
+        yield self._ready if last and not waits else None
+        for other in self._after if last else ():
+            other._wake()
+            if other._ready is not None:
+                other._ready.finish()
+
+    def _wake(self, reports: bool = True) -> None:
+        """Wake DDP's hooks; report what G alone gives a gradient, where no G comes last."""
+        self._no_sync.close()
+        for weight in self._of_head if reports else ():
+            self._report_ready(weight)
 
     @property
     def _reduces_early(self) -> bool:
@@ -329,17 +340,6 @@ class ModelStage:
         if self._ready is None:
             self._ready = ReadyOrder(self.model, self._report_ready, self._of_head)
         other._after.append(self)
-
-    def _reduce_after(self, op: Op) -> None:
-        """Behind the last op that makes gradients: the stages that waited start theirs."""
-        if op != self._last_gradients:
-            return
-        for other in self._after:
-            other._no_sync.close()
-            for weight in other._of_head:
-                other._report_ready(weight)
-            if other._ready is not None:
-                other._ready.finish()
 
     @property
     def _of_head(self) -> tuple[Parameter, ...]:

@@ -40,7 +40,7 @@ from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 from megatron_epp.mcore.trainer.job_data import JobData
 from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -163,13 +163,11 @@ class Job:
 
     def _claim_folders(self, groups: Groups) -> None:
         """Lock the folders that this job writes against other jobs. Collective."""
-        error = None
-        if groups.control.rank() == 0:
-            try:
-                self._locks = claim(self._folders)
-            except ValueError as refusal:
-                error = str(refusal)
-        broadcast_text("", error, groups.control)
+
+        def lock() -> None:
+            self._locks = claim(self._folders)
+
+        broadcast_result(lock, groups.control)
 
     def _watch(self, groups: Groups) -> None:
         """Have this rank say its op when it is terminated, and when it hangs."""

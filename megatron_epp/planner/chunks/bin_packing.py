@@ -131,29 +131,6 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
 
 def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
     """The bin of every tail and every short: by falling tokens, the first that has room."""
-    return _first_fit(
-        cuts.tails.tokens.astype(np.float64),
-        cuts.shorts.tokens.astype(np.float64),
-        float(most_tokens),
-    )
-
-
-@njit(cache=True)
-def _first_fit(tail_tokens, short_tokens, most_tokens):
-    tails, shorts = len(tail_tokens), len(short_tokens)
-    tokens = np.zeros(tails + shorts)
-    bucket = np.empty(tails + shorts, dtype=np.int64)
-    count = tails
-    for t in range(tails):
-        tokens[t], bucket[t] = tail_tokens[t], t
-    for q in range(shorts):
-        chosen = count
-        for b in range(count):
-            if tokens[b] + short_tokens[q] <= most_tokens:
-                chosen = b
-                break
-        if chosen == count:
-            count += 1
-        tokens[chosen] += short_tokens[q]
-        bucket[tails + q] = chosen
-    return bucket, count
+    tails, shorts = (part.tokens.astype(np.float64) for part in (cuts.tails, cuts.shorts))
+    at_once = np.zeros_like(tails), tails, np.zeros_like(shorts), shorts, np.zeros_like(tails)
+    return _longest_first(*at_once, float(most_tokens))  # where no bin takes longer than another

@@ -98,13 +98,8 @@ def build_block(
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
     inner = np.bincount(cuts.slices.document, minlength=len(cuts.tails))
     groups, places = _assign_runs((inner + 1).tolist(), width)
-    cut = Spans(
-        np.concatenate((cuts.slices.document, cuts.tails.document)),
-        np.concatenate((cuts.slices.start, cuts.tails.start)),
-        np.concatenate((cuts.slices.stop, cuts.tails.stop)),
-    )
-    order = np.lexsort((cut.start, cut.document))
-    cut = Spans(cut.document[order], cut.start[order], cut.stop[order])
+    cut = cuts.slices + cuts.tails
+    cut = cut[np.lexsort((cut.start, cut.document))]
     who, first = np.array(places, dtype=np.int64).reshape(-1, 2).T
     after = np.arange(len(cut)) - (np.cumsum(inner + 1) - inner - 1)[cut.document]
     cut_member, cut_position = who[cut.document], first[cut.document] + after
@@ -132,14 +127,9 @@ def build_block(
         more += max(1, more // 4)
     member, position = place % width, rows[place // width]
     _sort_packs(member, position, short_seconds, beside, count, width)
-    spans = Spans(
-        np.concatenate((cut.document, cuts.shorts.document)),
-        np.concatenate((cut.start, cuts.shorts.start)),
-        np.concatenate((cut.stop, cuts.shorts.stop)),
-    )
     ends = np.cumsum([0, *groups, *([1] * more)])
     block = _block(
-        spans,
+        cut + cuts.shorts,
         np.concatenate((cut_member, member)),
         np.concatenate((cut_position, position)),
         ends,
@@ -235,7 +225,7 @@ def _block(
     group = np.repeat(np.arange(len(sizes)), sizes)
     is_cut = np.bincount(spans.document)[spans.document] > 1
     members = tuple(
-        Chunking.of_spans(_select(spans, of_member), position[of_member], starts, is_cut[of_member])
+        Chunking.of_spans(spans[of_member], position[of_member], starts, is_cut[of_member])
         for of_member in (member == who for who in range(width))
     )
     taken = np.stack(
@@ -248,7 +238,7 @@ def _block(
     at = np.arange(count)
     shown = member == slowest[position]
     return BlockChunking(
-        _select(spans, shown),
+        spans[shown],
         position[shown],
         starts,
         np.stack([each.tokens for each in members]).max(axis=0),
@@ -257,10 +247,6 @@ def _block(
         np.stack([each.slice_tokens for each in members]).max(axis=0),
         members,
     )
-
-
-def _select(spans: Spans, which: np.ndarray) -> Spans:
-    return Spans(spans.document[which], spans.start[which], spans.stop[which])
 
 
 def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:

@@ -141,11 +141,7 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
     # Cut documents are the longest ones, so document t's tail opens bucket t.
     before = np.arange(len(cuts.slices)) - (np.cumsum(inner) - inner)[cuts.slices.document]
     chunk = np.concatenate((starts[cuts.slices.document] + before, starts[bucket + 1] - 1))
-    spans = Spans(
-        np.concatenate((cuts.slices.document, cuts.tails.document, cuts.shorts.document)),
-        np.concatenate((cuts.slices.start, cuts.tails.start, cuts.shorts.start)),
-        np.concatenate((cuts.slices.stop, cuts.tails.stop, cuts.shorts.stop)),
-    )
+    spans = cuts.slices + cuts.tails + cuts.shorts
     chunking = Chunking.of_spans(spans, chunk, starts, spans.document < tails)
     seconds = rates.chunk_spans_seconds(spans, chunk, chunking.tokens, chunking.pairs)
     seconds = seconds[starts[tails:-1]]

@@ -100,11 +100,8 @@ def local_chunks(
     place = new[place]
     bucket = np.concatenate((bucket, place // ranks))
     number = np.cumsum(np.bincount(bucket, minlength=bins) > 0) - 1  # without empty packs
-    all_short = Spans(
-        np.concatenate((cuts.shorts.document, np.arange(first, len(lengths)))),
-        np.concatenate((cuts.shorts.start, np.zeros(len(lengths) - first, dtype=np.int64))),
-        np.concatenate((cuts.shorts.stop, lengths[first:])),
-    )
+    local = np.arange(first, len(lengths))
+    all_short = cuts.shorts + Spans(local, np.zeros_like(local), lengths[first:])
     short_cuts = Cuts(cuts.slices, cuts.tails, all_short)
     chunking = assemble(short_cuts, number[bucket], int(number[-1]) + 1, rates)
     everywhere = np.full(len(cuts.slices) + tails + shorts, ALL_RANKS)

@@ -133,6 +133,14 @@ class Spans:
     def __len__(self) -> int:
         return len(self.document)
 
+    def __getitem__(self, which: np.ndarray) -> "Spans":
+        return Spans(self.document[which], self.start[which], self.stop[which])
+
+    def __add__(self, others: "Spans") -> "Spans":
+        """Return these, and then the others."""
+        pairs = ((getattr(self, name), getattr(others, name)) for name in self.__slots__)
+        return Spans(*map(np.concatenate, pairs))
+
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
@@ -191,12 +199,9 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
     stop[last] = lengths[: len(starts)]
     is_last = np.zeros(len(start), dtype=bool)
     is_last[last] = True
-    uncut = np.arange(len(starts), len(lengths))
-    return Cuts(
-        Spans(document[~is_last], start[~is_last], stop[~is_last]),
-        Spans(document[is_last], start[is_last], stop[is_last]),
-        Spans(uncut, np.zeros_like(uncut), lengths[uncut]),
-    )
+    uncut, cut = np.arange(len(starts), len(lengths)), Spans(document, start, stop)
+    shorts = Spans(uncut, np.zeros_like(uncut), lengths[uncut])
+    return Cuts(cut[~is_last], cut[is_last], shorts)
 
 
 # Finer chunks than this many per stage shorten the ramps by less than 4% of the iteration, and

@@ -74,24 +74,21 @@ class Draft:
 
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
-    if draft.stages is not None:
-        ran = ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
+    place: tuple[int, ...] = ()
+    turns: tuple[tuple[int, ...], ...] = ()
+    if draft.stages is None:
+        orders = orders_of_arrays(draft.kinds, draft.chunks)
+    else:
+        place, ran = cost.layout.place, ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
         orders, turns = orders_of_ranks(ran, cost.layout.stages)
-        return Plan(
-            documents=batch.documents,
-            layers=cost.layout.layers,
-            chunks=draft.chunking.ir_chunks(batch.names),
-            recompute=_recompute(draft.counts, cost, draft.chunking.count),
-            orders=orders,
-            place=cost.layout.place,
-            turns=turns,
-        )
     return Plan(
         documents=batch.documents,
         layers=cost.layout.layers,
         chunks=draft.chunking.ir_chunks(batch.names),
         recompute=_recompute(draft.counts, cost, draft.chunking.count),
-        orders=orders_of_arrays(draft.kinds, draft.chunks),
+        orders=orders,
+        place=place,
+        turns=turns,
     )
 
 

@@ -248,11 +248,7 @@ def solve_rows(
     """
     if not len(rows.missing_bytes):
         return np.zeros(rows.columns, dtype=np.int64)
-    row_of = np.repeat(np.arange(len(rows.missing_bytes)), np.diff(rows.starts))
-    reachable = np.bincount(
-        row_of, weights=rows.freed * most[rows.slot], minlength=len(rows.missing_bytes)
-    )
-    if (reachable < rows.missing_bytes).any():
+    if not _enough(rows, most):
         return None
     # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
     scale = 1.0 / rows.missing_bytes.max()

@@ -105,10 +105,6 @@ class Choice:
             "exchange between replicas": self.exchange_seconds / self.seconds,
         }
 
-    @property
-    def even(self) -> bool:
-        return max(self.layers) - min(self.layers) <= 1
-
     def facts(self) -> dict:
         """For JSON; seconds and bytes are plain numbers."""
         own = dataclasses.asdict(self)

@@ -147,7 +147,7 @@ class AttentionModule(KindModule):
         return KeptShapes((shape, shape), bool(last))
 
     def local_layer(self, config: Any) -> Any:
-        return local_attention(config, mla=False)
+        return local_attention(config)
 
     def fix_local(self, layer: Any, config: Any) -> None:
         fix_local_attention(layer, config)

@@ -36,7 +36,7 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megatron_epp.layers.attention.layer_attention import Attention
@@ -48,21 +48,17 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handle,
     saving_handles,
 )
-from megatron_epp.layers.recompute.wrap import wrap_norm
-from megatron_epp.mcore.kinds.attention.module import attention_of
 from megatron_epp.mcore.kinds.base import KeptShapes, LayerPlace
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind, indexer_learns
-from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, block_with, local_submodules
-from megatron_epp.mcore.kinds.mla.module import UP_PROJECTION, MLALayer, MLAModule
+from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, block_with, local_attention
+from megatron_epp.mcore.kinds.mla.module import (
+    UP_PROJECTION,
+    MLALayer,
+    MLAModule,
+    install_mla,
+)
 from megatron_epp.mcore.kinds.moe.local import DuplicatedLinear
 from megatron_epp.mcore.kinds.positions import PositionedRotary
-
-
-def install_dsa(place: LayerPlace) -> None:
-    """Make the sparse attention of a layer of the stage that of chunks."""
-    around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
-    DSALayer(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
-    wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,17 +234,6 @@ def _sparse(config: Any) -> ModuleSpec:
     return replace(module, submodules=replace(module.submodules, **down))
 
 
-def local_dsa(config: Any) -> ModuleSpec:
-    """Description of a layer of sparse attention."""
-    layer = local_submodules(config)
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=layer.input_layernorm,
-        self_attention=_sparse(config),
-        self_attn_bda=layer.self_attn_bda,
-    )
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
-
-
 def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
     """Description of a stage's layers of a GPTModel, with sparse attention in each."""
     attention = _sparse(config)
@@ -278,7 +263,7 @@ class DSAModule(MLAModule):
             logged["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
 
     def install(self, place: LayerPlace) -> None:
-        install_dsa(place)
+        install_mla(place, DSALayer)
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config = layer.config
@@ -286,7 +271,7 @@ class DSAModule(MLAModule):
         return KeptShapes(((context, 1, key), (context, 1, config.dsa_indexer_head_dim)))
 
     def local_layer(self, config: Any) -> Any:
-        return local_dsa(config)
+        return local_attention(config, _sparse(config), {})
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
         if config.experimental_attention_variant != self.KIND.VARIANT:

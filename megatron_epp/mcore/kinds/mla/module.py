@@ -61,10 +61,10 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
 
 
-def install_mla(place: LayerPlace) -> None:
+def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
     """Make the latent attention of a layer of the stage that of chunks."""
     around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
-    MLALayer(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
+    kind(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
@@ -259,18 +259,13 @@ class MLALayer:
         layer = state.layer(self.layer)
         parts = query_THD, key_THD, value_THV, *taken.local
 
-        def sharded(
-            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
-        ) -> tuple[Tensor, RecomputeHandle | None]:
-            qkv = q_THD, k_THD, v_THV
+        def sharded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
             if taken.latent_kv is None:
-                return self.attention(*qkv, state, layer, drop)
-            return self._latent_attention(*qkv, taken.latent_kv, state, layer, drop)
+                return self.attention(q, k, v, state, layer, drop)
+            return self._latent_attention(q, k, v, taken.latent_kv, state, layer, drop)
 
-        def local(
-            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
-        ) -> tuple[Tensor, RecomputeHandle | None]:
-            return self.local(q_THD, k_THD, v_THV, state.local, layer, drop)
+        def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
+            return self.local(q, k, v, state.local, layer, drop)
 
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
             return attend_parts(parts, state, self.ulysses, sharded, local)
@@ -352,7 +347,7 @@ class MLAModule(KindModule):
         return isinstance(module, MultiLatentAttention)
 
     def install(self, place: LayerPlace) -> None:
-        install_mla(place)
+        install_mla(place, MLALayer)
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim

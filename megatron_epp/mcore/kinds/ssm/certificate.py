@@ -16,6 +16,15 @@ class SSMCertificate(LayerCertificate):
     """Scaled down are heads, groups and sizes of states. Kept: heads of a group, up to 4."""
 
     KIND: SSMKind
+    SIZES: tuple[str, str, str, str]  # its flags: heads, groups, sizes of keys and of values
+
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
+        if not self.KIND.asked(args):
+            return {}
+        sizes = (*self.small_heads(args, tp), SMALL_KEYS, SMALL_VALUES)
+        return dict(zip(self.SIZES, sizes, strict=True))
 
     def small_words(self, args: Any) -> list[str]:
         return self.KIND.words(args)
@@ -34,36 +43,13 @@ class SSMCertificate(LayerCertificate):
 
 class MambaCertificate(SSMCertificate):
     KIND = MambaKind()
-
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        if not self.KIND.asked(args):
-            return {}
-        heads, groups = self.small_heads(args, tp)
-        return {
-            "mamba_num_heads": heads,
-            "mamba_num_groups": groups,
-            "mamba_state_dim": SMALL_KEYS,
-            "mamba_head_dim": SMALL_VALUES,
-        }
+    SIZES = ("mamba_num_heads", "mamba_num_groups", "mamba_state_dim", "mamba_head_dim")
 
 
 class GatedDeltaNetCertificate(SSMCertificate):
     KIND = GatedDeltaNetKind()
-
-    def small(
-        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
-    ) -> dict[str, Any]:
-        if not self.KIND.asked(args):
-            return {}
-        heads, groups = self.small_heads(args, tp)
-        return {
-            "linear_num_value_heads": heads,
-            "linear_num_key_heads": groups,
-            "linear_key_head_dim": SMALL_KEYS,
-            "linear_value_head_dim": SMALL_VALUES,
-        }
+    SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim",
+             "linear_value_head_dim")  # fmt: skip
 
     def make_double(self, args: Any) -> None:
         if self.KIND.asked(args):

@@ -14,9 +14,11 @@ class SSMKind(LayerKind):
     """An SSM or linear-attention layer.
 
     PACKAGES   that its kernels come from
+    HEADS      field of LayerShape that counts its heads
     """
 
     PACKAGES: ClassVar[dict[str, str]] = {}
+    HEADS: ClassVar[str]
 
     def asked(self, args: Any) -> bool:
         """Whether flags, however few of them there are, ask for such layers."""
@@ -29,6 +31,15 @@ class SSMKind(LayerKind):
     def state_sizes(self, args: Any) -> tuple[int, int]:
         """Channels of a key and of a value of a head."""
         raise NotImplementedError
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
+        return {
+            self.HEADS: heads,
+            "state_groups": groups,
+            "state_keys": keys,
+            "state_values": values,
+        }
 
     def words(self, args: Any) -> list[str]:
         if not self.asked(args):
@@ -68,6 +79,7 @@ class MambaKind(SSMKind):
     """Mamba-2, of a HybridModel alone."""
 
     PRICED, NAME, SYMBOL, SLOT = MambaPart, "Mamba", "M", "mixer"
+    HEADS = "mamba_heads"
     TIMED: ClassVar = {"layernorm": "norm"}
     STACK = "mamba_layer"
     PACKAGES: ClassVar = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d"}
@@ -91,15 +103,6 @@ class MambaKind(SSMKind):
     def state_sizes(self, args: Any) -> tuple[int, int]:
         return args.mamba_state_dim, args.mamba_head_dim
 
-    def sizes(self, args: Any) -> dict[str, Any]:
-        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
-        return {
-            "mamba_heads": heads,
-            "state_groups": groups,
-            "state_keys": keys,
-            "state_values": values,
-        }
-
     def shares(self, groups: int, cp: int) -> bool:
         return not (groups % cp and cp % groups)
 
@@ -109,6 +112,7 @@ class GatedDeltaNetKind(SSMKind):
     (--experimental-attention-variant gated_delta_net, --linear-attention-freq)."""
 
     PRICED, NAME, SYMBOL, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
+    HEADS = "delta_heads"
     VARIANT = "gated_delta_net"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
     STACK = "gdn_layer"
@@ -152,14 +156,7 @@ class GatedDeltaNetKind(SSMKind):
         return args.linear_key_head_dim, args.linear_value_head_dim
 
     def sizes(self, args: Any) -> dict[str, Any]:
-        (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
-        return {
-            "attention": False,
-            "delta_heads": heads,
-            "state_groups": groups,
-            "state_keys": keys,
-            "state_values": values,
-        }
+        return {"attention": False, **super().sizes(args)}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if getattr(args, "experimental_attention_variant", None) != self.VARIANT:

@@ -13,9 +13,9 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_epp.mcore.kinds.local_layers import block_with, local_submodules
+from megatron_epp.mcore.kinds.local_layers import block_with, local_attention, local_submodules
 
 _NORM_OF_DELTA = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
@@ -39,14 +39,8 @@ def local_mamba(config: Any) -> ModuleSpec:
 
 def local_gated_delta_net(config: Any) -> ModuleSpec:
     """Description of a layer of a gated delta net."""
-    layer = local_submodules(config)
-    submodules = TransformerLayerSubmodules(
-        input_layernorm=layer.input_layernorm,
-        self_attention=_delta(layer.input_layernorm),
-        self_attn_bda=layer.self_attn_bda,
-        sharded_state_dict_keys_map={**_NORM_OF_DELTA},
-    )
-    return ModuleSpec(module=TransformerLayer, submodules=submodules)
+    delta = _delta(local_submodules(config).input_layernorm)
+    return local_attention(config, delta, _NORM_OF_DELTA)
 
 
 def _delta(norm: Any) -> ModuleSpec:

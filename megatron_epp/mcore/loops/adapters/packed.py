@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of, shared_prefixes_of
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of
+from megatron_epp.mcore.loops.adapters.samples import Samples
 
 _TOKENS = ("input_ids", "tokens")
 
 
-class PackedDocuments:
+class PackedDocuments(Samples):
     """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
 
     keys         what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
@@ -36,14 +36,10 @@ class PackedDocuments:
         share_from: int = 0,
         loss_keys: Sequence[str] = LOSS_KEYS,
     ):
-        self.share_from, self.loss_keys = share_from, tuple(loss_keys)
-        self.loss_of, self.keys = loss_of, tuple(keys)
+        super().__init__(loss_of, keys, share_from, loss_keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
         return tuple(stop - start for start, stop in documents_of(micro_batch))
-
-    def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
@@ -52,12 +48,7 @@ class PackedDocuments:
         rows = slice(None), slice(first + start, min(first + stop, end))
         return parts_of(micro_batch, self.keys, rows)
 
-    def loss(
-        self,
-        micro_batch: Mapping[str, Any],
-        outputs: Sequence[Tensor],
-        non_loss_data: bool = False,
-    ) -> Any:
+    def laid_out(self, micro_batch: Mapping[str, Any], outputs: Sequence[Tensor]) -> Tensor:
         tokens = next(micro_batch[key] for key in _TOKENS if key in micro_batch)
         parts, reached = [], 0
         for (start, stop), output in zip(documents_of(micro_batch), outputs, strict=True):
@@ -65,10 +56,7 @@ class PackedDocuments:
             reached = stop
         rest = tokens.shape[1] - reached
         parts.append(outputs[0].new_zeros(rest, *outputs[0].shape[1:]))
-        joined = torch.cat(parts)[None]
-        if non_loss_data:
-            return self.loss_of(micro_batch, joined, non_loss_data=True)
-        return self.loss_of(micro_batch, joined)
+        return torch.cat(parts)[None]
 
 
 def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:

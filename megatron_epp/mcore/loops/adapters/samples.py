@@ -70,15 +70,20 @@ class Samples:
         outputs: Sequence[Tensor],
         non_loss_data: bool = False,
     ) -> Any:
+        laid_out = self.laid_out(micro_batch, outputs)
+        if non_loss_data:
+            return self.loss_of(micro_batch, laid_out, non_loss_data=True)
+        return self.loss_of(micro_batch, laid_out)
+
+    def laid_out(self, micro_batch: Mapping[str, Any], outputs: Sequence[Tensor]) -> Tensor:
+        """Return the documents' outputs as rows of the micro-batch; those of padding are 0."""
         rows = micro_batch["tokens"].shape[1]
         padded = pad_sequence(list(outputs), batch_first=True)
         missing = rows - padded.shape[1]
         if missing > 0:
             zeros = padded.new_zeros(padded.shape[0], missing, *padded.shape[2:])
             padded = torch.cat([padded, zeros], dim=1)
-        if non_loss_data:
-            return self.loss_of(micro_batch, padded, non_loss_data=True)
-        return self.loss_of(micro_batch, padded)
+        return padded
 
 
 def masked_sum(
