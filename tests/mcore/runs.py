@@ -235,8 +235,13 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
 def run_program(
     place: dict[str, str], output: str, program: tuple[str, ...], words: list[str]
 ) -> None:
-    """In the forked process: ``program`` with ``words``, as Python's command line would run it."""
+    """In the forked process."""
     become(place, str(ROOT), output)
+    execute(program, words)
+
+
+def execute(program: tuple[str, ...], words: list[str]) -> None:
+    """``program`` with ``words``, as Python's command line would run it."""
     assert "megatron.training" in sys.modules, "the fork server has nothing imported"
     try:
         if program[0] == "-m":
