@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Op, Payload, Plan, Span, Table
-from megatron_epp.planner import Options, plan_step
 from megatron_epp.sim.play import Simulation, play
-from tests.planner.cases import machine
 
 CASES = [(p, m) for p in (2, 3, 4, 8) for m in (8, 11)]  # m >= p
 # One micro-batch forward and backward, in units that slices divide without a remainder.
@@ -122,17 +120,3 @@ def test_split_backward(p: int, m: int) -> None:
     # p micro-batches of HELD / p, as 1F1B; while an I runs the rules count its own twice: what it
     # frees and what it leaves for its W.
     assert max(made.peak_bytes) == HELD + HELD / p
-
-
-@pytest.mark.parametrize("room_gib", (4.0, 60.0))
-def test_a_plan_idles_at_most_so_much(room_gib: float) -> None:
-    """The last row: on equal documents no slower than packing or slices, within the budget."""
-    cost, options = machine(4, room_gib), Options(context=8192)
-    made = {
-        name: plan_step((8192,) * 8, cost, options, name).planned[0]
-        for name in ("packing", "seq1f1b", "epp")
-    }
-    assert made["epp"].seconds <= min(made["packing"].seconds, made["seq1f1b"].seconds)
-    assert all(
-        a <= b for a, b in zip(made["epp"].peak_bytes, cost.device_budget_bytes, strict=True)
-    )

@@ -31,6 +31,7 @@ HOOKS = TrainerHooks(attention_for=exact_attention)
     [
         (1, f"{V3} --epp-mla-keeps expanded", 4),
         (2, f"{V3} --epp-mla-keeps expanded", 4),
+        (1, LLAMA, 3),
         (2, LLAMA, 6),
     ],
 )
@@ -41,6 +42,7 @@ def test_attention_by_the_kernels_of_gpus(cp, model, batches, tmp_path) -> None:
     _, judged = certified(Trial(Degrees(1, 1, 1, cp=cp), models, batches, interfere=exact))
     assert sum(batch.coverage.cut for batch in judged) > 0
     assert sum(batch.coverage.packed for batch in judged) > 0
+    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
 
 
 # ------------------------------------------------------------------ trained
