@@ -20,19 +20,13 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.ir import Plan, Step, check, parse_records
 from tests.cli.commands import LENGTHS, printed, refused
 from tests.corpus.test_idx_file import write_pair
+from tests.show.plans import EXAMPLE
 
 ROOT = Path(__file__).parents[2]
 # A small machine: plans in a blink.
 MACHINE = ["--model", "gpt-7b", "--device", "a100-80g", "--cp", "8"]
-PLAN = """plan v1
-documents 9000 1500 900
-layers 16 16
-chunk 0: 0[0:5000]
-chunk 1: 0[5000:9000] 1[0:1500]
-chunk 2: 2[0:900]
-stage 0: F0 F1 F2 B1 B0 B2
-stage 1: F0 F1 B1 B0 F2 B2
-"""
+# Nothing is recomputed.
+PLAN = re.sub("recompute.*\n", "", EXAMPLE).replace("layers 4 4", "layers 16 16")
 
 
 @pytest.fixture

@@ -68,7 +68,9 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert day.state("shared-gloo-2-1") == "ok"  # the last for one GPU
     assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
     wanted = ("host.py", "test_kernels.py", "--dtype bf16", "test_training.py", "held_sms.py")
-    order = [day.ran.index(what) for what in (*wanted, "gpu_stage.py", "test_offload.py", "-k nccl-4-1")]
+    order = [
+        day.ran.index(what) for what in (*wanted, "gpu_stage.py", "test_offload.py", "-k nccl-4-1")
+    ]
     assert order == sorted(order)
     assert "test_multi_gpu.py" not in day.ran
     page = (day.results / "README.md").read_text()

@@ -222,19 +222,6 @@ def test_recompute_law(stages: int, slices: list[int], seed: int) -> None:
     assert played.recompute_ratio == pytest.approx(share, abs=1e-12)
 
 
-def test_w_fills_the_bubble() -> None:
-    """ZB-H1 on two stages: the bubble is (p - 1)(F + I - W) = F with F = I = W;
-    1F1B idles (p - 1)(F + B) = 3 F."""
-    plan = Plan.parse(
-        "plan v1\ndocuments 1 1 1\nlayers 1 1\n"
-        "chunk 0: 0[0:1]\nchunk 1: 1[0:1]\nchunk 2: 2[0:1]\n"
-        "stage 0: F0 F1 I0 F2 I1 W0 W1 I2 W2\nstage 1: F0 I0 F1 I1 W0 F2 I2 W1 W2\n"
-    )
-    played = play(plan, even_table(plan, 1, 2))
-    assert played.seconds == 10
-    assert played.idle_seconds == (1, 1)
-
-
 # --- what a played plan tells --------------------------------------------------------------------
 
 
