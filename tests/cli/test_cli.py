@@ -341,13 +341,6 @@ def test_layouts_are_chosen(capsys, lengths):
     assert shown.err.count("tried pp") == 4 and shown.err.count("<- chosen") == 1
 
 
-def test_plans_for_evaluation_hold_forwards_only(capsys, lengths):
-    shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "--forward-only")
-    made = Plan.parse(shown.out)
-    check(made)
-    assert made.forward_only
-
-
 def test_the_same_inputs_give_the_same_plan(capsys):
     common = ["plan", "--lengths", "prolong", "--global-batch-size", 24, "--context", 16384]
     first, again = (printed(capsys, *common, "--pp", 2, *MACHINE).out for _ in range(2))
@@ -372,14 +365,6 @@ def test_every_command_explains_itself_in_80_columns(capsys, monkeypatch, comman
 
 COMMON = ("--pp", 2, *MACHINE)
 WLB = ("plan", "--lengths", "wlb")
-
-
-@pytest.mark.parametrize("text", ["", "0\n", "12\n-3\n", "1.5\n", "seven\n", "\x00\x01"])
-def test_bad_lengths(capsys, tmp_path, text):
-    path = tmp_path / "bad.txt"
-    path.write_text(text)
-    line = refused(capsys, "plan", "--lengths", path, *COMMON)
-    assert str(path) in line and "expected" in line
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.data.global_batches import Documents, build_documents
 from megatron_epp.mcore.job.read_flags import prepare_parser
 from megatron_epp.mcore.trainer.job_data import JobData
-from tests.mcore.runs import flags, train
+from tests.mcore.runs import flags, train, trained
 from tests.mcore.test_documents import write_corpus
 
 CONTEXT, SEED = 300, 11
@@ -149,8 +149,7 @@ def test_training_takes_the_texts_on_every_stage(folder, tmp_path, monkeypatch) 
     places = part.index.sequences[part.documents(range(len(WORDS)))]
     texts = [documents.tokens(int(sample)).tolist() for sample in places.argsort()]
     written = write_corpus(tmp_path / "written", texts, dtype=numpy.uint16)
-    filled = train(words(folder, **alike))
-    assert filled.status == 0, filled.output
+    filled = trained(words(folder, **alike))
     before = train(words(folder, **alike, data_path=written, fim_data=None, fim_rate=None))
     assert len(filled.losses) == 1 and filled.losses == before.losses, before.output
     assert filled.grad_norms == before.grad_norms

@@ -19,7 +19,6 @@ from tests.mcore.resumes import (
     six_of,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
@@ -124,24 +123,6 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
         require_pattern(wanted)
     said = str(refusal.value)
     assert says in said and said.startswith("--hybrid-layer-pattern ") and "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("pattern", "program", "says"),
-    [
-        ("*-?", PROGRAM, "'?' stands for no layer"),
-        ("D*-", PROGRAM, "attention (*) and latent attention (D) in one model"),
-        ("*-", None, "run megatron_epp.pretrain_hybrid with these flags"),
-        (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
-    ],
-)
-def test_they_end_with_status_2(six, pattern, program, says) -> None:
-    how = {"epp": True, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": pattern}
-    extra = {} if program is None else {"program": program}
-    run = train(flags(six.job.corpus, **how), processes=1, **extra)
-    assert run.status == 2, run.output
-    (line,) = run.errors
-    assert says in line
 
 
 # ------------------------------------------------------------------ the model's shape

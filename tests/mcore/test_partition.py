@@ -30,7 +30,7 @@ from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train, trained, write_corpus
 
 LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
 # A large vocabulary: its output layer takes layers from the last stage.
@@ -45,11 +45,6 @@ BIG = {
 
 PRETRAIN_HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 STILL = {"lr": 0, "min-lr": 0}  # nothing is learnt
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("partition") / "corpus", LENGTHS)
 
 
 def of_a_device(path: Path, slowness: tuple[float, ...] = ()) -> Path:
@@ -96,8 +91,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert auto.grad_norms == pytest.approx(even.grad_norms, rel=1e-3)
     # Resumed without a word of lengths: what the checkpoint has.
     longer = {"load": kept, "train_iters": 3, "override-opt-param-scheduler": True}
-    again = train(flags(corpus, **{**start, **STILL, **chosen, **longer}))
-    assert again.status == 0, again.output
+    again = trained(flags(corpus, **{**start, **STILL, **chosen, **longer}))
     said = f"layers {layers[0]} {layers[1]} of the stages; the checkpoint's, as it resumes"
     assert said in again.output and len(again.losses) == 1
     assert "--epp-vocab-parallel auto: off; the checkpoint's, as it resumes" in again.output
@@ -340,10 +334,3 @@ def test_a_damaged_file_of_choices_is_refused_in_one_line(
         kept_placement(args)
     assert str(refusal.value).startswith(f"{tmp_path / name}: ")
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_refusal_ends_with_status_2(corpus: Path) -> None:
-    wrong = {"epp-partition": "auto", "decoder-last-pipeline-num-layers": 4}
-    refused = train(flags(corpus, **{**BIG, **wrong}))
-    assert refused.status == 1 and set(refused.statuses) == {2}
-    assert "--decoder-last-pipeline-num-layers says where layers lie" in refused.output

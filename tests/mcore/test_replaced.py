@@ -2,14 +2,13 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.replaced import REPLACED, TAKEN
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import Run, flags, train
 
 # But SEGMENTS, of texts that are read.
 ROWS = (*REPLACED, *(one for one in replaced_by_kinds() if not one.untyped))
@@ -236,9 +235,7 @@ def test_what_would_change_results_is_left_for_a_refusal(parsed, words, kept) ->
 # ------------------------------------------------------------------ whole runs
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [30, 40, 50, 60] * 5)
+LENGTHS = [30, 40, 50, 60] * 5
 
 
 def warnings(run: Run) -> list[str]:
