@@ -102,6 +102,8 @@ STAYS = {
     "predicts": "a key of model files",
     "shares_ranks": "a verb: several stages share a rank",
     "share_gloo_device": "a verb: process groups share a device",
+    "SHARE": "a verb: ranks share a GPU",
+    "shares_gpus": "a verb: ranks share a GPU",
     "whole_number": "an integer is called so",
     "fc1_latent_proj": "Megatron's",
     "fc2_latent_proj": "Megatron's",
