@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from megatron_epp.frameworks.settings import settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
+from tests.programs import BASH, run
 
 LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--effort", "0")
@@ -69,10 +68,8 @@ def test_a_budget_for_every_pipeline_rank_says_how_many_there_are(
 
 def launched(script: Path) -> list[str]:
     """The words that the script hands to the trainer."""
-    env = {**os.environ, "PYTHON": "echo", "DATA": "corpus", "TOKENIZER": "t.model"}
-    done = subprocess.run(
-        ["bash", str(script)], env=env, capture_output=True, text=True, check=True
-    )
+    done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
+    assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert words[:2] == ["-m", "torch.distributed.run"]
     return words[words.index("megatron_epp.pretrain_gpt") + 1 :]

@@ -314,13 +314,11 @@ def test_counts_by_kind_say_what_the_plan_says(both: tuple[Cost, Plan]) -> None:
     for stage, word in enumerate(kinds.words):
         row = []
         for choice in plan.recompute[stage]:
+            layers = sorted(
+                zip(choice, word.tolist(), strict=True), key=lambda x: order.index(x[0])
+            )
             waiting = {
-                kind: iter(
-                    sorted(
-                        (x for x, k in zip(choice, word, strict=True) if k == kind), key=order.index
-                    )
-                )
-                for kind in set(word.tolist())
+                kind: iter([x for x, k in layers if k == kind]) for kind in set(word.tolist())
             }
             row.append("".join(next(waiting[kind]) for kind in word.tolist()))
         texts.append(tuple(row))
@@ -652,9 +650,8 @@ def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
     assert list(PROFILE.kinds) == list(KINDS)
     for kind, figures in PROFILE.kinds.items():
         alone = PROFILE.of_kind(kind)
-        assert layer_coefficients(alone) == layer_coefficients(figures) and list(alone.kinds) == [
-            kind
-        ]
+        assert layer_coefficients(alone) == layer_coefficients(figures)
+        assert list(alone.kinds) == [kind]
     again = PROFILE.of_kind("mlp").with_kinds(PROFILE.kinds)
     assert again == PROFILE
 

@@ -1,5 +1,7 @@
-"""The corpus that tests of training runs read."""
+"""The corpus that tests of training runs read, and flags as a job has them read."""
 
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,3 +13,17 @@ def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from tests.mcore.runs import write_corpus  # torch: only where it is asked for
 
     return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", request.module.LENGTHS)
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Namespace]:
+    """What Megatron's parser and ours make of words."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_epp.mcore.job.read_flags import prepare_parser
+
+    def read(*words: str) -> Namespace:
+        monkeypatch.setattr("sys.argv", ["pretrain", *words])
+        return parse_args(prepare_parser)
+
+    return read

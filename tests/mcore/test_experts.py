@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, inject
-from tests.mcore.models import QWEN3, WINDOWS
+from tests.mcore.models import QWEN3, TRAINED_MOE, WINDOWS
 from tests.mcore.resumes import (
     Six,
     after_three,
@@ -125,19 +125,11 @@ def test_a_bias_that_moved_twice_shows(judged) -> None:
 # ------------------------------------------------------------------ inside the trainer
 
 EXPERTS = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
+    **TRAINED_MOE,
     "moe_router_bias_update_rate": 0.1,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
     "window_size": "16,0",
     "window_attn_skip_freq": 2,
     "softmax_type": "learnable",
-    "moe_token_dispatcher_type": "alltoall",
 }
 
 

@@ -10,7 +10,7 @@ from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
-from tests.mcore.models import TRAINED_SSM
+from tests.mcore.models import TRAINED_MOE, TRAINED_SSM
 from tests.mcore.resumes import (
     Six,
     after_three,
@@ -25,19 +25,7 @@ PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 # ------------------------------------------------------------------ trained
 
 # A layer of every kind, and a further token predicted.
-MODEL = {
-    **TRAINED_SSM,
-    "hybrid_layer_pattern": "*-EM|GE/*-",
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-    "moe_token_dispatcher_type": "alltoall",
-}
+MODEL = {**TRAINED_SSM, **TRAINED_MOE, "hybrid_layer_pattern": "*-EM|GE/*-"}
 
 
 @pytest.fixture(scope="module")

@@ -145,44 +145,28 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts", "said"),
+    ("changes", "said"),
     [
-        ({}, {}, "off; what it saves is not known: no --data-path, so no lengths are known"),
-        (
-            {"mock_data": True},
-            {},
-            "off; what it saves is not known: lengths are read from the .idx",
-        ),
-        ({}, {"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
-        ({}, {"items": print}, "off; no lengths are known of documents from Python"),
-        (
-            {"padded_vocab_size": 129},
-            {},
-            "off; 129 words, padded, do not divide over 2 stages times",
-        ),
-        ({"use_mup": True}, {}, "off; it does not run scaled logits (--use-mup)"),
-        ({"save": "x", "ckpt_format": "zarr"}, {}, "off; --ckpt-format zarr knows no parts of it"),
-        (
-            {"num_experts": 4, "expert_model_parallel_size": 2},
-            {},
-            "off; experts are spread over re",
-        ),
-        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, {}, "off; --pipel"),
-        (
-            {"mtp_detach_heads": True},
-            {},
-            "off; --epp does not run further tokens whose losses leave",
-        ),
-        ({"epp_plan": "cut.plan"}, {}, "on; as the plans of --epp-plan have it"),
-        ({"epp_plan": "whole.plan"}, {}, "off; as the plans of --epp-plan have it"),
-        ({"load": "on"}, {}, "on; the checkpoint's, as it resumes"),
-        ({"load": "off"}, {}, "off; the checkpoint's, as it resumes"),
-        ({"load": "untold"}, {}, "off; the checkpoint's, as it resumes"),  # Megatron's own, perhaps
-        ({"load": "on", "finetune": True}, {}, "off; what it saves is not known: no --data-path"),
+        ({}, "off; what it saves is not known: no --data-path, so no lengths are known"),
+        ({"mock_data": True}, "off; what it saves is not known: lengths are read from the .idx"),
+        ({"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
+        ({"items": print}, "off; no lengths are known of documents from Python"),
+        ({"padded_vocab_size": 129}, "off; 129 words, padded, do not divide over 2 stages times"),
+        ({"use_mup": True}, "off; it does not run scaled logits (--use-mup)"),
+        ({"save": "x", "ckpt_format": "zarr"}, "off; --ckpt-format zarr knows no parts of it"),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, "off; experts are spread over re"),
+        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, "off; --pipel"),
+        ({"mtp_detach_heads": True}, "off; --epp does not run further tokens whose losses leave"),
+        ({"epp_plan": "cut.plan"}, "on; as the plans of --epp-plan have it"),
+        ({"epp_plan": "whole.plan"}, "off; as the plans of --epp-plan have it"),
+        ({"load": "on"}, "on; the checkpoint's, as it resumes"),
+        ({"load": "off"}, "off; the checkpoint's, as it resumes"),
+        ({"load": "untold"}, "off; the checkpoint's, as it resumes"),  # Megatron's own, perhaps
+        ({"load": "on", "finetune": True}, "off; what it saves is not known: no --data-path"),
     ],
 )
 def test_what_auto_cannot_have_is_off_with_one_line(
-    changes: dict, parts: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, cut in (("cut.plan", True), ("whole.plan", False)):
@@ -208,7 +192,8 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     }
     filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
     vars(args).update(filled)
-    line = choose_vocabulary(args, SimpleNamespace(**{"pre_wrap": None, "items": None, **parts}))
+    parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
+    line = choose_vocabulary(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
     assert args.epp_vocab_parallel == said.split(";")[0]
 

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -126,18 +125,10 @@ def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_pat
         ({"data_path": ["{folder}/made"]}, "leave --sft out: it is a corpus already"),
     ],
 )
-def test_flags_of_chats_are_looked_at_first(chats, changes, said) -> None:
-    args = SimpleNamespace(
-        tokenizer_type="SFTTokenizer",
-        tokenizer_model=str(chats.parent / "made.tokenizer"),
-        sft_tokenizer_prompt_format="identity",
-        data_path=[str(chats)],
-        data_args_path=None,
-        train_data_path=None,
-        valid_data_path=None,
-        test_data_path=None,
-        per_split_data_args_path=None,
-    )
+def test_flags_of_chats_are_looked_at_first(chats, changes, said, parse) -> None:
+    words = "--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity"
+    model = chats.parent / "made.tokenizer"
+    args = parse(*words.split(), f"--tokenizer-model={model}", f"--data-path={chats}")
     check_chat_flags(args)
     vars(args).update(changes)
     if args.data_path:

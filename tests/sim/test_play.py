@@ -1,7 +1,5 @@
 """The simulator against an independent replay, closed forms, and its own promises."""
 
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from random import Random
@@ -37,6 +35,7 @@ from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.play import BUSY, START, IdleTail, Wait, play
 from megatron_epp.sim.rule_arrays import needs_for
 from tests.plans import EXAMPLE, any_plans, evaluation, random_table, reordered
+from tests.programs import python
 from tests.sim.replay import Replay
 
 
@@ -456,7 +455,6 @@ plan = Plan.parse(EXAMPLE.replace("layers 4 4", "layers 20 20").replace("4k", "2
 cost = named_cost("gpt-13b", "a100-80g", pp=2, cp=8)
 print(play(plan, cost.table(plan)).seconds)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
     assert float(done.stdout) > 0
