@@ -22,6 +22,7 @@ from megatron.training import argument_utils, arguments
 import megatron_epp.mcore.certify.rank
 import megatron_epp.mcore.certify.reference
 import megatron_epp.mcore.trainer.setup  # noqa: F401
+from megatron_epp.cli import check, compare, draw, plan  # noqa: F401
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS

@@ -4,7 +4,6 @@ the wheel and what it says that it needs, outside of any checkout."""
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -15,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megatron_epp
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -99,18 +99,12 @@ def outside(wheel: Path, tmp_path_factory) -> Path:
     return folder
 
 
-def run(outside: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(outside: Path, *words: str) -> programs.Done:
     """The installed command. Not compiled: that takes longer than all else here."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
-    }
-    return subprocess.run(
-        [outside / "env" / "bin" / "megatron-epp", *words],
-        cwd=outside,
-        env=environment | {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    known |= {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1"}
+    command = outside / "env" / "bin" / "megatron-epp"
+    return programs.run(command, *words, cwd=outside, only=known)
 
 
 def test_the_installed_command_plans_compares_and_draws(outside: Path) -> None:

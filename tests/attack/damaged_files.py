@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.attack.command_server import CommandServer
-from tests.attack.contract import Attack
+import pytest
+
 from tests.attack.lines import EITHER, REFUSED, RUNS, Line, run_lines
 from tests.attack.material import Material
 
@@ -26,46 +26,45 @@ BESIDE = {
 }
 
 
-def attacks(server: CommandServer, material: Material, few: bool = False) -> list[Attack]:
-    """``few``: a part of them, for a test."""
-    plan, machine = material.plan_words, material.machine_words
-    readers: dict[str, Callable[[Path], tuple[str, ...]]] = {
-        "good.plan": lambda path: ("check", str(path)),
-        "good.step": lambda path: ("simulate", str(path), *machine),
-        "good.timed": lambda path: ("draw", str(material("good.plan")), "--records", str(path)),
-        "lens.txt": lambda path: (*plan, "--lengths", str(path)),
-        "corpus.idx": lambda path: (*plan, "--lengths", str(path)),
-        "masked_mask.idx": lambda path: (*plan, "--lengths", str(_masked(path))),
-        "masked_mask.bin": lambda path: (*plan, "--lengths", str(_masked(path))),
-        "model.json": lambda path: (*plan, "--model", str(path)),
-        "device.json": lambda path: (*plan, "--device", str(path)),
-        "profile.json": lambda path: (*plan, "--cost-model", str(path), "--layers", "2", "2"),
-    }
-    if few:
-        readers = {name: readers[name] for name in ("good.plan", "corpus.idx")}
-    return [
-        Attack(
-            "files",
-            f"damaged {name}",
-            "one line and status 2, or read",
-            lambda folder, name=name, reads=reads: run_lines(
-                server, list(_damaged(material(name), reads, folder, few)), folder
-            ),
-        )
-        for name, reads in readers.items()
-    ]
+# The command line that reads a file in the place of a good one.
+READERS: dict[str, Callable[[Material, str], tuple[str, ...]]] = {
+    "good.plan": lambda good, path: ("check", path),
+    "good.step": lambda good, path: ("simulate", path, *good.machine_words),
+    "good.timed": lambda good, path: ("draw", str(good("good.plan")), "--records", path),
+    "lens.txt": lambda good, path: (*good.plan_words, "--lengths", path),
+    "corpus.idx": lambda good, path: (*good.plan_words, "--lengths", path),
+    "masked_mask.idx": lambda good, path: (*good.plan_words, "--lengths", _masked(path)),
+    "masked_mask.bin": lambda good, path: (*good.plan_words, "--lengths", _masked(path)),
+    "model.json": lambda good, path: (*good.plan_words, "--model", path),
+    "device.json": lambda good, path: (*good.plan_words, "--device", path),
+    "profile.json": lambda good, path: (
+        *good.plan_words,
+        *("--cost-model", path, "--layers", "2", "2"),
+    ),
+}
 
 
-def _masked(mask: Path) -> Path:
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_refused_in_one_line_or_read(
+    material: Material, tmp_path: Path, name: str
+) -> None:
+    run_lines(list(damaged(material, name, tmp_path)), tmp_path)
+
+
+def _masked(path: str) -> str:
     """The index of the tokens to which a file of their masks belongs."""
-    return mask.with_name(mask.name.partition("_mask")[0]).with_suffix(".idx")
+    mask = Path(path)
+    return str(mask.with_name(mask.name.partition("_mask")[0]).with_suffix(".idx"))
 
 
-def _damaged(
-    good: Path, reads: Callable[[Path], tuple[str, ...]], folder: Path, few: bool
-) -> Iterator[Line]:
-    """The file emptied, cut, flipped, doubled, recoded, nested."""
-    drawn = random.Random(f"{SEED} {good.name}")
+def damaged(material: Material, name: str, folder: Path, every: int = 1) -> Iterator[Line]:
+    """The file emptied, cut, flipped, doubled, recoded, nested; of these, every so manieth."""
+    good = material(name)
+
+    def reads(path: Path) -> tuple[str, ...]:
+        return READERS[name](material, str(path))
+
+    drawn = random.Random(f"{SEED} {name}")
     data = good.read_bytes()
     yield Line(reads(good), RUNS)
     cases: dict[str, tuple[bytes, str]] = {
@@ -91,15 +90,15 @@ def _damaged(
         cases[f"flip-{number}"] = (bytes(flipped), EITHER)
     for number in range(FLIPS):  # a number of it is another one
         cases[f"number-{number}"] = (_other_number(data, drawn), EITHER)
-    for name, (content, may) in list(cases.items())[:: 5 if few else 1]:
-        path = folder / f"{name}-{good.name}{'.gz' * (name == 'gz')}"
+    for case, (content, may) in list(cases.items())[::every]:
+        path = folder / f"{case}-{name}{'.gz' * (case == 'gz')}"
         path.write_bytes(content)
-        for other in BESIDE.get(good.name, ()):
-            shutil.copy(good.with_name(other), path.with_name(f"{name}-{other}"))
+        for other in BESIDE.get(name, ()):
+            shutil.copy(good.with_name(other), path.with_name(f"{case}-{other}"))
         yield Line(reads(path), may)
     yield Line(reads(folder), REFUSED)
-    yield Line(reads(folder / f"missing-{good.name}"), REFUSED)
-    loop = folder / f"loop-{good.name}"
+    yield Line(reads(folder / f"missing-{name}"), REFUSED)
+    loop = folder / f"loop-{name}"
     loop.symlink_to(loop)
     yield Line(reads(loop), REFUSED)
 

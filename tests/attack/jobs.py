@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tests.attack.command_server import ROOT
-from tests.attack.contract import GaveWay, Skipped
-from tests.mcore import runs
+import pytest
 
-DATA_BYTES = 4 << 30  # private memory of a process
+from tests.attack.commands import DATA_BYTES
+from tests.mcore import runs
+from tests.mcore.runs import ROOT
+
 _TOKEN = "EPP_ATTACK"
 MODULE = ["-m", "megatron_epp.pretrain_gpt"]  # what is trained with
 _LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
@@ -140,7 +141,7 @@ class Job:
                     environ = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                     if f"RANK={rank}".encode() in environ:
                         return process
-        raise GaveWay(f"rank {rank} is not there any more: {self.last_words()}")
+        raise AssertionError(f"rank {rank} is not there any more: {self.last_words()}")
 
     # ------------------------------------------------------------ what it says
 
@@ -160,28 +161,28 @@ class Job:
         return " / ".join(lines[-4:])[-characters:]
 
     def wait_for(self, seen: Callable[[], object], what: str, seconds: float) -> None:
-        """Until ``seen`` is true. GaveWay: the job ended before, or it took too long."""
+        """Until ``seen`` is true. AssertionError: the job ended before, or it took too long."""
         end = time.monotonic() + seconds
         while not seen():
             if all(process.poll() is not None for process in self.processes):
                 if seen():
                     return
-                raise GaveWay(f"ended before {what}: {self.last_words()}")
+                raise AssertionError(f"ended before {what}: {self.last_words()}")
             if time.monotonic() > end:
-                raise GaveWay(f"no {what} within {seconds:.0f} s: {self.last_words()}")
+                raise AssertionError(f"no {what} within {seconds:.0f} s: {self.last_words()}")
             time.sleep(0.02)
 
     def wait_for_iteration(self, number: int, seconds: float = 240) -> None:
         self.wait_for(lambda: number in self.logged(), f"iteration {number}", seconds)
 
     def wait(self, seconds: float) -> list[int]:
-        """Exit statuses. GaveWay: a process still runs after so many seconds."""
+        """Exit statuses. AssertionError: a process still runs after so many seconds."""
         end = time.monotonic() + seconds
         for process in self.processes:
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise GaveWay(
+                raise AssertionError(
                     f"has not ended within {seconds:.0f} s: {self.last_words()}"
                 ) from None
         return [process.returncode for process in self.processes]
@@ -192,37 +193,36 @@ class Job:
         while (left := self.members()) and time.monotonic() < end:
             time.sleep(0.1)
         if left:
-            raise GaveWay(f"left running: {[words[-80:] for words in left.values()]}")
+            raise AssertionError(f"left running: {[words[-80:] for words in left.values()]}")
         if folders := [path.name for path in self.temporary.glob("*megatron_epp*")]:
-            raise GaveWay(f"left in the temporary folder: {folders}")
+            raise AssertionError(f"left in the temporary folder: {folders}")
 
     def require_trained(self, number: int, seconds: float = 240) -> dict[int, Logged]:
         """It ends well, behind iteration ``number``."""
         statuses = self.wait(seconds)
         if any(statuses):
-            raise GaveWay(f"exit statuses {statuses}: {self.last_words(600)}")
+            raise AssertionError(f"exit statuses {statuses}: {self.last_words(600)}")
         if number not in self.logged():
-            raise GaveWay(f"iterations {sorted(self.logged())}, expected {number}")
+            raise AssertionError(f"iterations {sorted(self.logged())}, expected {number}")
         return self.logged()
 
-    def require_refusal(self, *parts: str, seconds: float = 120) -> str:
+    def require_refusal(self, *parts: str, seconds: float = 120) -> None:
         """Every rank leaves with status 2, and one line says why; without a launcher."""
         statuses = self.wait(seconds)
         if set(statuses) != {2} or len(self.errors) != 1 or "Traceback" in self.said:
-            raise GaveWay(
+            raise AssertionError(
                 f"exit statuses {statuses}, {len(self.errors)} lines of ours, "
                 f"{self.said.count('Traceback')} tracebacks: "
                 f"{(self.errors or [self.last_words()])[0][:300]}"
             )
         if missing := [part for part in parts if part not in self.errors[0]]:
-            raise GaveWay(f"the line does not name {missing}: {self.errors[0]}")
-        return self.errors[0].partition("error: ")[2][:160]
+            raise AssertionError(f"the line does not name {missing}: {self.errors[0]}")
 
 
 def require_same(
     mine: Mapping[int, Logged], theirs: Mapping[int, Logged], relative: float = 0.0
-) -> str:
-    """Iterations that both logged have equal numbers; GaveWay: they have not.
+) -> None:
+    """Iterations that both logged have equal numbers; AssertionError: they have not.
 
     Megatron's second line after a start shows the mean of two losses: there only the norms count.
     """
@@ -234,23 +234,24 @@ def require_same(
             pairs.append((mine[number].loss, theirs[number].loss))
         for one, other in pairs:
             if abs(float(one) - float(other)) > relative * abs(float(other)):
-                raise GaveWay(f"iteration {number}: {mine[number]}, undisturbed {theirs[number]}")
+                raise AssertionError(
+                    f"iteration {number}: {mine[number]}, undisturbed {theirs[number]}"
+                )
     if not both:
-        raise GaveWay("no iteration to compare")
-    return f"{len(both)} iterations as undisturbed"
+        raise AssertionError("no iteration to compare")
 
 
 @contextmanager
 def tmpfs(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own at ``folder``. Skipped: only root may."""
+    """A file system of its own at ``folder``. Skipped where only root may."""
     folder.mkdir(parents=True, exist_ok=True)
     if os.geteuid() != 0:
-        raise Skipped("needs root, to mount a file system")
+        pytest.skip("needs root, to mount a file system")
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True
     )
     if mounted.returncode:
-        raise Skipped(f"cannot mount here: {mounted.stderr.strip()}")
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
     try:
         yield folder
     finally:
@@ -258,12 +259,12 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
 
 
 def own_mounts() -> list[str]:
-    """Words that give a command mounts of its own. Skipped: the host does not."""
+    """Words that give a command mounts of its own. Skipped where the host does not."""
     words = ["unshare", "--mount"]
     with contextlib.suppress(OSError):
         if not subprocess.run([*words, "true"], capture_output=True).returncode:
             return words
-    raise Skipped("needs unshare --mount, which needs root")
+    pytest.skip("needs unshare --mount, which needs root")
 
 
 def _limit() -> None:

@@ -2,13 +2,15 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.attack.command_server import CommandServer, Ended
-from tests.attack.contract import Attack, expect
+import pytest
+
+from tests.attack.commands import EPP, PRETRAIN, Ended, run
 from tests.attack.jobs import flags
-from tests.attack.material import Material, write_corpus
+from tests.attack.material import Material
+from tests.mcore.runs import write_corpus
 
 REFUSED = "refused"  # must be
 RUNS = "runs"  # must
@@ -84,14 +86,13 @@ SAID = "placement:", "partition:", "vocabulary parallelism:"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A command line and what may come of it. ``entry``: see :meth:`CommandServer.run`."""
+    """A command line and what may come of it. ``program``: see :func:`run`."""
 
     words: tuple[str, ...]
     may: str = EITHER
     stdin: str = ""
-    entry: str = "epp"
+    program: tuple[str, ...] = EPP
     seconds: float = SECONDS
-    environment: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The words that can be told apart: paths by their names, the first and the last ones."""
@@ -109,7 +110,7 @@ def judge(line: Line, ended: Ended) -> str | None:
     if ended.status not in (0, 2):
         return f"exit status {ended.status}{said}"
     ours = [one for one in ended.lines if not one.startswith(SAID)]
-    if line.entry == "pretrain":  # torch and Megatron say and warn of much
+    if line.program == PRETRAIN:  # torch and Megatron say and warn of much
         ours = [one for one in ours if "megatron_epp" in one and "site-packages" not in one]
     for word in ("Traceback", "Warning"):
         if word in ("\n".join(ours) if word == "Warning" else ended.err):
@@ -129,80 +130,28 @@ def judge(line: Line, ended: Ended) -> str | None:
     return None
 
 
-def run_lines(server: CommandServer, lines: Sequence[Line], folder: Path) -> str:
-    """Run all; what happened in words. GaveWay: names every line that did not end as it should."""
+def run_lines(lines: Sequence[Line], folder: Path) -> None:
+    """Run all. AssertionError: names every line that did not end as it should."""
     wrong = []
-    refused = ran = 0
     scratch, temporary = folder / "cwd", folder / "tmp"
     for made in (scratch, temporary):
         made.mkdir()
     for line in lines:
-        ended = server.run(
+        ended = run(
             line.words,
-            entry=line.entry,
+            program=line.program,
             stdin=line.stdin,
             folder=scratch,
-            environment={"TMPDIR": str(temporary), **line.environment},
+            environment={"TMPDIR": str(temporary)},
             seconds=line.seconds,
         )
-        refused += ended.status == 2
-        ran += ended.status == 0
         if (why := judge(line, ended)) is not None:
             wrong.append(f"{line}: {why}")
         elif left := [path.name for path in temporary.iterdir() if "megatron_epp" in path.name]:
             wrong.append(f"{line}: left {left} behind")
             for name in left:
                 (temporary / name).rename(folder / f"left-{len(wrong)}-{name}")
-    happened = f"{len(lines)} lines: {refused} refused, {ran} ran"
-    expect(not wrong, "\n".join([f"{happened}; {len(wrong)} wrong", *wrong]))
-    return happened
-
-
-def attacks(server: CommandServer, material: Material, few: bool = False) -> list[Attack]:
-    """``few``: a part of them, for a test."""
-    groups = {
-        "odd numbers": list(_odd_numbers(material)),
-        "odd words": list(_odd_words(material)),
-        "two dashes as a value": list(_dashes(material)),
-        "what does not fit together": list(_misfits(material)),
-        "numbers that are too large": list(_too_large(material)),
-        "the planner's service": [_service(material)],
-    }
-    if few:
-        groups = {"odd numbers": groups["odd numbers"][::12], "odd words": groups["odd words"][::3]}
-    return [
-        Attack(
-            "lines",
-            name,
-            "one line and status 2, or a clean run",
-            lambda folder, lines=tuple(lines): run_lines(server, lines, folder),
-        )
-        for name, lines in groups.items()
-    ]
-
-
-def training_attacks(server: CommandServer, folder: Path) -> list[Attack]:
-    """Flags of one small training process; ``server`` has torch."""
-    corpus = write_corpus(folder / "documents", [30, 129, 200, 64, 2, 17, 90, 5, 33, 48, 12, 101])
-
-    def line(changes: dict[str, str], may: str) -> Line:
-        one = {"pipeline_model_parallel_size": 1, "train_iters": 2}
-        words = flags(corpus, **{**one, **changes})
-        return Line(tuple(words), may, entry="pretrain", seconds=120)
-
-    groups = {
-        "flags of a training": tuple(line(changes, may) for changes, may in TRAINING),
-        "flags of certify and profile": tuple(Line(w, REFUSED, seconds=120) for w in DOING),
-    }
-    return [
-        Attack(
-            "lines",
-            name,
-            "one line and status 2, or it trains",
-            lambda folder, lines=lines: run_lines(server, lines, folder),
-        )
-        for name, lines in groups.items()
-    ]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(lines)} lines wrong", *wrong])
 
 
 def _words(material: Material, command: str) -> tuple[str, ...]:
@@ -215,7 +164,7 @@ def _words(material: Material, command: str) -> tuple[str, ...]:
     return (command, str(material("good.plan")))
 
 
-def _odd_numbers(material: Material) -> Iterator[Line]:
+def odd_numbers(material: Material) -> Iterator[Line]:
     for command, options in NUMBERS.items():
         base = _words(material, command)
         for option in options.split():
@@ -234,7 +183,7 @@ def _dashes(material: Material) -> Iterator[Line]:
     yield Line((*_words(material, "plan"), "--", "x"), REFUSED)
 
 
-def _odd_words(material: Material) -> Iterator[Line]:
+def odd_words(material: Material) -> Iterator[Line]:
     plan, good = _words(material, "plan"), str(material("good.plan"))
     yield Line((), REFUSED)
     for word in ("", "-", "--", "-x", "plann", "plan plan", "../plan", "__main__", "options", "é"):
@@ -367,3 +316,32 @@ def _service(material: Material) -> Line:
     odd += ('{"iteration": 1, "lengths": [999999999999999]}', "\x00", "é", '{"lengths": [NaN]}')
     serve = ("serve", *material.machine_words, "--pp", "2", "--context", "1024")
     return Line(serve, RUNS, stdin="".join(f"{request}\n" for request in odd))
+
+
+GROUPS = {
+    "odd numbers": odd_numbers,
+    "odd words": odd_words,
+    "two dashes as a value": _dashes,
+    "what does not fit together": _misfits,
+    "numbers that are too large": _too_large,
+    "the planner's service": lambda material: [_service(material)],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_lines_are_refused_in_one_line_or_run(material: Material, tmp_path: Path, name: str):
+    run_lines(list(GROUPS[name](material)), tmp_path)
+
+
+def test_flags_of_a_training(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "documents", [30, 129, 200, 64, 2, 17, 90, 5, 33, 48, 12, 101])
+    one = {"pipeline_model_parallel_size": 1, "train_iters": 2}
+    lines = [
+        Line(tuple(flags(corpus, **{**one, **changes})), may, program=PRETRAIN, seconds=120)
+        for changes, may in TRAINING
+    ]
+    run_lines(lines, tmp_path)
+
+
+def test_flags_of_certify_and_profile(tmp_path: Path) -> None:
+    run_lines([Line(words, REFUSED, seconds=120) for words in DOING], tmp_path)

@@ -3,43 +3,33 @@
 import re
 from pathlib import Path
 
-from tests.attack.contract import Attack, expect
 from tests.attack.jobs import Job, flags
-from tests.attack.material import write_corpus
 from tests.attack.training import TOKENS
+from tests.mcore.runs import write_corpus
 
 GIB = 1 << 30
+ITERATIONS = 100
 BUDGET_GIB = 2e-4  # about a third of what whole batches would hold
 TOLERANCE = 1.01
 GROWTH = 1.10  # of a rank's memory, from a quarter of the iterations to their end
 SECONDS_AN_ITERATION = 5.0  # on a busy host
 
 
-def attacks(iterations: int) -> list[Attack]:
-    return [
-        Attack(
-            "soak",
-            f"{iterations} iterations in {BUDGET_GIB * 1024:.2f} MiB",
-            "never 1% over the budget, no growth",
-            lambda folder: soak(folder, iterations),
-        )
-    ]
-
-
-def soak(folder: Path, iterations: int) -> str:
-    corpus = write_corpus(folder / "documents", TOKENS)
-    record = folder / "record"
+def test_soak(tmp_path: Path) -> None:
+    """Never 1% over the budget, no growth."""
+    corpus = write_corpus(tmp_path / "documents", TOKENS)
+    record = tmp_path / "record"
     words = flags(
         corpus,
-        train_iters=iterations,
+        train_iters=ITERATIONS,
         epp_memory_budget_gib=BUDGET_GIB,
         epp_cost_model=None,
         epp_record=record,
     )
-    with Job(folder, words) as job:
+    with Job(tmp_path, words) as job:
         early = {}
-        quarter = max(2, iterations // 4)
-        limit = 240 + SECONDS_AN_ITERATION * iterations
+        quarter = max(2, ITERATIONS // 4)
+        limit = 240 + SECONDS_AN_ITERATION * ITERATIONS
         job.wait_for_iteration(quarter, limit)
         early = {rank: _resident_bytes(job.rank(rank)) for rank in (0, 1)}
         late = dict(early)
@@ -48,19 +38,18 @@ def soak(folder: Path, iterations: int) -> str:
             for rank in (0, 1):
                 if job.processes[rank].poll() is None:
                     late[rank] = _resident_bytes(job.rank(rank)) or late[rank]
-            return iterations in job.logged()
+            return ITERATIONS in job.logged()
 
-        job.wait_for(measure, f"iteration {iterations}", limit)
-        job.require_trained(iterations)
+        job.wait_for(measure, f"iteration {ITERATIONS}", limit)
+        job.require_trained(ITERATIONS)
         job.require_nothing_left()
     peaks = _peaks(record)
-    expect(len(peaks) == iterations, f"{len(peaks)} of {iterations} iterations recorded")
+    assert len(peaks) == ITERATIONS, f"{len(peaks)} of {ITERATIONS} iterations recorded"
     worst = max(peaks, key=lambda number: peaks[number])
     over = peaks[worst] / (BUDGET_GIB * GIB)
-    expect(over <= TOLERANCE, f"iteration {worst} held {over:.3f} of the budget")
+    assert over <= TOLERANCE, f"iteration {worst} held {over:.3f} of the budget"
     growth = max(late[rank] / early[rank] for rank in early)
-    expect(growth <= GROWTH, f"memory of a rank grew {growth:.2f} times")
-    return f"at most {over:.3f} of the budget, memory of ranks x {growth:.3f}"
+    assert growth <= GROWTH, f"memory of a rank grew {growth:.2f} times"
 
 
 def _peaks(record: Path) -> dict[int, int]:

@@ -11,13 +11,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.attack.contract import Attack, Skipped, expect
+import pytest
+
 from tests.attack.jobs import Job, Logged, flags, own_mounts, require_same, tmpfs
-from tests.attack.material import write_corpus
+from tests.mcore.runs import write_corpus
 
 # A plan of these is cut and packed where memory is short.
 TOKENS = (129, 12, 40, 7, 90, 33, 64, 5, 101, 18, 128, 26) * 4
@@ -89,8 +89,7 @@ class Undisturbed:
 
     def resumable(self, folder: Path, iteration: int = 4) -> Path:
         """A copy of its checkpoints, ``iteration`` the last one."""
-        if not self.logged:  # the job that saves them
-            raise Skipped("nothing was logged")
+        assert self.logged, "the job that saves them logged nothing"
         shutil.copytree(self.folder / "save", folder)
         for later in folder.glob("iter_*"):
             if int(later.name[5:]) > iteration:
@@ -99,69 +98,48 @@ class Undisturbed:
         return folder
 
 
-def attacks(folder: Path) -> list[Attack]:
-    undisturbed = Undisturbed(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def attack(name: str, expected: str, run: Callable[[Undisturbed, Path], str]) -> Attack:
-        return Attack("training", name, expected, lambda own: run(undisturbed, own))
-
-    same = "goes on, undisturbed numbers"
-    return [
-        attack("nothing", "8 iterations, nothing left", _nothing),
-        attack("SIGTERM of the job", "ends with a word, nothing left", _terminate),
-        attack("a rank stopped for 10 s", same, _stop_and_continue),
-        attack(
-            "kill -9 in the middle of a save, 3 times", "resumes, undisturbed numbers", _kill_a_save
-        ),
-        attack(
-            "--save on a full disk", "no half checkpoint is named the latest", _save_on_a_full_disk
-        ),
-        attack("--save on a read-only disk", "one line, status 2", _save_read_only),
-        attack("no /dev/shm", same, _no_shared_memory),
-        attack("a clock that jumps by an hour", same, _jumping_clock),
-    ]
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 # ------------------------------------------------------------------ processes
 
 
-def _nothing(undisturbed: Undisturbed, folder: Path) -> str:
-    return f"loss {undisturbed.logged[1].loss} to {undisturbed.logged[8].loss}"
+def test_nothing_happens(undisturbed: Undisturbed) -> None:
+    assert sorted(undisturbed.logged) == list(range(1, 9))
 
 
-def _terminate(undisturbed: Undisturbed, folder: Path) -> str:
+def test_sigterm_of_the_job_ends_it_with_a_word(undisturbed: Undisturbed, tmp_path: Path) -> None:
     words = flags(undisturbed.corpus, train_iters=LONG)
-    with Job(folder, words, launcher=True) as job:
+    with Job(tmp_path, words, launcher=True) as job:
         job.wait_for_iteration(3)
         job.processes[0].terminate()
-        (status,) = job.wait(90)
+        job.wait(90)
         job.require_nothing_left()
-        expect("terminated: " in job.said, f"no rank says where it was: {job.last_words()}")
-        return f"exit status {status}, nothing left, ranks say where they were"
+        assert "terminated: " in job.said, f"no rank says where it was: {job.last_words()}"
 
 
-def _stop_and_continue(undisturbed: Undisturbed, folder: Path) -> str:
-    with Job(folder, flags(undisturbed.corpus)) as job:
+def test_a_rank_stopped_for_10_s_goes_on(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with Job(tmp_path, flags(undisturbed.corpus)) as job:
         job.wait_for_iteration(2)
         rank = job.rank(1)
         os.kill(rank, signal.SIGSTOP)
         time.sleep(10)
         os.kill(rank, signal.SIGCONT)
-        return require_same(job.require_trained(8), undisturbed.logged)
+        require_same(job.require_trained(8), undisturbed.logged)
 
 
 # ------------------------------------------------------------------ disks
 
 
-def _kill_a_save(undisturbed: Undisturbed, folder: Path) -> str:
-    """While a checkpoint's folder is there and no file says yet that it is the latest."""
-    save = undisturbed.resumable(folder / "save")
+def test_kill_9_in_the_middle_of_a_save_resumes(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """While a checkpoint's tmp_path is there and no file says yet that it is the latest."""
+    save = undisturbed.resumable(tmp_path / "save")
     latest = save / "latest_checkpointed_iteration.txt"
     words = flags(undisturbed.corpus, save=save, load=save, save_interval=1)
-    struck = []
     for delay in (0.0, 0.05, 0.15):
-        with Job(folder, words) as job:
+        with Job(tmp_path, words) as job:
 
             def saving() -> bool:
                 last = int(latest.read_text() or 0)
@@ -174,54 +152,53 @@ def _kill_a_save(undisturbed: Undisturbed, folder: Path) -> str:
             time.sleep(delay)
             for process in job.members():
                 os.kill(process, signal.SIGKILL)
-            struck.append(latest.read_text())
-    with Job(folder, words) as job:
-        logged = job.require_trained(8)
-        return f"struck at {' '.join(struck)}; {require_same(logged, undisturbed.logged)}"
+    with Job(tmp_path, words) as job:
+        require_same(job.require_trained(8), undisturbed.logged)
 
 
-def _save_on_a_full_disk(undisturbed: Undisturbed, folder: Path) -> str:
-    with tmpfs(folder / "full", "size=200k") as full:
+def test_no_half_checkpoint_of_a_full_disk_is_the_latest(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with tmpfs(tmp_path / "full", "size=200k") as full:
         save = full / "save"
         words = flags(undisturbed.corpus, save=save, save_interval=2)
-        with Job(folder, words) as job:
-            statuses = job.wait(240)
-            expect(any(statuses), "exit status 0, as if it had saved")
+        with Job(tmp_path, words) as job:
+            assert any(job.wait(240)), "exit status 0, as if it had saved"
             latest = save / "latest_checkpointed_iteration.txt"
             named = latest.read_text() if latest.exists() else ""
-            expect(not named, f"checkpoint {named} is named the latest")
-            return f"exit statuses {statuses}, no checkpoint is named the latest"
+            assert not named, f"checkpoint {named} is named the latest"
 
 
-def _save_read_only(undisturbed: Undisturbed, folder: Path) -> str:
-    with tmpfs(folder / "read-only", "size=1m,ro") as fixed:
-        with Job(folder, flags(undisturbed.corpus, save=fixed / "save", save_interval=2)) as job:
-            return job.require_refusal("--save")
+def test_saving_on_a_read_only_disk_is_one_line(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "read-only", "size=1m,ro") as fixed:
+        with Job(tmp_path, flags(undisturbed.corpus, save=fixed / "save", save_interval=2)) as job:
+            job.require_refusal("--save")
 
 
 # ------------------------------------------------------------------ the machine
 
 
-def _no_shared_memory(undisturbed: Undisturbed, folder: Path) -> str:
+def test_a_job_without_dev_shm_goes_on(undisturbed: Undisturbed, tmp_path: Path) -> None:
     hide = 'mount -t tmpfs -o ro,size=4k none /dev/shm && exec "$@"'
     wrap = [*own_mounts(), "sh", "-c", hide, "sh"]
-    with Job(folder, flags(undisturbed.corpus), wrap=wrap) as job:
-        return require_same(job.require_trained(8), undisturbed.logged)
+    with Job(tmp_path, flags(undisturbed.corpus), wrap=wrap) as job:
+        require_same(job.require_trained(8), undisturbed.logged)
 
 
-def _jumping_clock(undisturbed: Undisturbed, folder: Path) -> str:
-    source, library = folder / "clock.c", folder / "clock.so"
+def test_a_clock_that_jumps_by_an_hour_changes_nothing(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(_CLOCK)
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise Skipped("needs a C compiler")
+        pytest.skip("needs a C compiler")
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    record = folder / "record"
+    record = tmp_path / "record"
     words = flags(undisturbed.corpus, epp_record=record)
-    with Job(folder, words, environment={"LD_PRELOAD": str(library)}) as job:
-        same = require_same(job.require_trained(8), undisturbed.logged)
+    with Job(tmp_path, words, environment={"LD_PRELOAD": str(library)}) as job:
+        require_same(job.require_trained(8), undisturbed.logged)
     lines = [line for path in record.glob("*.timed") for line in path.read_text().splitlines()]
     times = [float(number) for line in lines if line[:1].isdigit() for number in line.split()[2:4]]
-    expect(bool(times), "no timed record was read")
-    expect(min(times) >= 0 and max(times) < 600, f"records from {min(times)} to {max(times)} s")
-    return f"{same}; records from {min(times):.1f} to {max(times):.1f} s"
+    assert times, "no timed record was read"
+    assert min(times) >= 0 and max(times) < 600, f"records from {min(times)} to {max(times)} s"

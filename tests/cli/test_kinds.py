@@ -12,7 +12,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.ir import Plan, Step
+from megatron_epp.ir import Step
 from megatron_epp.planner import ALL, Options, plan_step
 from tests.cli.commands import LENGTHS, refused, said
 from tests.ir.test_lockstep import STEP
@@ -54,13 +54,6 @@ def test_bad_options_of_a_model(capsys, lengths, words, error) -> None:
     assert error in refused(capsys, "plan", "--lengths", lengths, *QWEN, *words)
 
 
-def test_experts_of_a_model_that_has_none(capsys, lengths) -> None:
-    machine = ["--model", "llama3-8b", "--device", "h100-80g", "--pp", 2, "--tp", 8, "--ep", 8]
-    assert "ep 8: the model has no experts; leave it out" in refused(
-        capsys, "plan", "--lengths", lengths, *machine
-    )
-
-
 def test_which_layer_is_which_has_an_effect(capsys, lengths, measured) -> None:
     """Layers with a window take less time: of the first stage's, or of neither's."""
     far, near = (
@@ -71,27 +64,10 @@ def test_which_layer_is_which_has_an_effect(capsys, lengths, measured) -> None:
     assert near < mixed["seconds"] <= far
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (
-            [],
-            "--layer-kinds is missing: the profile knows the kinds dense, local; expected that of ",
-        ),
-        (
-            ["--layer-kinds", "3*dense"],
-            "kinds of layers '3*dense': of 3 layers, but the stages hav",
-        ),
-        (["--layer-kinds", "4*dens"], "layers of kind 'dens': the cost model knows dense, local"),
-        (
-            ["--layer-kinds", "4*("],
-            "kinds of layers '4*(': expected kinds in the order of the layer",
-        ),
-    ],
-)
-def test_kinds_that_do_not_fit_the_profile(capsys, lengths, measured, words, error) -> None:
-    told = refused(capsys, "plan", "--lengths", lengths, *measured, "--pp", 2, *words)
-    assert error[:80] in told
+def test_kinds_that_a_profile_knows_must_be_named(capsys, lengths, measured) -> None:
+    """What does not fit it: tests/cost/test_layer_kinds.py."""
+    told = refused(capsys, "plan", "--lengths", lengths, *measured, "--pp", 2)
+    assert "--layer-kinds is missing: the profile knows the kinds dense, local; expected" in told
 
 
 def test_a_plan_tells_for_which_kinds_it_is(capsys, lengths, measured, tmp_path) -> None:
@@ -132,19 +108,27 @@ def test_every_model_can_be_planned_for(capsys, lengths, name) -> None:
     assert made["fits"]
 
 
-def test_the_planner_process_knows_the_kinds() -> None:
-    """Of layers, and how many devices share experts: it plans what is planned here."""
-    cost = named_cost("gpt-oss-20b", "h100-80g", pp=2, tp=8, ep=4)
-    options = Options(context=16384, levers=ALL - {"uneven"}, effort=0)
-    process = PlannerProcess(cost, options, "packing", 1)
+@pytest.mark.parametrize(
+    ("model", "layout", "lockstep"),
+    [
+        ("gpt-oss-20b", {"pp": 2, "tp": 8, "ep": 4}, 1),
+        ("qwen3-30b-a3b", {"pp": 4, "tp": 8, "dp": 2, "ep": 16}, 2),
+    ],
+    ids=["kinds of layers", "blocks of replicas"],
+)
+def test_the_planner_process_plans_what_is_planned_here(model, layout, lockstep) -> None:
+    cost, replicas = named_cost(model, "h100-80g", **layout), layout.get("dp", 1)
+    options = Options(context=16384, levers=ALL - {"uneven"}, effort=0, lockstep=lockstep)
+    process = PlannerProcess(cost, options, "packing", replicas)
     try:
         process.ask("one", LENGTHS, False)
-        text = process.reply("one")["step"]
+        here = plan_step(LENGTHS, cost, options, "packing", replicas)
+        assert process.reply("one")["step"] == str(here.step)
+        assert all(plan.predicted is not None for plan in here.step.plans)
+        process.ask("two", LENGTHS, True)
+        assert Step.parse(process.reply("two")["step"]).lockstep == lockstep
     finally:
         process.close()
-    here = plan_step(LENGTHS, cost, options, "packing", 1)
-    assert text == str(here.step)
-    assert Plan.parse(str(here.step.plans[0])).predicted is not None
 
 
 # ------------------------------------------------------------------ experts that replicas share
@@ -209,18 +193,3 @@ def test_a_broken_skeleton_is_drawn(tmp_path, capsys) -> None:
 def test_blocks_that_cannot_be(lengths, words, says, capsys) -> None:
     assert main(list(map(str, ["plan", "--lengths", lengths, *QWEN, *words]))) == 2
     assert says in capsys.readouterr().err
-
-
-def test_the_planner_process_plans_blocks() -> None:
-    cost = named_cost("qwen3-30b-a3b", "h100-80g", pp=4, tp=8, dp=2, ep=16)
-    options = Options(context=16384, effort=0, lockstep=2)
-    planner = PlannerProcess(cost, options, "packing", 2)
-    try:
-        planner.ask("one", LENGTHS, False)
-        assert planner.reply("one")["step"] == str(
-            plan_step(LENGTHS, cost, options, "packing", 2).step
-        )
-        planner.ask("two", LENGTHS, True)
-        assert Step.parse(planner.reply("two")["step"]).lockstep == 2
-    finally:
-        planner.close()

@@ -115,21 +115,6 @@ def test_a_placement_is_chosen_and_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["compare", *words[:-2], "--planner", "epp", "1f1b"]) == 0
 
 
-def test_published_methods_make_plans_where_a_placement_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("--lengths", "wlb", "--global-batch-size", "6", "--context", "8192", "--effort", "0")
-    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "8")
-    path = str(tmp_path / "x.plan")
-    for method, placement in (("adaptis", ["v"]), ("slimpipe", ["interleaved", "2"])):
-        placed = ("--planner", method, "--placement", *placement, "-o", path)
-        assert main(["plan", *words, *machine, *placed]) == 0
-        assert f"planner {method}" in Path(path).read_text()
-    capsys.readouterr()
-    assert main(["plan", *words, *machine, "--planner", "zb-v"]) == 2
-    assert "expected the placement v" in capsys.readouterr().err
-
-
 def test_tune_writes_the_placement_it_has_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from megatron_epp.frameworks.settings import settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
+from tests.programs import BASH, run
 
 LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--effort", "0")
@@ -69,10 +68,8 @@ def test_a_budget_for_every_pipeline_rank_says_how_many_there_are(
 
 def launched(script: Path) -> list[str]:
     """The words that the script hands to the trainer."""
-    env = {**os.environ, "PYTHON": "echo", "DATA": "corpus", "TOKENIZER": "t.model"}
-    done = subprocess.run(
-        ["bash", str(script)], env=env, capture_output=True, text=True, check=True
-    )
+    done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
+    assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert words[:2] == ["-m", "torch.distributed.run"]
     return words[words.index("megatron_epp.pretrain_gpt") + 1 :]
@@ -206,6 +203,7 @@ def test_the_script_says_how_experts_are_spread() -> None:
         (("--topology", "tree"), "unknown topology 'tree'"),
         (("--levers", "magic"), "unknown lever 'magic'"),
         (("--memory-budget-gib", "1"), "no layout of the 8 devices works"),
+        (("--device", "h100-80g*2,a100-40g*2"), "tune tries pipelines of many lengths"),
         (("--nodes", "0"), "expected a whole number of at least 1"),
         (("--ep", "4"), "ep 4: the model has no experts; leave it out"),
         (("--for", "nanotron"), "--for nanotron: expected one of megatron, bridge, verl, slime"),

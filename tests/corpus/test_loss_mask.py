@@ -138,16 +138,6 @@ def test_masks_of_ones_change_nothing(tmp_path: Path) -> None:
         assert found.counts == plain.counts
 
 
-def test_planning_reads_the_masks(tmp_path: Path) -> None:
-    path = masked_corpus(tmp_path / "chat", MASKS)
-    corpus = open_corpus(path, context=6)
-    assert corpus.in_order() == (3, 1, 5)
-    assert "3 without a target dropped" in str(corpus.counts)
-    Path(str(path).replace(".idx", "_mask.idx")).unlink()
-    Path(str(path).replace(".idx", "_mask.bin")).unlink()
-    assert open_corpus(path, context=6).in_order() == (6, 2, 2, 1, 6, 6)
-
-
 # --- what can be wrong
 
 

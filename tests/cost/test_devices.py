@@ -157,9 +157,3 @@ def test_bad_lists(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", *MACHINE, "--device", text, *BATCH]) == 2
     error = capsys.readouterr().err
     assert said in error and re.search(r"error: .*", error) and error.count("\n") == 1, error
-
-
-def test_tune_is_of_one_device(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--lengths", "wlb", "--model", "llama3-8b", "--nodes", "1", "--context", "16384")
-    assert main(["tune", *asked, "--global-batch-size", "16", "--device", MIXED]) == 2
-    assert "tune tries pipelines of many lengths" in capsys.readouterr().err

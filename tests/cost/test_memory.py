@@ -1,12 +1,8 @@
 """Bytes as the executor holds them: contexts, kept rows, a backward that frees while it makes."""
 
 import dataclasses
-from random import Random
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
@@ -14,8 +10,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Bytes, Workspace
-from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.ir import Chunk, Kind, Plan, Span
 
 MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
 
@@ -82,59 +77,6 @@ def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
     the_cost = cost(last_workspace_bytes=figure, workspace_bytes=none, last_workspace_tokens=6.0)
     load = loads("0[0:5]", "1[0:12]", documents=(5, 12))
     assert the_cost.memory.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]
-
-
-def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
-    """Most bytes while B of ``chunk`` runs, beside other chunks': layer by layer, by hand."""
-    load = the_cost.loads(plan.chunks, plan.documents)
-    slices = slices_of(plan)
-    document = slices.document[chunk]
-    made = 0.0
-    if document >= 0 and slices.later[chunk] < 0:
-        made = the_cost.layout.profile.kv_gradient_bytes_per_token * load.context_tokens[document]
-    choice = plan.recompute[stage][chunk]
-    saved = [float(the_cost.memory.saved_bytes((0, letter), load)[chunk]) for letter in choice]
-    again = [
-        0.0
-        if letter == "k"
-        else float(
-            the_cost.layout.bytes_of(
-                the_cost.layout.profile.recompute_workspace_bytes[letter], load
-            )[chunk]
-        )
-        for letter in choice
-    ]
-    ends = the_cost.ends.held_bytes(load)[stage][chunk]
-    head = the_cost.ends.freed_bytes(load)[stage][chunk]
-    held = sum(saved) + ends
-    peak = held
-    held -= head
-    for layer in reversed(range(len(choice))):
-        peak = max(peak, held + again[layer])
-        held += made - saved[layer]
-        peak = max(peak, held)
-    return peak
-
-
-@given(st.integers(0, 2**32), st.lists(st.integers(1, 60), min_size=1, max_size=5))
-def test_a_backwards_peak_is_that_of_its_layers_one_by_one(seed, lengths) -> None:
-    the_cost = cost(kv_gradient_bytes_per_token=300.0)
-    plan = arbitrary_plan(lengths, the_cost.layout.layers, Random(seed), modes="kfcmnab")
-    table = the_cost.table(plan)
-    load = the_cost.loads(plan.chunks, plan.documents)
-    slices = slices_of(plan)
-    for stage in range(plan.stages):
-        for chunk in range(len(plan.chunks)):
-            document = slices.document[chunk]
-            loose = document >= 0 and slices.later[chunk] < 0
-            promised = (
-                table.held_bytes[Item.ACTIVATIONS][stage][chunk]
-                + table.workspace_bytes[Kind.BACKWARD][stage][chunk]
-                - the_cost.memory.workspace_bytes(Kind.BACKWARD, load)[stage][chunk]
-                + (table.held_bytes[Item.KV_GRADIENTS][stage][document] if loose else 0.0)
-            )
-            found = slow_peak(the_cost, plan, stage, chunk)
-            assert promised == pytest.approx(found, abs=4 + 1e-9 * found)
 
 
 def test_recomputing_the_first_layers_costs_no_peak() -> None:

@@ -57,15 +57,13 @@ def cost(rate: float, layers: tuple[int, ...] = (4,)) -> Cost:
     return Cost(StageLayout(made, layers), (1e12,) * len(layers))
 
 
-def plan(*choices: str, stages: int = 1, order: str = "F0 F1 B0 B1") -> Plan:
-    """Two whole documents of 100 and 60 tokens, a chunk each; ``choices`` on every stage."""
-    layers = len(choices[0])
+def plan(*choices: str, order: str = "F0 F1 B0 B1") -> Plan:
+    """Two whole documents of 100 and 60 tokens, a chunk each."""
     base = Plan.parse(
-        f"plan v1\ndocuments 100 60\nlayers {' '.join([str(layers)] * stages)}\n"
-        "chunk 0: 0[0:100]\nchunk 1: 1[0:60]\n"
-        + "".join(f"stage {stage}: {order}\n" for stage in range(stages))
+        f"plan v1\ndocuments 100 60\nlayers {len(choices[0])}\n"
+        f"chunk 0: 0[0:100]\nchunk 1: 1[0:60]\nstage 0: {order}\n"
     )
-    return dataclasses.replace(base, recompute=(choices,) * stages)
+    return dataclasses.replace(base, recompute=(choices,))
 
 
 def seconds_and_peaks(the_cost: Cost, the_plan: Plan) -> dict[str, tuple[float, float]]:
@@ -164,22 +162,6 @@ def test_where_offloaded_layers_stand_changes_nothing() -> None:
         for name in ("seconds", "workspace_bytes", "held_bytes"):
             for key, grid in getattr(tables[0], name).items():
                 assert np.array_equal(grid, getattr(other, name)[key]), (name, key)
-
-
-def test_counts_say_what_the_text_says() -> None:
-    """The planner's table and the plan's, on two stages; recomputed layers in front."""
-    the_cost, the_plan = cost(4.0, (5, 5)), plan("ofokk", "ffffo", stages=2)
-    counts = {
-        (0, "o"): np.array([[2.0, 1.0]] * 2),
-        (0, "f"): np.array([[1.0, 4.0]] * 2),
-        (0, "k"): np.array([[2.0, 0.0]] * 2),
-    }
-    load = the_cost.loads(the_plan.chunks, the_plan.documents)
-    told, read = the_cost.table_of(load, counts), the_cost.table(the_plan)
-    for name in ("seconds", "workspace_bytes", "held_bytes", "comm_seconds"):
-        for key, grid in getattr(read, name).items():
-            assert np.array_equal(grid, getattr(told, name)[key]), (name, key)
-    assert np.array_equal(told.recompute_seconds, read.recompute_seconds)
 
 
 def test_forwards_alone_copy_nothing() -> None:

@@ -18,17 +18,11 @@ from megatron_epp.cost.profile import Profile, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit
 from megatron_epp.sim.play import play
+from tests.show.plans import EXAMPLE
 
 PLAIN = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
-# The README's plan: a document in two slices, the second beside a whole one, and a lone one.
-PLAN = Plan.parse(
-    "plan v1\ndocuments 9000 1500 900\nlayers 4 4\n"
-    "chunk 0: 0[0:5000]\nchunk 1: 0[5000:9000] 1[0:1500]\nchunk 2: 2[0:900]\n"
-    "recompute 0: 4k 4k 4k\nrecompute 1: 4k 4k 4k\n"
-    "stage 0: F0 F1 F2 B1 B0 B2\nstage 1: F0 F1 B1 B0 F2 B2\n"
-)
-
-
+# A document in two slices, the second beside a whole one, and a lone one; nothing is recomputed.
+PLAN = Plan.parse(EXAMPLE.replace("3f1k 4k 2c2k", "4k 4k 4k"))
 NONE = Workspace()
 
 

@@ -5,15 +5,12 @@ takes a stage f seconds forward and b backward, of which half is for the weights
 of activations on the whole model, so 1 / p on a stage.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Op, Payload, Plan, Span, Table
-from megatron_epp.planner import Options, plan_step
 from megatron_epp.sim.play import Simulation, play
-from tests.planner.cases import machine
+from tests.sim.test_play import one_f_one_b
 
 CASES = [(p, m) for p in (2, 3, 4, 8) for m in (8, 11)]  # m >= p
 # One micro-batch forward and backward, in units that slices divide without a remainder.
@@ -57,26 +54,6 @@ def played(plan: Plan, slices: int) -> Simulation:
     )
 
 
-def backward_order(documents: int, slices: int) -> list[int]:
-    """Documents in order, the slices of each reversed."""
-    return [d * slices + i for d in range(documents) for i in reversed(range(slices))]
-
-
-def one_f_one_b(stages: int, documents: int, slices: int = 1) -> Plan:
-    """1F1B over slices: stage s (from 0) holds p - 1 - s + n of them (Seq1F1B; n 1: plain 1F1B)."""
-    orders = []
-    for stage in range(stages):
-        total = documents * slices
-        held = min(total, stages - 1 - stage + slices)
-        forwards: Iterator[int] = iter(range(total))
-        order = [Op(Kind.FORWARD, next(forwards)) for _ in range(held)]
-        for chunk in backward_order(documents, slices):
-            order.append(Op(Kind.BACKWARD, chunk))
-            order += [Op(Kind.FORWARD, c) for c in [next(forwards, None)] if c is not None]
-        orders.append(order)
-    return plan_of(stages, documents, slices, orders)
-
-
 def zero_bubble(stages: int, documents: int) -> Plan:
     """ZB-H1: 1F1B's forwards and input halves; stage s runs the W of a micro-batch s later."""
     orders = []
@@ -94,17 +71,11 @@ def zero_bubble(stages: int, documents: int) -> Plan:
     return plan_of(stages, documents, 1, orders)
 
 
-@pytest.mark.parametrize(("p", "m"), CASES)
-def test_packed_1f1b(p: int, m: int) -> None:
-    made = played(one_f_one_b(p, m), 1)
-    assert made.bubble_ratio == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
-    assert max(made.peak_bytes) == HELD * min(p, m) / p
-
-
 @pytest.mark.parametrize("n", (2, 4, 8))
 @pytest.mark.parametrize(("p", "m"), CASES)
 def test_slices(p: int, m: int, n: int) -> None:
-    made = played(one_f_one_b(p, m, n), n)
+    """Whole micro-batches, n 1: test_makespan_of_1f1b and test_window_law of tests/sim."""
+    made = played(one_f_one_b(p, [n] * m), n)
     assert made.bubble_ratio == pytest.approx((p - 1) / (n * m + p - 1), abs=1e-12)
     # A document keeps its K/V until its first slice's backward; meanwhile others have begun.
     held = HELD / p * (n + p - 1) / n
@@ -122,17 +93,3 @@ def test_split_backward(p: int, m: int) -> None:
     # p micro-batches of HELD / p, as 1F1B; while an I runs the rules count its own twice: what it
     # frees and what it leaves for its W.
     assert max(made.peak_bytes) == HELD + HELD / p
-
-
-@pytest.mark.parametrize("room_gib", (4.0, 60.0))
-def test_a_plan_idles_at_most_so_much(room_gib: float) -> None:
-    """The last row: on equal documents no slower than packing or slices, within the budget."""
-    cost, options = machine(4, room_gib), Options(context=8192)
-    made = {
-        name: plan_step((8192,) * 8, cost, options, name).planned[0]
-        for name in ("packing", "seq1f1b", "epp")
-    }
-    assert made["epp"].seconds <= min(made["packing"].seconds, made["seq1f1b"].seconds)
-    assert all(
-        a <= b for a, b in zip(made["epp"].peak_bytes, cost.device_budget_bytes, strict=True)
-    )

@@ -1,17 +1,10 @@
 """Pictures of the pages are what their scripts draw, and show what the pages say of them."""
 
-import importlib.util
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, loaded
 
 
 def load(name: str = "draw_plans"):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "docs" / f"{name}.py")
 
 
 def test_the_picture_is_what_the_script_draws() -> None:

@@ -1,16 +1,14 @@
 """The example's chats: every documented definition of a module is a question and its answer."""
 
-import importlib.util
 from pathlib import Path
+
+from tests.programs import loaded
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "docstring_chats.py"
 
 
 def test_a_module_is_a_conversation(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("docstring_chats", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = loaded(SCRIPT)
     (tmp_path / "test").mkdir()
     for name in ("a.py", "test/a.py"):
         (tmp_path / name).write_text(

@@ -1,14 +1,12 @@
 """The launch scripts of examples/ train, save and resume with every flag that stands in them."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.mcore.runs import ROOT, Run, train
+from tests.programs import BASH, python, run, stand_in
 
 # What two cores can train; later flags win over the script's.
 SMALL = """
@@ -19,16 +17,11 @@ SMALL = """
 
 def words_of(script: str, folder: Path, **variables: object) -> list[str]:
     """What the script hands to the trainer, instead of starting it."""
-    noted, python = folder / "words", folder / "python"
-    python.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" > "{noted}"\n')
-    python.chmod(0o755)
+    noted = folder / "words"
+    trainer = stand_in(folder / "python", f'printf "%s\\0" "$@" > "{noted}"')
     environment = {name: str(value) for name, value in variables.items()}
-    subprocess.run(
-        ["bash", ROOT / "examples" / script],
-        env={**os.environ, "PYTHON": str(python), **environment},
-        cwd=ROOT,
-        check=True,
-    )
+    done = run(BASH, ROOT / "examples" / script, PYTHON=str(trainer), **environment)
+    assert done.returncode == 0, done.stderr
     words = noted.read_text().split("\0")[:-1]
     return words[words.index("megatron_epp.pretrain_gpt") + 1 :]
 
@@ -37,13 +30,9 @@ def words_of(script: str, folder: Path, **variables: object) -> list[str]:
 def corpus(tmp_path_factory) -> Path:
     """The text of this package, a file a document."""
     prefix = tmp_path_factory.mktemp("text") / "text"
-    subprocess.run(
-        [
-            *(sys.executable, ROOT / "scripts" / "prepare_corpus.py", ROOT / "megatron_epp"),
-            *("--glob", "*.py", "--vocab-size", "512", "--workers", "1", "--quiet", "-o", prefix),
-        ],
-        check=True,
-    )
+    words = ("--glob", "*.py", "--vocab-size", 512, "--workers", 1, "--quiet", "-o", prefix)
+    done = python(ROOT / "scripts" / "prepare_corpus.py", ROOT / "megatron_epp", *words)
+    assert done.returncode == 0, done.stderr
     return prefix
 
 

@@ -1,11 +1,9 @@
 """examples/prove_it.py finds its plan equal to the plain model, and notices where it is not."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, python
+
 EXAMPLE = ROOT / "examples" / "prove_it.py"
 
 # What later slices leave for an earlier one's K and V is lost.
@@ -22,14 +20,8 @@ if __name__ == "__main__":
 """
 
 
-def run(program: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_the_plan_is_equal_to_the_plain_model() -> None:
-    done = run(EXAMPLE)
+    done = python(EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the plan: 2 stages, 3 chunks")
     # Two embeddings, four layers of six weights, the last norm, the output layer; and the loss.
@@ -42,6 +34,6 @@ def test_the_plan_is_equal_to_the_plain_model() -> None:
 def test_a_lost_gradient_is_noticed(tmp_path) -> None:
     program = tmp_path / "forgetful.py"
     program.write_text(FORGETFUL)
-    done = run(program)
+    done = python(program)
     assert done.returncode != 0
     assert "NOT equal" in done.stdout

@@ -1,26 +1,13 @@
 """The quickstart's settings: refused where they are wrong, and flags that Megatron and we know."""
 
 import argparse
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import BASH, ROOT, run
+
 SCRIPT = ROOT / "examples" / "quickstart.sh"
-
-
-def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **settings},
-        check=False,
-        timeout=60,
-    )
 
 
 @pytest.mark.parametrize(
@@ -34,13 +21,13 @@ def run(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, str], line: str) -> None:
-    done = run(**settings)
+    done = run(BASH, SCRIPT, **settings)
     assert (done.returncode, done.stderr) == (2, f"quickstart: {line}\n")
     assert not done.stdout
 
 
 def test_help_says_what_it_runs_on() -> None:
-    done = run("--help")
+    done = run(BASH, SCRIPT, "--help")
     assert done.returncode == 0 and "on the CPU alone" in done.stdout
     assert "set -euo" not in done.stdout
 

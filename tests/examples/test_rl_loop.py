@@ -1,17 +1,15 @@
 """examples/rl_loop.py: a loop in slices has the gradients of Megatron's own schedule."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 
 
 def test_slices_and_megatrons_own_schedule_agree() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = python(EXAMPLE)
     assert done.returncode == 0, done.stderr
     worst = re.findall(r"stage \d: \d+ gradients, worst difference ([0-9.e+-]+)", done.stdout)
     assert len(worst) == 2 and max(map(float, worst)) < 1e-12

@@ -3,13 +3,11 @@
 import re
 
 import pytest
-from hypothesis import given
 
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Deadlock, Plan, PlanError, Step, check, lower
-from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
-from tests.plans import EXAMPLE, INTERLEAVED, V_SHAPE, plans
+from tests.plans import EXAMPLE, INTERLEAVED, V_SHAPE
 
 
 @pytest.mark.parametrize("text", [INTERLEAVED, V_SHAPE])
@@ -103,14 +101,6 @@ def test_a_rank_hands_over_to_itself_without_a_message() -> None:
     assert second.count("SEND") == first.count("RECV") == 4
     assert first.startswith("F0.0 SEND:F0>1 ")
     assert first.count("F3.0 B3.0 SEND:B0>2") == 1  # the loss: nothing to wait for
-
-
-@given(plans(6, shares_ranks=True))
-def test_programs_of_any_placement_pass_a_single_queue(plan: Plan) -> None:
-    programs = lower(plan)
-    for strict in (False, True):
-        assert stuck_in_one_queue(programs, strict) == ()
-    assert hanging_waits(programs) == ()
 
 
 def test_a_job_of_another_placement_refuses_it_in_one_line() -> None:

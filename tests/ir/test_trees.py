@@ -4,11 +4,9 @@ import re
 from random import Random
 
 import pytest
-from hypothesis import given
 
 from megatron_epp.ir import Chunk, Plan, PlanError, Span, check, slices_of
 from megatron_epp.ir.random_plan import arbitrary_prefixes, tree_chunks
-from tests.plans import plans
 
 TREE = """\
 plan v1
@@ -97,12 +95,6 @@ def test_chunks_in_a_circle_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="chunk 0: continues chunk 1, which continues it"):
         check(Plan.parse(text))
-
-
-@given(plans(trees=True))
-def test_random_trees_run_and_read_back(plan: Plan) -> None:
-    check(plan)
-    assert Plan.parse(str(plan)) == plan
 
 
 def test_random_trees_have_every_form() -> None:

@@ -5,6 +5,11 @@ from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.command import certify_training
 
 
+def models(*lines: str) -> tuple[tuple[str, ...], ...]:
+    """Flags of models as a trial has them."""
+    return tuple(tuple(line.split()) for line in lines)
+
+
 def certified(trial: Trial) -> tuple[list[str], list[BatchVerdict]]:
     """Lines that ``trial`` prints, and its batches: all that it asks for, each of which passed."""
     lines: list[str] = []

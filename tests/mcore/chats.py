@@ -1,11 +1,11 @@
 """A file of chats for tests, and a tokenizer for them, made by scripts/prepare_corpus.py."""
 
-import importlib.util
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from tests.programs import loaded
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_corpus.py"
 VOCABULARY = 300
@@ -35,12 +35,7 @@ def write_chats(path: Path, chats: list[list[dict[str, str]]] = CHATS) -> Path:
 
 @cache
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_corpus", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prepare_corpus"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 def prepare(chats: Path, prefix: Path, *more: object) -> int:

@@ -255,13 +255,9 @@ def test_the_installed_megatron_is_the_expected_one():
 
 
 def test_names_and_targets_are_told_apart():
-    assert len({patch_point.name for patch_point in patch_points.ALL_PATCH_POINTS}) == len(
-        patch_points.ALL_PATCH_POINTS
-    )
-    assert len({patch_point.target for patch_point in patch_points.ALL_PATCH_POINTS}) == len(
-        patch_points.ALL_PATCH_POINTS
-    )
-    assert all(patch_point.reason for patch_point in patch_points.ALL_PATCH_POINTS)
+    every = patch_points.ALL_PATCH_POINTS
+    assert len({one.name for one in every}) == len({one.target for one in every}) == len(every)
+    assert all(one.reason for one in every)
 
 
 def test_a_missing_target_is_named():
@@ -302,15 +298,11 @@ def test_a_change_in_what_a_seam_relies_on_is_noticed(tmp_path, monkeypatch):
 
 def test_every_seam_notices_any_change():
     """The fingerprints differ from one another and from that of an empty source."""
+    every = patch_points.ALL_PATCH_POINTS
     for release in releases.RELEASES:
-        prints = [
-            release.fingerprints[patch_point.name] for patch_point in patch_points.ALL_PATCH_POINTS
-        ]
-        assert len(set(prints)) == len(prints)
-    for patch_point in patch_points.ALL_PATCH_POINTS:
-        assert all(
-            patch_points._source(name) for name in (patch_point.target, *patch_point.relies_on)
-        ), patch_point
+        assert len({release.fingerprints[one.name] for one in every}) == len(every)
+    for one in every:
+        assert all(patch_points._source(name) for name in (one.target, *one.relies_on)), one
 
 
 def test_another_version_is_refused(monkeypatch):

@@ -73,6 +73,17 @@ MTP_MLA = (
 
 # ------------------------------------------------------------------ small ones, to be trained
 
+TRAINED_MOE = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_token_dispatcher_type": "alltoall",
+}
 TRAINED_SSM = {
     "hybrid_layer_pattern": "M*G-",
     "mamba_num_heads": 8,

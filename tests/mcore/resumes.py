@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
+from tests.mcore.runs import PROGRAM, Run, flags, trained, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 # Saved by parameter: the optimizer's default format holds padding, which is whatever memory held,
@@ -27,14 +27,11 @@ class Job:
     corpus: Path
     model: Mapping[str, object] = field(default_factory=dict)
     program: tuple[str, ...] = PROGRAM
-    words: Callable[..., list[str]] = flags
 
     def train(self, processes: int = 2, afresh: bool = False, **how: object) -> Run:
         """A run that ends well."""
-        words = self.words(self.corpus, **{**self.model, **OPTIMIZER, **how})
-        run = train(words, processes, self.program, afresh=afresh)
-        assert run.status == 0, run.output
-        return run
+        words = flags(self.corpus, **{**self.model, **OPTIMIZER, **how})
+        return trained(words, processes, self.program, afresh=afresh)
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,11 @@ def six_of(
     folder: Path,
     model: Mapping[str, object],
     program: tuple[str, ...] = PROGRAM,
-    words: Callable[..., list[str]] = flags,
     lengths: list[int] = LENGTHS,
 ) -> Six:
     """Six iterations of ``model`` on a corpus of its own."""
     corpus = write_corpus(folder / "documents", lengths)
-    return six_iterations(Job(corpus, model, program, words), folder / "saved")
+    return six_iterations(Job(corpus, model, program), folder / "saved")
 
 
 def after_three(six: Path, folder: Path) -> Path:
@@ -140,7 +136,6 @@ def to_megatron_and_back(
 def require_megatrons_own_numbers(
     folder: Path,
     model: Mapping[str, object],
-    words: Callable[..., list[str]] = flags,
     program: tuple[str, ...] = PROGRAM,
     processes: int = 1,
     others: Mapping[str, float] | None = None,
@@ -150,11 +145,9 @@ def require_megatrons_own_numbers(
     log, none of them 0, and how far they may be off."""
     corpus = write_corpus(folder / "equal", [65] * 24)
     common = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4, **model}
-    elastic = train(words(corpus, epp=True, **common), processes=processes, program=program)
-    assert elastic.status == 0, elastic.output
+    elastic = trained(flags(corpus, epp=True, **common), processes=processes, program=program)
     own = {"micro_batch_size": 1, "calculate_per_token_loss": True, "dataloader_type": "single"}
-    stock = train(words(corpus, **own, **common), program=STOCK_ON_DOCUMENTS, processes=processes)
-    assert stock.status == 0, stock.output
+    stock = trained(flags(corpus, **own, **common), program=STOCK_ON_DOCUMENTS, processes=processes)
     assert len(stock.losses) == 4
     assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)

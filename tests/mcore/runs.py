@@ -35,7 +35,7 @@ MODEL = """
 
 
 def flags(corpus: Path, **changes: object) -> list[str]:
-    """Flags of a small run; ``changes`` override or add, None takes a flag away."""
+    """Flags of a small run; ``changes`` override or add, None takes a flag of MODEL away."""
     named = {
         "seq-length": 128,
         "max-position-embeddings": 128,
@@ -63,7 +63,8 @@ def flags(corpus: Path, **changes: object) -> list[str]:
         elif value is not None:
             words += [f"--{key}", str(value)]
         elif f"--{key}" in words:
-            words.remove(f"--{key}")
+            at = words.index(f"--{key}")
+            del words[at : at + (1 if words[at + 1].startswith("--") else 2)]
     return words
 
 
@@ -124,6 +125,13 @@ def train(
     if afresh or torch.cuda.is_available():
         return _started(words, processes, program, seconds)
     return _forked(words, processes, program, seconds)
+
+
+def trained(words: list[str], *others: Any, **how: Any) -> Run:
+    """A run that ends well."""
+    run = train(words, *others, **how)
+    assert run.status == 0, run.output
+    return run
 
 
 # ------------------------------------------------------------------ new processes
@@ -235,8 +243,13 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
 def run_program(
     place: dict[str, str], output: str, program: tuple[str, ...], words: list[str]
 ) -> None:
-    """In the forked process: ``program`` with ``words``, as Python's command line would run it."""
+    """In the forked process."""
     become(place, str(ROOT), output)
+    execute(program, words)
+
+
+def execute(program: tuple[str, ...], words: list[str]) -> None:
+    """``program`` with ``words``, as Python's command line would run it."""
     assert "megatron.training" in sys.modules, "the fork server has nothing imported"
     try:
         if program[0] == "-m":

@@ -24,6 +24,13 @@ from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LATENT = {
+    "multi_latent_attention": True,
+    "qk_head_dim": 128,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 40,
+    "mscale_all_dim": 1.0,
+}
 
 
 def config(**changes) -> SimpleNamespace:
@@ -58,14 +65,7 @@ def test_a_call_sees_the_heads_of_its_rank() -> None:
 
 
 def test_heads_of_latent_attention_have_a_scale_and_a_value_size_of_their_own() -> None:
-    latent = config(
-        multi_latent_attention=True,
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=64,
-        v_head_dim=128,
-        rotary_scaling_factor=40,
-        mscale_all_dim=1.0,
-    )
+    latent = config(**LATENT, qk_pos_emb_head_dim=64)
     heads = heads_of(latent)
     queries = latent.num_attention_heads // latent.tensor_model_parallel_size
     assert (heads.query, heads.key, heads.size, heads.value) == (queries, queries, 192, 128)
@@ -127,14 +127,7 @@ def test_auto_takes_the_first_that_computes_rightly(kernels, caplog) -> None:
 
 
 def test_heads_of_two_sizes_are_padded_where_no_kernel_takes_them(kernels, caplog) -> None:
-    latent = config(
-        multi_latent_attention=True,
-        qk_head_dim=128,
-        qk_pos_emb_head_dim=60,
-        v_head_dim=128,
-        rotary_scaling_factor=40,
-        mscale_all_dim=1.0,
-    )
+    latent = config(**LATENT, qk_pos_emb_head_dim=60)
     chosen = attention_for("auto", latent, GPU).kernel
     assert (chosen.size, chosen.value) == chosen.kernel.sizes == (192, 128)  # multiples of 8
     latent.qk_pos_emb_head_dim = 64

@@ -18,14 +18,8 @@ from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, certify_parser, read
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.mcore.certify.command import certify_training, main
-from tests.mcore.certified import certified
-
-ROOT = Path(__file__).parents[2]
-
-
-def models(*lines: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(line.split()) for line in lines)
-
+from tests.mcore.certified import certified, models
+from tests.programs import ROOT, python
 
 # With the reduction of gradients in buckets while backward runs, and, every second batch, tied
 # embeddings on two stages.
@@ -96,16 +90,6 @@ def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
     assert not all(batch.passed for batch in judged), verdict(judged)
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_epp", "certify", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_without_model_flags_it_certifies_two_models(capsys) -> None:
     """Untied with grouped queries, and tied; with tensor parallelism one splits the sequence."""
     assert main(["--pp", "2", "--tp", "2", "--batches", "4"]) == 0
@@ -142,7 +126,7 @@ def test_what_the_command_line_refuses(arguments, says) -> None:
 
 
 def test_flags_that_megatron_does_not_know_end_with_status_2() -> None:
-    done = command("--pp", "1", "--hidden-sizes", "64")
+    done = python("-m", "megatron_epp", "certify", "--pp", "1", "--hidden-sizes", "64")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
@@ -165,24 +149,10 @@ def test_degrees_come_from_the_model_flags_too() -> None:
     assert read(flags.split()).models == (tuple(flags.split()),)
 
 
-EXACT = """
-from megatron_epp.mcore.certify.rank import exact_attention
-from megatron_epp.mcore.trainer.hooks import TrainerHooks
-HOOKS = TrainerHooks(attention_for=exact_attention)
-"""
-
-
-def test_the_attention_of_gpus_in_float64_and_a_host_without_any(tmp_path) -> None:
-    """What --device cuda computes with passes here too; without a GPU that is refused by name."""
-    exact = tmp_path / "exact.py"
-    exact.write_text(EXACT)
-    llama = models(f"{LLAMA} --num-layers 2")
-    judged = certify_training(Trial(Degrees(1, 1, 1), llama, batches=3, interfere=exact))
-    assert all(batch.passed for batch in judged)
-    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
     assert read(["--device", "cuda"]).device == "cuda"
-    if torch.cuda.is_available():
-        return
+    llama = models(f"{LLAMA} --num-layers 2")
     with pytest.raises(ValueError, match=r"--device cuda: every rank needs a GPU.* has 0"):
         certify_training(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
 

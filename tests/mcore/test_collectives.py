@@ -17,7 +17,7 @@ from megatron_epp.certify.allowed_collectives import (
 )
 from megatron_epp.ir import Kind, Step, Transfer, lower
 from megatron_epp.runtime.comm_recorder import Collective, MessageRecord
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, trained, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 ITERATIONS = 3
@@ -97,8 +97,7 @@ def folder(tmp_path_factory) -> Path:
         epp_record=folder / "plans",
     )
     words.remove("--untie-embeddings-and-output-weights")
-    run = train(words, program=(WATCHED, str(folder)))
-    assert run.status == 0, run.output
+    trained(words, program=(WATCHED, str(folder)))
     return folder
 
 
@@ -143,8 +142,7 @@ def experts(tmp_path_factory) -> Path:
         epp=True,
         epp_planner="packing",
     )
-    run = train(words, program=(WATCHED, str(folder)))
-    assert run.status == 0, run.output
+    trained(words, program=(WATCHED, str(folder)))
     return folder
 
 

@@ -1,6 +1,5 @@
 """Documents come whole, through Megatron's builder, in an order that (seed, sample) gives."""
 
-import argparse
 import itertools
 import os
 import re
@@ -235,29 +234,10 @@ def test_separate_paths_per_split(tmp_path: Path) -> None:
     assert test is None
 
 
-def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
+def test_megatrons_flags_become_the_configuration(tmp_path: Path, parse) -> None:
     corpus = write_corpus(tmp_path / "a", numbered([5, 9]))
-    flags = argparse.Namespace(
-        seed=1,
-        seq_length=4,
-        data_path=[corpus],
-        data_args_path=None,
-        train_data_path=None,
-        valid_data_path=None,
-        test_data_path=None,
-        per_split_data_args_path=None,
-        split="100,0,0",
-        multiple_validation_sets=False,
-        full_validation=False,
-        num_dataset_builder_threads=1,
-        data_cache_path=None,
-        mmap_bin_files=False,
-        eod_mask_loss=True,
-        object_storage_cache_path=None,
-        mid_level_dataset_surplus=0.005,
-        allow_ambiguous_pad_tokens=False,
-        mock_data=False,
-    )
+    words = "--seed 1 --seq-length 4 --split 100,0,0 --no-mmap-bin-files --eod-mask-loss"
+    flags = parse(*words.split(), "--data-path", corpus)
     config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
     documents = train(config, 3)
     assert documents.lengths(range(3)).tolist() == [4, 4, 4]
@@ -279,10 +259,8 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
     assert len(set(lengths)) > 4 and lengths.max() == 2000
     for document, length in enumerate(lengths):
         tokens = documents.tokens(document)
-        assert (
-            len(tokens) == length + 1
-            and (tokens[:-1] == numpy.arange(1, length + 1) % VOCABULARY).all()
-        )
+        assert len(tokens) == length + 1
+        assert (tokens[:-1] == numpy.arange(1, length + 1) % VOCABULARY).all()
         assert (documents.tokens(document, 5, 9) == tokens[5:9]).all()
     flags.mock_data, flags.dataloader_fast_cache_load = False, True
     with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
@@ -479,11 +457,8 @@ def test_batches_resume_anywhere(tmp_path: Path) -> None:
         ahead = running.peek(1)
         resumed = next(GlobalBatches(documents, 4, consumed))
         batch = next(running)
-        assert (
-            batch.samples.tolist()
-            == resumed.samples.tolist()
-            == list(range(consumed, consumed + 4))
-        )
+        samples = list(range(consumed, consumed + 4))
+        assert batch.samples.tolist() == resumed.samples.tolist() == samples
         assert batch.lengths.tolist() == resumed.lengths.tolist()
         following = running.peek()
         assert (ahead is None) == (following is None) == (consumed == 36)
@@ -673,10 +648,8 @@ def test_nodes_with_other_documents_are_told_at_start(tmp_path: Path) -> None:
     heard = run(3, other_documents, tmp_path, tmp_path)
     for rank, mine in enumerate(heard):
         assert mine["equal"] == "4 documents", mine
-        assert (
-            "longer: the documents for train have other lengths on ranks 2 than on"
-            in (mine["longer"])
-        ), rank
+        said = "longer: the documents for train have other lengths on ranks 2 than on"
+        assert said in mine["longer"], rank
         assert "expected the same lengths everywhere: copy one longer.bin" in mine["longer"]
         assert mine["beyond the context"] == "4 documents"
         assert "ranks 1 2 hold digest" in mine["another"]

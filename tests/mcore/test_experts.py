@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.moe.certificate import MoECertificate
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, inject
-from tests.mcore.models import QWEN3, WINDOWS
+from tests.mcore.models import QWEN3, TRAINED_MOE, WINDOWS
 from tests.mcore.resumes import (
     Six,
     after_three,
@@ -27,7 +27,7 @@ from tests.mcore.resumes import (
     tensors,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train
+from tests.mcore.runs import flags, trained
 
 DEEPSEEK = (
     f"{LLAMA} --num-layers 4 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 "
@@ -125,19 +125,11 @@ def test_a_bias_that_moved_twice_shows(judged) -> None:
 # ------------------------------------------------------------------ inside the trainer
 
 EXPERTS = {
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
+    **TRAINED_MOE,
     "moe_router_bias_update_rate": 0.1,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
     "window_size": "16,0",
     "window_attn_skip_freq": 2,
     "softmax_type": "learnable",
-    "moe_token_dispatcher_type": "alltoall",
 }
 
 
@@ -183,11 +175,9 @@ def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> 
         "save_interval": 3,
     }
     words = flags(corpus, epp=True, save=tmp_path / "free", **shared)
-    free = train(words)
-    assert free.status == 0, free.output
+    free = trained(words)
     program = (str(Path(__file__).parent / "hungry.py"), "together")
-    hit = train(flags(corpus, epp=True, save=tmp_path / "hit", **shared), program=program)
-    assert hit.status == 0, hit.output
+    hit = trained(flags(corpus, epp=True, save=tmp_path / "hit", **shared), program=program)
     assert "repeated with less memory" in hit.output
     assert hit.losses == pytest.approx(free.losses, rel=1e-5)
     one, other = (
@@ -238,14 +228,6 @@ def test_experts_that_do_not_divide_are_one_line(changes, says) -> None:
     with pytest.raises(ValueError) as error:
         MoEKind().require(given(**changes), 1)
     assert str(error.value) == says
-
-
-def test_they_end_with_status_2(corpus) -> None:
-    wrong = {"num_experts": 6, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1}
-    run = train(flags(corpus, epp=True, **wrong), processes=1)
-    assert run.status == 2, run.output
-    (line,) = run.errors
-    assert line.endswith("over --expert-model-parallel-size 4; expected a multiple of it")
 
 
 # ------------------------------------------------------------------ scaled down

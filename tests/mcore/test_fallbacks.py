@@ -17,7 +17,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_step
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, trained, write_corpus
 
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
 
@@ -103,18 +103,16 @@ def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
         "save_interval": 1,
     }
     first, again = tmp_path / "first", tmp_path / "again"
-    died = train(
+    died = trained(
         flags(corpus, **common, save=first, epp_record=first / "plans"),
         program=(str(Path(__file__).parent / "deadly.py"),),
     )
-    assert died.status == 0, died.output
     assert "iteration 2: the planner failed (the planner process has ended)" in died.output
     assert Fallbacks([], str(first)).of(2) == "packing"
 
-    resumed = train(
+    resumed = trained(
         flags(corpus, **common, load=first, ckpt_step=1, save=again, epp_record=again / "plans")
     )
-    assert resumed.status == 0, resumed.output
     assert "iteration 2: planned by packing, as before the resume" in resumed.output
     assert Fallbacks([], str(again)).of(2) == "packing"
     planners = []
@@ -130,6 +128,5 @@ def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
     # Without the file the planner, which lives, is asked.
     (first / FALLBACKS_FILE).unlink()
     shutil.rmtree(again)
-    forgot = train(flags(corpus, **common, load=first, ckpt_step=1, epp_record=again / "plans"))
-    assert forgot.status == 0, forgot.output
+    forgot = trained(flags(corpus, **common, load=first, ckpt_step=1, epp_record=again / "plans"))
     assert forgot.grad_norms != died.grad_norms[1:]

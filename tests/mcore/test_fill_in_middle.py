@@ -9,15 +9,13 @@ import pytest
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training.arguments import parse_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.data.global_batches import Documents, build_documents
-from megatron_epp.mcore.job.read_flags import prepare_parser
 from megatron_epp.mcore.trainer.job_data import JobData
-from tests.mcore.runs import flags, train
+from tests.mcore.runs import flags, train, trained
 from tests.mcore.test_documents import write_corpus
 
 CONTEXT, SEED = 300, 11
@@ -75,12 +73,6 @@ def words(folder: Path, **changes: object) -> list[str]:
     return flags(folder / "corpus", **named | changes)
 
 
-def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """As Megatron's own parser reads them."""
-    monkeypatch.setattr("sys.argv", ["pretrain", *words])
-    return parse_args(prepare_parser)
-
-
 def documents_of(args: argparse.Namespace) -> Documents:
     config = config_from_args(args, build_tokenizer(args), "truncate", args.padded_vocab_size)
     documents = build_documents(config, [2 * len(WORDS), 0, 0])[0]
@@ -116,10 +108,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_document_is_what_megatron_makes_of_it_alone(
-    folder, setting, tmp_path, monkeypatch
-) -> None:
-    args = parsed(words(folder, **SETTINGS[setting]), monkeypatch)
+def test_a_document_is_what_megatron_makes_of_it_alone(folder, setting, tmp_path, parse) -> None:
+    args = parse(*words(folder, **SETTINGS[setting]))
     documents, corpus = documents_of(args), IndexedDataset(str(folder / "corpus"))
     (part,) = documents.parts
     changed = 0
@@ -141,16 +131,15 @@ def test_a_document_is_what_megatron_makes_of_it_alone(
     assert changed > len(WORDS) // 2
 
 
-def test_training_takes_the_texts_on_every_stage(folder, tmp_path, monkeypatch) -> None:
+def test_training_takes_the_texts_on_every_stage(folder, tmp_path, parse) -> None:
     """As it trains on a corpus into which they were written before."""
     alike = {"train_iters": 1, "seq_length": 64, "max_position_embeddings": 64}
-    documents = documents_of(parsed(words(folder, **alike), monkeypatch))
+    documents = documents_of(parse(*words(folder, **alike)))
     (part,) = documents.parts
     places = part.index.sequences[part.documents(range(len(WORDS)))]
     texts = [documents.tokens(int(sample)).tolist() for sample in places.argsort()]
     written = write_corpus(tmp_path / "written", texts, dtype=numpy.uint16)
-    filled = train(words(folder, **alike))
-    assert filled.status == 0, filled.output
+    filled = trained(words(folder, **alike))
     before = train(words(folder, **alike, data_path=written, fim_data=None, fim_rate=None))
     assert len(filled.losses) == 1 and filled.losses == before.losses, before.output
     assert filled.grad_norms == before.grad_norms
@@ -168,8 +157,8 @@ def test_training_takes_the_texts_on_every_stage(folder, tmp_path, monkeypatch) 
         ),
     ],
 )
-def test_what_cannot_be_filled_in_is_one_line(folder, changes, said, monkeypatch) -> None:
-    args = parsed(words(folder, **changes), monkeypatch)
+def test_what_cannot_be_filled_in_is_one_line(folder, changes, said, parse) -> None:
+    args = parse(*words(folder, **changes))
     with pytest.raises(ValueError, match=said) as refusal:
         documents_of(args)
     assert "\n" not in str(refusal.value)
@@ -182,9 +171,9 @@ def test_documents_from_python_are_read_as_they_are() -> None:
         data._documents(args, [1], None)
 
 
-def test_masks_of_a_document_written_anew(folder, tmp_path, monkeypatch) -> None:
+def test_masks_of_a_document_written_anew(folder, tmp_path, parse) -> None:
     prefix = write_corpus(tmp_path / "a", [[7] * 9, [8] * 5])
     write_corpus(tmp_path / "a_mask", [[1] * 9, [1] * 5], dtype=numpy.uint8)
-    args = parsed(words(folder, data_path=prefix), monkeypatch)
+    args = parse(*words(folder, data_path=prefix))
     with pytest.raises(ValueError, match=r"a_mask.idx: loss masks of documents that --fim-data"):
         documents_of(args)

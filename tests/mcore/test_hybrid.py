@@ -10,7 +10,7 @@ from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
-from tests.mcore.models import TRAINED_SSM
+from tests.mcore.models import TRAINED_MOE, TRAINED_SSM
 from tests.mcore.resumes import (
     Six,
     after_three,
@@ -19,26 +19,13 @@ from tests.mcore.resumes import (
     six_of,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
 # ------------------------------------------------------------------ trained
 
 # A layer of every kind, and a further token predicted.
-MODEL = {
-    **TRAINED_SSM,
-    "hybrid_layer_pattern": "*-EM|GE/*-",
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 16,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_enable_expert_bias": True,
-    "moe_router_load_balancing_type": "seq_aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-    "moe_token_dispatcher_type": "alltoall",
-}
+MODEL = {**TRAINED_SSM, **TRAINED_MOE, "hybrid_layer_pattern": "*-EM|GE/*-"}
 
 
 @pytest.fixture(scope="module")
@@ -124,24 +111,6 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
         require_pattern(wanted)
     said = str(refusal.value)
     assert says in said and said.startswith("--hybrid-layer-pattern ") and "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("pattern", "program", "says"),
-    [
-        ("*-?", PROGRAM, "'?' stands for no layer"),
-        ("D*-", PROGRAM, "attention (*) and latent attention (D) in one model"),
-        ("*-", None, "run megatron_epp.pretrain_hybrid with these flags"),
-        (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
-    ],
-)
-def test_they_end_with_status_2(six, pattern, program, says) -> None:
-    how = {"epp": True, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": pattern}
-    extra = {} if program is None else {"program": program}
-    run = train(flags(six.job.corpus, **how), processes=1, **extra)
-    assert run.status == 2, run.output
-    (line,) = run.errors
-    assert says in line
 
 
 # ------------------------------------------------------------------ the model's shape

@@ -1,7 +1,6 @@
 """Multi-latent attention under ``--epp``: trained, refused. Certified: test_certify_kinds.py."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.mcore.resumes import (
     require_three_more_alike,
     six_of,
 )
-from tests.mcore.runs import flags, train
 
 # Attention of GPUs as certify has it there, on a host without any.
 EXACT = """
@@ -31,6 +29,7 @@ HOOKS = TrainerHooks(attention_for=exact_attention)
     [
         (1, f"{V3} --epp-mla-keeps expanded", 4),
         (2, f"{V3} --epp-mla-keeps expanded", 4),
+        (1, LLAMA, 3),
         (2, LLAMA, 6),
     ],
 )
@@ -41,6 +40,7 @@ def test_attention_by_the_kernels_of_gpus(cp, model, batches, tmp_path) -> None:
     _, judged = certified(Trial(Degrees(1, 1, 1, cp=cp), models, batches, interfere=exact))
     assert sum(batch.coverage.cut for batch in judged) > 0
     assert sum(batch.coverage.packed for batch in judged) > 0
+    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
 
 
 # ------------------------------------------------------------------ trained
@@ -56,20 +56,16 @@ MODEL = {
     "apply_layernorm_1p": True,
     "rotary_scaling_factor": 4,
     "mscale_all_dim": 1.0,
+    "group_query_attention": None,
+    "num_query_groups": None,
 }
 LENGTHS = [400, 30, 20, 90, 12, 60, 300, 8, 40, 33, 120, 77] * 4
 
 
-def latent_flags(corpus: Path, **changes: object) -> list[str]:
-    words = flags(corpus, **(MODEL | changes))
-    at = words.index("--group-query-attention")  # and its number of groups behind it
-    return words[:at] + words[at + 3 :]
-
-
 @pytest.fixture(scope="module")
 def six(tmp_path_factory) -> Six:
-    model = {"epp_mla_keeps": "latents"}
-    return six_of(tmp_path_factory.mktemp("six"), model, words=latent_flags, lengths=LENGTHS)
+    model = {**MODEL, "epp_mla_keeps": "latents"}
+    return six_of(tmp_path_factory.mktemp("six"), model, lengths=LENGTHS)
 
 
 def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
@@ -80,20 +76,7 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """With Megatron's own projections and attention."""
-    one = {"pipeline_model_parallel_size": 1}
-    require_megatrons_own_numbers(tmp_path, one, words=latent_flags)
-
-
-def test_latents_beside_windows_end_with_status_2(six) -> None:
-    wrong = {"window_size": "16,0", "epp_mla_keeps": "latents"}
-    how = {"train_iters": 1, "pipeline_model_parallel_size": 1}
-    run = train(latent_flags(six.job.corpus, epp=True, **wrong, **how), processes=1)
-    assert run.status == 2, run.output
-    (line,) = run.errors
-    assert line.endswith(
-        "--epp-mla-keeps latents: layers with windows keep the ends of slices, in K and V; leave "
-        "the flag out"
-    )
+    require_megatrons_own_numbers(tmp_path, {**MODEL, "pipeline_model_parallel_size": 1})
 
 
 # ------------------------------------------------------------------ scaled down, refused

@@ -2,13 +2,12 @@
 
 import pytest
 
-from tests.mcore.runs import train
+from tests.mcore.runs import trained
 
 
 @pytest.mark.parametrize("attention", ["parts", "varlen"])
 def test_a_stage_holds_what_was_promised(attention: str) -> None:
-    done = train([attention], processes=1, program=("-m", "tests.mcore.ledger"))
-    assert done.status == 0, done.output
+    done = trained([attention], processes=1, program=("-m", "tests.mcore.ledger"))
     (slices, recomputed, beside, hybrid, *offloaded) = (
         tuple(map(float, line.split())) for line in done.output.splitlines()[-8:]
     )
@@ -24,8 +23,7 @@ def test_a_stage_holds_what_was_promised(attention: str) -> None:
 
 @pytest.mark.parametrize("keeps", ["latents", "expanded"])
 def test_a_stage_with_latent_attention_holds_what_was_promised(keeps: str) -> None:
-    done = train([keeps], processes=1, program=("-m", "tests.mcore.ledger"))
-    assert done.status == 0, done.output
+    done = trained([keeps], processes=1, program=("-m", "tests.mcore.ledger"))
     slices, recomputed, *others = (
         tuple(map(float, line.split())) for line in done.output.splitlines()[-6:]
     )

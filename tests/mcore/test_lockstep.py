@@ -15,7 +15,7 @@ from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.fault_injection import FAULTS, inject, names
 from tests.mcore.models import HYBRID_MOE, QWEN3, V3, V3_MOE
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tensors
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import Run, flags, train, trained, write_corpus
 from tests.mcore.test_experts import EXPERTS
 
 TABLE = FAULTS / "lockstep.py"
@@ -163,8 +163,7 @@ def corpus(tmp_path_factory) -> Path:
 def three(corpus, tmp_path_factory) -> tuple[Path, Run]:
     folder = tmp_path_factory.mktemp("three")
     ahead = {"epp_plan_ahead": True, **SPREAD}
-    run = train(flags(corpus, epp=True, save=folder, epp_record=folder / "records", **ahead))
-    assert run.status == 0, run.output
+    run = trained(flags(corpus, epp=True, save=folder, epp_record=folder / "records", **ahead))
     return folder, run
 
 
@@ -189,8 +188,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(corpus, three, tmp_path) -> None:
     for kept in folder.glob("epp-*"):
         (before / kept.name).write_bytes(kept.read_bytes())
     words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **SPREAD)
-    resumed = train(words)
-    assert resumed.status == 0, resumed.output
+    resumed = trained(words)
     assert resumed.losses[0] == straight.losses[-1]
     mine = tensors(tmp_path / "resumed" / "iter_0000003", tmp_path / "a.pt")
     theirs = tensors(folder / "iter_0000003", tmp_path / "b.pt")
@@ -204,8 +202,7 @@ def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three) -
     _, free = three
     program = (str(Path(__file__).parent / "hungry.py"), "together")
     changes = {**SPREAD, "save_interval": None, "exit_interval": 2}
-    hit = train(flags(corpus, epp=True, **changes), program=program)
-    assert hit.status == 0, hit.output
+    hit = trained(flags(corpus, epp=True, **changes), program=program)
     assert "repeated with less memory" in hit.output
     assert hit.output.count("out of memory (none for the scores)") == 2
     assert len(hit.losses) == 2
@@ -221,8 +218,7 @@ def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:
     program = (str(Path(__file__).parent / "hungry.py"), "limit")
     changes = {**SPREAD, "save_interval": None, "eval_iters": 0}
     words = flags(corpus, epp=True, epp_memory_limit_gib=0.85 * max(peaks) / 1024, **changes)
-    run = train(words, program=program)
-    assert run.status == 0, run.output
+    run = trained(words, program=program)
     assert "repeated with less memory" in run.output
     assert "out of memory (on another rank of this stage)" in run.output
     assert run.losses == pytest.approx(free.losses, rel=1e-5)

@@ -1,7 +1,6 @@
 """Flags of Megatron-LM's entry for ModelOpt, read as what they set there."""
 
 import argparse
-import sys
 
 import pytest
 
@@ -12,23 +11,9 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments  # noqa: E402
 
 
-@pytest.fixture
-def parsed(monkeypatch):
-    """What Megatron's parser and ours make of words."""
-    from megatron.training.arguments import parse_args
-
-    from megatron_epp.mcore.job.read_flags import prepare_parser
-
-    def parse(*words: str) -> argparse.Namespace:
-        monkeypatch.setattr(sys, "argv", ["pretrain", *words])
-        return parse_args(prepare_parser)
-
-    return parse
-
-
 @pytest.mark.parametrize("flag", MEANT)
-def test_they_set_what_they_mean(parsed, flag) -> None:
-    plain, given = parsed("--epp"), parsed(flag, "--epp")
+def test_they_set_what_they_mean(parse, flag) -> None:
+    plain, given = parse("--epp"), parse(flag, "--epp")
     meant, _ = MEANT[flag]
     changed = {name: value for name, value in vars(given).items() if getattr(plain, name) != value}
     own = flag.removeprefix("--").replace("-", "_")
@@ -38,9 +23,9 @@ def test_they_set_what_they_mean(parsed, flag) -> None:
     assert changed == {n: value for n, value in meant.items() if getattr(plain, n) != value}
 
 
-def test_others_of_that_entry_stay_unknown(parsed) -> None:
+def test_others_of_that_entry_stay_unknown(parse) -> None:
     with pytest.raises(ValueError, match="unrecognized arguments: --export-real-quant-cfg"):
-        parsed("--epp", "--export-real-quant-cfg", "None")
+        parse("--epp", "--export-real-quant-cfg", "None")
 
 
 def test_a_megatron_that_knows_one_keeps_its_own() -> None:

@@ -8,7 +8,6 @@ the package, is read from a pattern, put into a layer, and computes slices of a 
 import inspect
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -36,6 +35,7 @@ from tests.cost.test_new_layer_kind import (  # noqa: E402
 from tests.forks import run_with_torch  # noqa: E402
 from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
 from tests.mcore.models import V3  # noqa: E402
+from tests.programs import run  # noqa: E402
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
@@ -378,9 +378,7 @@ def test_dsa_is_six_files_and_lines_in_four(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all of it" in done.stdout
     put_back(taken, copy)
-    compared = subprocess.run(
-        ["diff", "-r", "-x", "__pycache__", str(PACKAGE), str(copy)], capture_output=True, text=True
-    )
+    compared = run("diff", "-r", "-x", "__pycache__", PACKAGE, copy)
     assert compared.stdout == "" and compared.returncode == 0
 
 

@@ -21,7 +21,7 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, plan_step
-from tests.mcore.runs import VOCABULARY, Run, flags, train, write_corpus
+from tests.mcore.runs import VOCABULARY, Run, flags, trained, write_corpus
 
 INPUTS, DOCUMENTS = 128, 6
 MODEL = Model("megatron", 4, 32, 128, 4, 2, 8, VOCABULARY + 1, gated=True)
@@ -53,7 +53,7 @@ def tight_gib(ample) -> float:
     return 0.65 * planned.peak_bytes[0] / GIB
 
 
-def trained(corpus: Path, folder: Path, profile: Profile, **changes) -> tuple[Run, Step]:
+def trained_on(corpus: Path, folder: Path, profile: Profile, **changes) -> tuple[Run, Step]:
     """A run of one stage, and the plan of its first iteration."""
     path = folder / "cost.json"
     profile.save(str(path))
@@ -66,8 +66,7 @@ def trained(corpus: Path, folder: Path, profile: Profile, **changes) -> tuple[Ru
         epp_record=folder / "plans",
         **{"epp_cost_model": path, **changes},
     )
-    run = train(words, processes=1)
-    assert run.status == 0, run.output
+    run = trained(words, processes=1)
     return run, Step.parse((folder / "plans" / "iteration-000001.step").read_text())
 
 
@@ -87,11 +86,11 @@ def test_the_lever_and_the_hosts_memory_have_an_effect(
     folders = [tmp_path / name for name in ("free", "little")]
     for folder in folders:
         folder.mkdir()
-    free, plan = trained(corpus, folders[0], profile, **asked)
+    free, plan = trained_on(corpus, folders[0], profile, **asked)
     (promised,) = host_peak_bytes(ample, plan.plans[0])
     assert offloaded(plan) and max(on_the_host(free)) > 0
     assert "no room on the host" not in free.output
-    little, narrow = trained(
+    little, narrow = trained_on(
         corpus, folders[1], profile, **asked, epp_host_memory_gib=0.1 * promised / GIB
     )
     assert offloaded(narrow) < offloaded(plan)
@@ -109,7 +108,7 @@ def test_a_given_plan_offloads_as_far_as_the_host_has_room(corpus, profile, tmp_
     text += "stage 0: F0 F1 F2 F3 F4 F5 B5 I4 B3 I2 W4 B1 B0 W2\n"
     path = tmp_path / "given.plan"
     path.write_text(str(Plan.parse(text)))
-    run, _ = trained(corpus, tmp_path, profile, epp_plan=path, epp_host_memory_gib=0.0005)
+    run, _ = trained_on(corpus, tmp_path, profile, epp_plan=path, epp_host_memory_gib=0.0005)
     assert "no room on the host" in run.output and max(on_the_host(run)) <= 0.512 + 0.05
 
 

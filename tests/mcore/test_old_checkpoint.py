@@ -27,7 +27,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, parse_records
 from megatron_epp.mcore.calibrate.profile_file import device_text
 from tests.mcore.resumes import OPTIMIZER
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import Run, flags, trained, write_corpus
 
 DATA = Path(__file__).with_name("checkpoint_d652579")
 PROGRAM = (str(Path(__file__).with_name("exact_losses.py")),)
@@ -137,8 +137,7 @@ def resume(corpus: Path, name: str, tmp_path: Path, planned: bool = True, **how:
     """
     old, new = checkpoint(name, tmp_path / name), tmp_path / "new"
     places = {"load": old, "save": new, "save_interval": 6, "epp_record": tmp_path / "plans"}
-    run = train(flags(corpus, **{**JOB, **places, **how}), program=PROGRAM)
-    assert run.status == 0, run.output
+    run = trained(flags(corpus, **{**JOB, **places, **how}), program=PROGRAM)
     # Seconds that the cost model predicts are in a plan, so one that is not read shows here.
     if planned:
         assert recorded_plans(tmp_path / "plans") == recorded_plans(DATA / name / "plans")
@@ -168,8 +167,7 @@ def test_a_job_of_several_stages_a_rank_resumes(corpus: Path, tmp_path: Path) ->
     assert "--epp-placement auto: stages on ranks 1 0 0 1, layers" in run.output
     assert "--epp-vocab-parallel auto: off; the checkpoint's" in run.output
     how |= {"load": checkpoint("placed", tmp_path / "again"), "epp_plan": DATA / "placed" / "plans"}
-    run = train(flags(corpus, **{**JOB, **how}), program=PROGRAM)
-    assert run.status == 0, run.output
+    run = trained(flags(corpus, **{**JOB, **how}), program=PROGRAM)
     require_losses(run, "placed")
 
 
@@ -180,8 +178,7 @@ def test_recorded_plans_run(corpus: Path, tmp_path: Path) -> None:
         if file.name != "epp-partition.json":
             file.unlink()
     how = {"load": old, "epp_partition": "auto", "epp_plan": DATA / "flat" / "plans"}
-    run = train(flags(corpus, **{**JOB, **how}, epp_cost_model=None), program=PROGRAM)
-    assert run.status == 0, run.output
+    run = trained(flags(corpus, **{**JOB, **how}, epp_cost_model=None), program=PROGRAM)
     assert "--epp-vocab-parallel auto: on; as the plans of --epp-plan have it" in run.output
     require_losses(run, "flat")
 

@@ -10,9 +10,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from tests.mcore.runs import Run, train, write_corpus
+from tests.mcore.runs import Run, train
 
 ITERATIONS = 3
 DATA = (
@@ -89,10 +87,7 @@ NAMED = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    lengths = [30, 128, 50, 100, 20, 60] * 8
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths)
+LENGTHS = [30, 128, 50, 100, 20, 60] * 8
 
 
 def train_lines(lines: list[str], corpus: Path, folder: Path, *others: str) -> Run:

@@ -11,15 +11,10 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.profile import Profile
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train, trained
 
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
 LIMIT_GIB = 0.0007
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +138,7 @@ SHARED = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}
 
 def test_ranks_that_share_layers_give_up_together(corpus) -> None:
     """One alone is over its limit; or both have no memory at the same place of an op."""
-    free = train(flags(corpus, epp=True, **SHARED))
-    assert free.status == 0, free.output
+    free = trained(flags(corpus, epp=True, **SHARED))
     limit = hungry("limit", corpus, **SHARED, epp_memory_limit_gib=2 * LIMIT_GIB)
     together = hungry("together", corpus, **SHARED)
     for starved in (limit, together):

@@ -30,7 +30,7 @@ from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train, trained, write_corpus
 
 LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
 # A large vocabulary: its output layer takes layers from the last stage.
@@ -45,11 +45,6 @@ BIG = {
 
 PRETRAIN_HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 STILL = {"lr": 0, "min-lr": 0}  # nothing is learnt
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("partition") / "corpus", LENGTHS)
 
 
 def of_a_device(path: Path, slowness: tuple[float, ...] = ()) -> Path:
@@ -96,8 +91,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert auto.grad_norms == pytest.approx(even.grad_norms, rel=1e-3)
     # Resumed without a word of lengths: what the checkpoint has.
     longer = {"load": kept, "train_iters": 3, "override-opt-param-scheduler": True}
-    again = train(flags(corpus, **{**start, **STILL, **chosen, **longer}))
-    assert again.status == 0, again.output
+    again = trained(flags(corpus, **{**start, **STILL, **chosen, **longer}))
     said = f"layers {layers[0]} {layers[1]} of the stages; the checkpoint's, as it resumes"
     assert said in again.output and len(again.losses) == 1
     assert "--epp-vocab-parallel auto: off; the checkpoint's, as it resumes" in again.output
@@ -151,44 +145,28 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "parts", "said"),
+    ("changes", "said"),
     [
-        ({}, {}, "off; what it saves is not known: no --data-path, so no lengths are known"),
-        (
-            {"mock_data": True},
-            {},
-            "off; what it saves is not known: lengths are read from the .idx",
-        ),
-        ({}, {"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
-        ({}, {"items": print}, "off; no lengths are known of documents from Python"),
-        (
-            {"padded_vocab_size": 129},
-            {},
-            "off; 129 words, padded, do not divide over 2 stages times",
-        ),
-        ({"use_mup": True}, {}, "off; it does not run scaled logits (--use-mup)"),
-        ({"save": "x", "ckpt_format": "zarr"}, {}, "off; --ckpt-format zarr knows no parts of it"),
-        (
-            {"num_experts": 4, "expert_model_parallel_size": 2},
-            {},
-            "off; experts are spread over re",
-        ),
-        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, {}, "off; --pipel"),
-        (
-            {"mtp_detach_heads": True},
-            {},
-            "off; --epp does not run further tokens whose losses leave",
-        ),
-        ({"epp_plan": "cut.plan"}, {}, "on; as the plans of --epp-plan have it"),
-        ({"epp_plan": "whole.plan"}, {}, "off; as the plans of --epp-plan have it"),
-        ({"load": "on"}, {}, "on; the checkpoint's, as it resumes"),
-        ({"load": "off"}, {}, "off; the checkpoint's, as it resumes"),
-        ({"load": "untold"}, {}, "off; the checkpoint's, as it resumes"),  # Megatron's own, perhaps
-        ({"load": "on", "finetune": True}, {}, "off; what it saves is not known: no --data-path"),
+        ({}, "off; what it saves is not known: no --data-path, so no lengths are known"),
+        ({"mock_data": True}, "off; what it saves is not known: lengths are read from the .idx"),
+        ({"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
+        ({"items": print}, "off; no lengths are known of documents from Python"),
+        ({"padded_vocab_size": 129}, "off; 129 words, padded, do not divide over 2 stages times"),
+        ({"use_mup": True}, "off; it does not run scaled logits (--use-mup)"),
+        ({"save": "x", "ckpt_format": "zarr"}, "off; --ckpt-format zarr knows no parts of it"),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, "off; experts are spread over re"),
+        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, "off; --pipel"),
+        ({"mtp_detach_heads": True}, "off; --epp does not run further tokens whose losses leave"),
+        ({"epp_plan": "cut.plan"}, "on; as the plans of --epp-plan have it"),
+        ({"epp_plan": "whole.plan"}, "off; as the plans of --epp-plan have it"),
+        ({"load": "on"}, "on; the checkpoint's, as it resumes"),
+        ({"load": "off"}, "off; the checkpoint's, as it resumes"),
+        ({"load": "untold"}, "off; the checkpoint's, as it resumes"),  # Megatron's own, perhaps
+        ({"load": "on", "finetune": True}, "off; what it saves is not known: no --data-path"),
     ],
 )
 def test_what_auto_cannot_have_is_off_with_one_line(
-    changes: dict, parts: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, cut in (("cut.plan", True), ("whole.plan", False)):
@@ -214,7 +192,8 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     }
     filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
     vars(args).update(filled)
-    line = choose_vocabulary(args, SimpleNamespace(**{"pre_wrap": None, "items": None, **parts}))
+    parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
+    line = choose_vocabulary(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
     assert args.epp_vocab_parallel == said.split(";")[0]
 
@@ -340,10 +319,3 @@ def test_a_damaged_file_of_choices_is_refused_in_one_line(
         kept_placement(args)
     assert str(refusal.value).startswith(f"{tmp_path / name}: ")
     assert said in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_a_refusal_ends_with_status_2(corpus: Path) -> None:
-    wrong = {"epp-partition": "auto", "decoder-last-pipeline-num-layers": 4}
-    refused = train(flags(corpus, **{**BIG, **wrong}))
-    assert refused.status == 1 and set(refused.statuses) == {2}
-    assert "--decoder-last-pipeline-num-layers says where layers lie" in refused.output

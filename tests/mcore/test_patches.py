@@ -1,15 +1,12 @@
 """The seams as patches: they apply to the installed Megatron, and the seams see that they did."""
 
-import importlib.util
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, Done, megatron_copy, python, run
+
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 # Megatron's packages in the order of this test: the patched one before the installed one.
 LOOK = """
@@ -40,21 +37,11 @@ assert schedules.get_forward_backward_func(1, None) is schedules.forward_backwar
 @pytest.fixture
 def tree(tmp_path) -> Path:
     """A copy of the installed Megatron, as a checkout has it: its packages in ``megatron/``."""
-    spec = importlib.util.find_spec("megatron")
-    installed = Path(next(iter(spec.submodule_search_locations)))
-    for part in ("core", "training"):
-        shutil.copytree(
-            installed / part,
-            tmp_path / "megatron" / part,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    return tmp_path
+    return megatron_copy(tmp_path)
 
 
-def git_apply(tree: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["git", "apply", *words], cwd=tree, capture_output=True, text=True, check=False
-    )
+def git_apply(tree: Path, *words: str) -> Done:
+    return run("git", "apply", *words, cwd=tree)
 
 
 def test_there_are_patches_and_the_readme_names_each():
@@ -74,18 +61,9 @@ def test_the_patches_apply_alone_and_together_and_not_twice(tree):
 
 def test_where_the_patches_are_applied_nothing_is_replaced(tree):
     assert git_apply(tree, *map(str, PATCHES)).returncode == 0
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK.format(patched=str(tree))],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = f"{tree}{os.pathsep}{ROOT}"
+    how = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-c", LOOK.format(patched=str(tree)), cwd=tree, **how)
     assert done.returncode == 0, done.stderr
     patch_points = [line.split(" | ") for line in done.stdout.splitlines() if " | " in line]
     assert patch_points

@@ -23,12 +23,9 @@ from megatron_epp.mcore.capabilities.refusals import (
 )
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
-from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
+from tests.mcore.runs import ROOT, command, environment, flags, train
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [30, 40, 50, 60] * 5)
+LENGTHS = [30, 40, 50, 60] * 5
 
 
 def refused(words: list[str], *said: str, processes: int = 1, program=None) -> str:
@@ -300,12 +297,33 @@ def test_flags_are_the_fields_of_the_configuration():
 # ------------------------------------------------------------------ whole runs
 
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
+HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
+LATENTS_NEXT_TO_WINDOWS = {
+    **ONE,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+    "group_query_attention": None,
+    "num_query_groups": None,
+    "window_size": "16,0",
+    "epp_mla_keeps": "latents",
+}
+PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_layers": 3}
 
 
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
         ({"data_path": "gone/nothing", **ONE}, 1, ["nothing.idx"]),
+        ({"num_experts": 6, "expert_model_parallel_size": 4, **ONE}, 1, ["; expected a multiple"]),
+        ({"hybrid_layer_pattern": "*-", **ONE}, 1, ["run megatron_epp.pretrain_hybrid with these"]),
+        ({"hybrid_layer_pattern": "*-?", **ONE}, HYBRID, ["'?' stands for no layer"]),
+        ({"hybrid_layer_pattern": "D*-", **ONE}, HYBRID, ["(*) and latent attention (D) in one"]),
+        (ONE, HYBRID, ["--hybrid-layer-pattern is missing: pretrain_hybrid trains"]),
+        (LATENTS_NEXT_TO_WINDOWS, 1, ["in K and V; leave the flag out"]),
+        (PARTITION_AND_LAYERS, 2, ["--decoder-last-pipeline-num-layers says where layers lie"]),
         ({"num_layers": 1}, 2, ["layers"]),
         ({"num_layers": 3}, 2, ["--num-layers 3: not divisible by --pipeline-model-parallel-size"]),
         ({"global_batch_size": 5, **ONE}, 2, ["divisible"]),
@@ -315,7 +333,8 @@ ONE = {"pipeline_model_parallel_size": 1, "epp": True}
     ],
 )
 def test_what_cannot_be_trained_is_one_line(corpus, changes, processes, said):
-    refused(flags(corpus, **{"epp": True, **changes}), *said, processes=processes)
+    how = {"program": processes} if isinstance(processes, tuple) else {"processes": processes}
+    refused(flags(corpus, **{"epp": True, **changes}), *said, **how)
 
 
 def test_layers_that_do_not_divide():

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -10,7 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.models import TRAINED_SSM
-from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
+from tests.mcore.runs import PROGRAM, Run, flags, train, trained, write_corpus
 
 HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 STOCK = (str(Path(__file__).with_name("stock_on_conversations.py")),)
@@ -46,15 +45,14 @@ def elastic(chats: Path, model) -> Run:
     """Three iterations over two stages, straight from the file of chats."""
     cache = chats.parent / f"cached {len(model)}"
     words = chat_flags(chats, sft=True, data_cache_path=cache, **model)
-    run = train(words, program=HYBRID if model else PROGRAM)
-    assert run.status == 0, run.output
+    run = trained(words, program=HYBRID if model else PROGRAM)
     assert "6 conversations of 6 lines" in run.output
     assert len(run.losses) == 3
     return run
 
 
 def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model, elastic) -> None:
-    stock = train(
+    stock = trained(
         chat_flags(
             chats,
             epp=None,
@@ -66,7 +64,6 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model,
         ),
         program=STOCK,
     )
-    assert stock.status == 0, stock.output
     assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
 
@@ -82,8 +79,7 @@ def test_a_masked_corpus_trains_as_its_chats_wherever_words_lie(
     chats, masked, model, elastic
 ) -> None:
     words = chat_flags(chats, **{"data_path": masked, "epp_vocab_parallel": "on"} | model)
-    run = train(words, program=HYBRID if model else PROGRAM)
-    assert run.status == 0, run.output
+    run = trained(words, program=HYBRID if model else PROGRAM)
     assert len(run.losses) == 3 and run.losses == pytest.approx(elastic.losses, rel=2e-6)
     assert run.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
 
@@ -97,8 +93,7 @@ def test_documents_from_python_train_as_the_file_of_chats(
     (tmp_path / "items").write_bytes(pickle.dumps(documents))
     monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
     words = chat_flags(chats, data_path=None, **model)
-    items = train(words, program=OWN_ENTRY)
-    assert items.status == 0, items.output
+    items = trained(words, program=OWN_ENTRY)
     assert len(items.losses) == 3
     assert items.losses == pytest.approx(elastic.losses, rel=2e-6)
     assert items.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
@@ -130,18 +125,10 @@ def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_pat
         ({"data_path": ["{folder}/made"]}, "leave --sft out: it is a corpus already"),
     ],
 )
-def test_flags_of_chats_are_looked_at_first(chats, changes, said) -> None:
-    args = SimpleNamespace(
-        tokenizer_type="SFTTokenizer",
-        tokenizer_model=str(chats.parent / "made.tokenizer"),
-        sft_tokenizer_prompt_format="identity",
-        data_path=[str(chats)],
-        data_args_path=None,
-        train_data_path=None,
-        valid_data_path=None,
-        test_data_path=None,
-        per_split_data_args_path=None,
-    )
+def test_flags_of_chats_are_looked_at_first(chats, changes, said, parse) -> None:
+    words = "--tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format identity"
+    model = chats.parent / "made.tokenizer"
+    args = parse(*words.split(), f"--tokenizer-model={model}", f"--data-path={chats}")
     check_chat_flags(args)
     vars(args).update(changes)
     if args.data_path:
@@ -158,8 +145,7 @@ def test_a_batch_without_any_target_has_no_loss_and_no_gradient(chats, tmp_path)
     words = chat_flags(
         chats, data_path=corpus, pipeline_model_parallel_size=1, eod_mask_loss=True, train_iters=2
     )
-    run = train(words, processes=1)
-    assert run.status == 0, run.output
+    run = trained(words, processes=1)
     assert run.losses == [0.0, 0.0]
     assert run.grad_norms == [0.0, 0.0]
     assert "number of nan iterations:   0" in run.output

@@ -1,7 +1,6 @@
 """MoE by sinkhorn under ``--epp``: certified, with faults injected, never cut, trained."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,7 @@ from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan, PlanError, Step
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, train, trained
 
 TABLE = FAULTS / "sinkhorn.py"
 # Matrices of experts are split over the tensor-parallel ranks, as Megatron does by default.
@@ -77,9 +76,7 @@ def test_a_plan_that_cuts_is_refused() -> None:
 # ------------------------------------------------------------------ inside the trainer
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [60, 7, 9, 30, 5, 12] * 8)
+LENGTHS = [60, 7, 9, 30, 5, 12] * 8
 
 
 EXPERTS = {
@@ -92,8 +89,7 @@ EXPERTS = {
 
 def test_training_cuts_no_document(corpus, tmp_path) -> None:
     changes = {**EXPERTS, "epp_record": tmp_path, "epp_plan_ahead": True, "train_iters": 2}
-    run = train(flags(corpus, epp=True, **changes))
-    assert run.status == 0, run.output
+    run = trained(flags(corpus, epp=True, **changes))
     assert len(run.losses) == 2
     for path in sorted(tmp_path.glob("*.step")):
         for plan in Step.parse(path.read_text()).plans:

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.mcore.kinds.dsa.certificate import DSACertificate
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind
 from tests.mcore.resumes import require_megatrons_own_numbers
-from tests.mcore.test_latents import MODEL, latent_flags
+from tests.mcore.test_latents import MODEL
 
 # ------------------------------------------------------------------ trained
 
@@ -27,7 +27,7 @@ def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """With Megatron's own attention and indexer, whose losses are logged."""
     # Terms of unit size cancel to it: scores begin nearly alike, in float32.
     losses = {"indexer loss": 1e-3}
-    require_megatrons_own_numbers(tmp_path, TRAINED, words=latent_flags, others=losses)
+    require_megatrons_own_numbers(tmp_path, TRAINED, others=losses)
 
 
 # ------------------------------------------------------------------ refused

@@ -11,15 +11,14 @@ from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.mcore.job import job_cost
 from megatron_epp.mcore.kinds.moe import router
 from megatron_epp.mcore.patching import cpu_host
-from tests.mcore.runs import train
+from tests.mcore.runs import trained
 
 
 def test_states_are_those_that_megatron_holds() -> None:
     """Its own buffers and optimizers, over two replicas, behind a step."""
     from tests.mcore.held_states import WAYS, job
 
-    run = train([], processes=2, program=("-m", "tests.mcore.held_states"))
-    assert run.status == 0, run.output
+    run = trained([], processes=2, program=("-m", "tests.mcore.held_states"))
     lines = [json.loads(x[5:]) for x in run.output.splitlines() if x.startswith("held ")]
     assert len(lines) == len(WAYS)
     for way, held, expected in lines:

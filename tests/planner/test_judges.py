@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
+from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
 from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -169,18 +169,6 @@ def test_packing_program_against_scipy() -> None:
             for owner in itertools.product(range(3), repeat=9)
         )
         assert best <= ours * (1 + 1e-12) <= best * (4 / 3 - 1 / 9) * (1 + 1e-9)
-
-
-def test_check_is_used() -> None:
-    """The judges above rest on check refusing what cannot run."""
-    with pytest.raises(PlanError):
-        check(Plan((5,), (1,), (cook_one(),), (("k",),), ((Op.parse("B0"), Op.parse("F0")),)))
-
-
-def cook_one():
-    from megatron_epp.ir import Chunk, Span
-
-    return Chunk((Span(0, 0, 5),))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,23 +2,18 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
+from tests.programs import BASH, run
+
 SCRIPT = Path(__file__).parents[2] / "tests" / "rehearsal" / "slurm.sh"
-BASH = shutil.which("bash") or "bash"
 
 
 def test_without_slurm_the_rehearsal_says_in_one_line_what_to_install(tmp_path: Path) -> None:
     for tool in ("dirname", "mktemp"):
         os.symlink(shutil.which(tool) or tool, tmp_path / tool)
     folder = tmp_path / "folder"
-    done = subprocess.run(
-        [BASH, str(SCRIPT), str(folder)],
-        env={"PATH": str(tmp_path), "SBIN": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = run(BASH, SCRIPT, folder, only={"PATH": str(tmp_path), "SBIN": ""})
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "slurm rehearsal: munged is missing: apt-get install slurm-wlm munge"
@@ -27,5 +22,5 @@ def test_without_slurm_the_rehearsal_says_in_one_line_what_to_install(tmp_path: 
 
 
 def test_the_rehearsal_is_a_script() -> None:
-    done = subprocess.run([BASH, "-n", str(SCRIPT)], capture_output=True, text=True)
+    done = run(BASH, "-n", SCRIPT)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,10 @@
 """The executor on a pipeline of plain linear stages: numbers, messages, records, lost peers."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -11,18 +13,15 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import (
-    Chunk,
     HandOver,
     Kind,
     Op,
     Payload,
     Plan,
-    PlanError,
     Post,
     StageOp,
     Timed,
     Transfer,
-    check,
     lower,
 )
 from megatron_epp.ir.random_plan import arbitrary_plan
@@ -98,15 +97,32 @@ def execute(
     current_op: CurrentOp | None = None,
 ):
     """(records, links) of one iteration. ``compute``: of the rank's stage, or of each of them."""
-    program = lower(plan)[rank]
     current_op = current_op or CurrentOp(rank)
     current_op.iteration = iteration
-    clock = HostClock()
-    clock.start()
+    executor = executor_of(plan, rank, compute, groups, current_op=current_op)
+    return executor.run(), executor.links
+
+
+def executor_of(
+    plan: Plan,
+    rank: int,
+    compute: Any,
+    groups: Mapping = MappingProxyType({}),
+    *,
+    links: Any = None,
+    store: Store | None = None,
+    clock: HostClock | None = None,
+    current_op: CurrentOp | None = None,
+) -> Executor:
+    """What runs the program of ``rank``; ``links``: other than those of ``groups``."""
+    if clock is None:
+        clock = HostClock()
+        clock.start()
     shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
-    links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), current_op)
-    return executor.run(), links
+    links = links or Links(groups, shape, torch.float64, torch.device("cpu"))
+    store = Store({}) if store is None else store  # an empty one is false
+    current_op = current_op or CurrentOp(rank)
+    return Executor(lower(plan)[rank], compute, links, store, clock, NoMeter(), current_op)
 
 
 def expected(plan: Plan) -> list[Tensor]:
@@ -280,13 +296,8 @@ class Hoarder(Linear):
 def test_the_store_must_be_empty() -> None:
     compute = Hoarder(ALONE, 0)
     compute.store = Store({0: 4})
-    program = lower(ALONE)[0]
-    clock = HostClock()
-    clock.start()
-    links = Links({}, lambda chunk: (), torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, compute.store, clock, NoMeter(), CurrentOp(0))
     with pytest.raises(AssertionError, match="1 K/V buffers outlive the iteration"):
-        executor.run()
+        executor_of(ALONE, 0, compute, store=compute.store).run()
 
 
 def test_a_tensor_for_nobody_is_noticed() -> None:
@@ -306,30 +317,3 @@ def test_a_tensor_of_another_shape_is_not_sent() -> None:
     message = next(sends).message
     with pytest.raises(AssertionError, match=r"\(3, 6\), not \(4, 6\)"):
         links.send(message, torch.ones(3, WIDTH))
-
-
-# ------------------------------------------------------------------ the order on a link
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_both_ends_of_a_link_name_its_messages_in_one_order(seed) -> None:
-    """Stages order their chunks as they like; what differs is received early and waits."""
-    plan = arbitrary_plan([9, 14, 3, 20], (1, 1, 1, 1), Random(seed), split_backward=0.3)
-    programs = lower(plan)
-    transfers = [op for program in programs for op in program if isinstance(op, Transfer)]
-    for link in {op.message.link for op in transfers}:
-        sent = [op.message for op in transfers if op.kind is Kind.SEND and op.message.link == link]
-        got = [
-            op.message for op in transfers if op.kind is Kind.RECEIVE and op.message.link == link
-        ]
-        posts = [op for program in programs for op in program if isinstance(op, Post)]
-        posted = [post.message for post in posts if post.message.link == link]
-        assert sent == posted == got
-        assert len(set(sent)) == len(sent)
-
-
-def test_a_plan_that_waits_for_itself_is_refused_before_it_runs() -> None:
-    orders = (tuple(map(Op.parse, ["B0", "F0"])),)
-    plan = Plan((4,), (1,), (Chunk.parse(["0[0:4]"]),), (("k",),), orders)
-    with pytest.raises(PlanError, match="stage 0 at B0: lacks F0 of stage 0"):
-        check(plan)

@@ -10,12 +10,11 @@ from torch import nn
 from megatron_epp.ir import Kind, Op, Payload, Plan, Post, StageOp, Transfer, lower
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import CurrentOp, Executor
+from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.memory_meter import LimitReached, NoMeter, SavedBytesMeter, out_of_memory
+from megatron_epp.runtime.memory_meter import LimitReached, SavedBytesMeter, out_of_memory
 from tests.plans import V_SHAPE
-from tests.runtime.test_executor import WIDTH, Linear
+from tests.runtime.test_executor import WIDTH, Linear, executor_of
 from tests.runtime.world import run
 
 STAGES, FAILING = 3, 1
@@ -41,12 +40,8 @@ def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
     program = lower(the_plan)[rank]
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     compute = Linear(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
-    current_op, clock, store = CurrentOp(rank), HostClock(), Store({})
-    clock.start()
-    shape = lambda message: (the_plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
-    links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, store, clock, NoMeter(), current_op)
-    records = executor.run()
+    executor = executor_of(the_plan, rank, compute, groups)
+    records, links = executor.run(), executor.links
     return {
         "ops": [record.op for record in records]
         == [op for op in program if not isinstance(op, Post)],
@@ -93,13 +88,8 @@ class Hungry:
 @pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("mat1 and mat2 shapes")])
 def test_other_errors_are_not_survived(error) -> None:
     the_plan = arbitrary_plan([4], (1,), Random(0))
-    (program,) = lower(the_plan)
-    clock = HostClock()
-    clock.start()
-    links = Links({}, lambda c: (1,), torch.float64, torch.device("cpu"))
-    executor = Executor(program, Hungry(error), links, Store({}), clock, NoMeter(), CurrentOp(0))
     with pytest.raises(type(error), match=str(error)):
-        executor.run()
+        executor_of(the_plan, 0, Hungry(error)).run()
 
 
 class FullAtFirst:
@@ -133,9 +123,8 @@ class FullAtFirst:
 def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     the_plan = plan()
     program = lower(the_plan)[1]
-    links, compute, clock = FullAtFirst(the_plan), Linear(the_plan, 1), HostClock()
-    clock.start()
-    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(1))
+    links = FullAtFirst(the_plan)
+    executor = executor_of(the_plan, 1, Linear(the_plan, 1), links=links)
     executor.run()
     assert executor.failure is not None
     assert executor.failure.op == the_plan.orders[1][0]
@@ -164,11 +153,9 @@ def test_a_failure_names_the_stage_and_the_rank(rank, failing, refused, caplog) 
         stage: Linear(the_plan, stage, at if stage == failing.stage else id)
         for stage in the_plan.stages_of(rank)
     }
-    clock, current_op = HostClock(), CurrentOp(rank, iteration=7)
-    clock.start()
+    current_op = CurrentOp(rank, iteration=7)
     links = FullAtFirst(the_plan, refused)
-    program = lower(the_plan)[rank]
-    executor = Executor(program, computes, links, Store({}), clock, NoMeter(), current_op)
+    executor = executor_of(the_plan, rank, computes, links=links, current_op=current_op)
     records = executor.run()
     failure = executor.failure
     assert failure is not None
@@ -203,9 +190,7 @@ def test_the_host_leads_by_one_op() -> None:
     ops = len(program)
     assert ops >= 4
     clock = Device()
-    links = Links({}, lambda c: (1,), torch.float64, torch.device("cpu"))
-    compute = Linear(the_plan, 0)
-    Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(0)).run()
+    executor_of(the_plan, 0, Linear(the_plan, 0), clock=clock).run()
     waits = [event for event in clock.events if event.startswith("wait")]
     ends = [event for event in clock.events if event.startswith("mark")][1::2]
     assert waits == [f"wait for {end}" for end in ends[:-2]]

@@ -1,22 +1,15 @@
 """The GPU benchmarks, tried on a CPU with a tiny model: they run, and write what they promise."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.ir import Plan, parse_records
 from tests.mcore.runs import train
+from tests.programs import python
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-
-
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCH / script)], capture_output=True, text=True, timeout=300
-    )
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -78,7 +71,7 @@ def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU")
     for script in ("gpu_stage.py", "gpu_replay.py"):
-        done = run(script)
+        done = python(BENCH / script)
         assert done.returncode == 1
         assert done.stderr.strip() == (
             f"{script.removesuffix('.py')}: --device cuda: this host has no CUDA GPU; "

@@ -2,10 +2,8 @@
 
 import importlib.util
 import runpy
-import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,17 +18,13 @@ sys.path.insert(0, str(SCRIPT.parent))
 import checkout as checkout_module  # noqa: E402
 from checkout import Checkout, look  # noqa: E402
 
+from tests.forks import Ended  # noqa: E402
+from tests.programs import megatron_copy, python  # noqa: E402
+
 
 def installed() -> Path:
     spec = importlib.util.find_spec("megatron")
     return Path(next(iter(spec.submodule_search_locations))).parent
-
-
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 @pytest.fixture
@@ -38,23 +32,17 @@ def check(monkeypatch, capsys):
     """The script's main, in this process: it imports torch, which takes seconds."""
     main = runpy.run_path(str(SCRIPT))["main"]
 
-    def run(checkout: Path, *words: str) -> Done:
+    def run(checkout: Path, *words: str) -> Ended:
         checkout_module._tree.cache_clear()
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--megatron", str(checkout), *words])
-        return Done(main(), *capsys.readouterr())
+        return Ended(main(), *capsys.readouterr())
 
     return run
 
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    for part in ("core", "training"):
-        shutil.copytree(
-            installed() / "megatron" / part,
-            tmp_path / "megatron" / part,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    return tmp_path
+    return megatron_copy(tmp_path)
 
 
 def replace(path: Path, old: str, new: str) -> None:
@@ -65,12 +53,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 def test_the_installed_one_holds() -> None:
     """As from the shell."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--megatron", str(installed())],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(SCRIPT, "--megatron", installed())
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all {len(patch_points.ALL_PATCH_POINTS)} seams hold: {STABLE}" in done.stdout
 

@@ -1,11 +1,11 @@
 """The comparison with upstream sees a difference of one bit; the runs need a checkout."""
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from tests.programs import python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "compare_upstream.py"
 
@@ -20,11 +20,6 @@ def test_one_bit_and_a_missing_tensor_are_differences():
 
 
 def test_a_folder_without_the_script_is_refused_in_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--megatron", tmp_path],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python(SCRIPT, "--megatron", tmp_path)
     assert done.returncode == 2
     assert f"--megatron {tmp_path}: no pretrain_gpt.py there" in done.stderr

@@ -1,14 +1,12 @@
 """The script for a day with GPUs, run with stand-ins for Python and for the driver."""
 
 import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-BASH = shutil.which("bash")
+from tests.programs import BASH, ROOT, Done, run, stand_in
+
 # Notes what it runs; one step fails, one takes for ever.
 PYTHON = """
 echo "$*" >> "$CALLS"
@@ -20,33 +18,22 @@ esac
 """
 
 
-def fake(path: Path, script: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{BASH}\n{script}\n")
-    path.chmod(0o755)
-    return path
-
-
 class Day:
     def __init__(self, folder: Path, gpus: int):
         self.folder, self.results, self.calls = folder, folder / "results", folder / "calls"
-        fake(folder / "bin" / "nvidia-smi", f"for i in {{1..{gpus}}}; do echo GPU $i; done")
-        self.python = fake(folder / "python", PYTHON)
+        stand_in(folder / "bin" / "nvidia-smi", f"for i in {{1..{gpus}}}; do echo GPU $i; done")
+        self.python = stand_in(folder / "python", PYTHON)
 
-    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str) -> Done:
         self.calls.write_text("")
-        return subprocess.run(
-            [BASH, ROOT / "scripts" / "gpu" / "gpu_day.sh", "--results", str(self.results), *words],
-            env={
-                **os.environ,
-                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-                "python": str(self.python),
-                "CALLS": str(self.calls),
-                "MENDED": str(self.folder / "mended"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=100,
+        script = ROOT / "scripts" / "gpu" / "gpu_day.sh"
+        return run(
+            *(BASH, script, "--results", self.results, *words),
+            seconds=100,
+            PATH=f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            python=str(self.python),
+            CALLS=str(self.calls),
+            MENDED=str(self.folder / "mended"),
         )
 
     def state(self, step: str) -> str:

@@ -2,24 +2,16 @@
 
 import re
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+
+from tests.programs import loaded
 
 HEADLINE = Path(__file__).parents[2] / "scripts" / "bench" / "headline.py"
 
 
-def headline() -> ModuleType:
-    """As a script would import it, which is when it looks at the command."""
-    spec = spec_from_file_location("headline", HEADLINE)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_it_holds_what_repeats_the_run(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(sys, "argv", ["/elsewhere/some.py", "--cases", "4096x8", "-o", "a b.md"])
-    module = headline()
+    module = loaded(HEADLINE)  # when a script imports it, it looks at the command
     sys.argv[:] = ["some.py", "--num-layers", "8"]  # as before Megatron reads its flags
     path = tmp_path / "new" / "result.md"
     for table in ("| 1 |\n", "| 2 |\n"):
@@ -34,5 +26,5 @@ def test_it_holds_what_repeats_the_run(monkeypatch, tmp_path) -> None:
 
 def test_without_a_file_nothing_is_written(monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    headline().write(None, "text")
+    loaded(HEADLINE).write(None, "text")
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """Megatron-LM's example configurations: all are read, a sample is certified."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,12 +10,10 @@ cpu_host.install_cpu_host()
 
 from megatron_epp.certify.degrees import Degrees  # noqa: E402
 from megatron_epp.mcore.certify.model_flags import parsed, scaled  # noqa: E402
+from tests.programs import loaded  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "model_recipes.py"
-_spec = importlib.util.spec_from_file_location("model_recipes", SCRIPT)
-assert _spec is not None and _spec.loader is not None
-model_recipes = sys.modules["model_recipes"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(model_recipes)
+model_recipes = loaded(SCRIPT)
 RECIPES = model_recipes.RECIPES
 # Experts scaled on their inputs with layers without positions between; windows, sinks, biases and
 # YaRN.

@@ -1,10 +1,7 @@
 """A corpus holds the text it was made of, token for token, and Megatron's own tokenizer agrees."""
 
 import argparse
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +9,8 @@ import numpy
 import pytest
 import sentencepiece
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tests.programs import loaded, python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_corpus.py"
 
@@ -26,11 +25,7 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_corpus", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prepare_corpus"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return loaded(SCRIPT)
 
 
 @pytest.fixture
@@ -126,8 +121,8 @@ def test_what_does_not_come_back_is_reported(script, folder: Path, tmp_path: Pat
 
 def test_workers_and_runs_agree(script, folder: Path, tmp_path: Path) -> None:
     assert run(script, folder, "-o", tmp_path / "one", "--vocab-size", 300) == 0
-    command = [sys.executable, SCRIPT, folder, "-o", tmp_path / "two", "--vocab-size", "300"]
-    done = subprocess.run([*command, "--workers", "2"], capture_output=True, text=True)
+    words = (folder, "-o", tmp_path / "two", "--vocab-size", 300, "--workers", 2)
+    done = python(SCRIPT, *words)
     assert done.returncode == 0, done.stderr
     assert "documents: 100%" in done.stderr  # the progress bar
     for suffix in ("bin", "idx", "model"):

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -11,33 +10,19 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.te_reference.start import REQUIREMENTS
-
-ROOT = Path(__file__).parents[2]
-BASH = shutil.which("bash")
+from tests.programs import BASH, ROOT, Done, python, run, stand_in
 
 
-def set_up(tmp_path: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def set_up(tmp_path: Path, *flags: str, **environment: str) -> Done:
     """Runs setup_env.sh where PATH, pyenv and uv lead nowhere, unless ``environment`` says more."""
     nowhere = {"PATH": "", "HOME": str(tmp_path / "home"), "EPP_VENV": str(tmp_path / "venv")}
-    return subprocess.run(
-        [BASH, ROOT / "scripts" / "setup_env.sh", *flags],
-        env=nowhere | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def fake(path: Path, script: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{BASH}\n{script}\n")
-    path.chmod(0o755)
-    return path
+    script = ROOT / "scripts" / "setup_env.sh"
+    return run(BASH, script, *flags, seconds=60, only=nowhere | environment)
 
 
 def ready(venv: Path, text: str) -> None:
     """An environment that the set-up takes for its own work."""
-    fake(venv / "bin" / "python", "exit 0")
+    stand_in(venv / "bin" / "python", "exit 0")
     (venv / ".epp-installed").write_text(text)
 
 
@@ -58,7 +43,7 @@ def test_no_python_is_one_line(tmp_path: Path) -> None:
 
 def test_another_python_is_not_taken(tmp_path: Path) -> None:
     """A python3 on PATH that is not 3.12 (the check, run in it, fails) is passed over."""
-    fake(tmp_path / "bin" / "python3", "exit 1")
+    stand_in(tmp_path / "bin" / "python3", "exit 1")
     done = set_up(tmp_path, PATH=str(tmp_path / "bin"))
     assert done.returncode == 2
     assert "no Python 3.12" in done.stderr
@@ -75,7 +60,7 @@ def test_another_python_is_not_taken(tmp_path: Path) -> None:
 )
 def test_every_place_is_searched(tmp_path: Path, place: str, environment: dict[str, str]) -> None:
     # Passes for a 3.12, and stops where the environment would be made.
-    python = fake(tmp_path / place, '[[ $1 == -c ]] && exit 0; echo "$*" >&2; exit 7')
+    python = stand_in(tmp_path / place, '[[ $1 == -c ]] && exit 0; echo "$*" >&2; exit 7')
     done = set_up(tmp_path, **{name: str(tmp_path / path) for name, path in environment.items()})
     assert done.returncode == 7
     assert done.stderr == (
@@ -84,7 +69,7 @@ def test_every_place_is_searched(tmp_path: Path, place: str, environment: dict[s
 
 
 def test_uv_is_asked_last(tmp_path: Path) -> None:
-    fake(tmp_path / "home" / ".local" / "bin" / "uv", 'echo "$*" >&2; exit 1')
+    stand_in(tmp_path / "home" / ".local" / "bin" / "uv", 'echo "$*" >&2; exit 1')
     done = set_up(tmp_path)
     assert done.returncode == 2
     lines = done.stderr.split("\n")
@@ -93,7 +78,7 @@ def test_uv_is_asked_last(tmp_path: Path) -> None:
 
 
 def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
-    fake(tmp_path / "venv" / "bin" / "python", "exit 1")
+    stand_in(tmp_path / "venv" / "bin" / "python", "exit 1")
     done = set_up(tmp_path)
     assert done.returncode == 2
     assert "holds another Python than 3.12; remove it, or name another place in EPP_VENV" in (
@@ -133,7 +118,7 @@ def test_what_is_missing_is_installed(
 
 def toolkit(home: Path, version: str) -> None:
     says = f"Cuda compilation tools, release {version}, V{version}.48"
-    fake(home / "bin" / "nvcc", f"echo '{says}'")
+    stand_in(home / "bin" / "nvcc", f"echo '{says}'")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +136,7 @@ def test_a_driver_or_toolkit_that_will_not_do_is_refused_before_anything_is_fetc
 ) -> None:
     ready(tmp_path / "venv", "nothing")
     if driver is not None:
-        fake(tmp_path / "bin" / "nvidia-smi", f"echo {driver}; echo {driver}")
+        stand_in(tmp_path / "bin" / "nvidia-smi", f"echo {driver}; echo {driver}")
     if cuda is not None:
         toolkit(tmp_path / "cuda", cuda)
     where = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
@@ -167,7 +152,7 @@ def test_a_driver_or_toolkit_that_will_not_do_is_refused_before_anything_is_fetc
 
 
 def test_an_unfinished_installation_is_not_taken_for_done(tmp_path: Path) -> None:
-    fake(tmp_path / "venv" / "bin" / "python", '[[ $* == *"pip install"* ]] && exit 5; exit 0')
+    stand_in(tmp_path / "venv" / "bin" / "python", '[[ $* == *"pip install"* ]] && exit 5; exit 0')
     assert set_up(tmp_path).returncode == 5
     assert not (tmp_path / "venv" / ".epp-installed").exists()
 
@@ -204,13 +189,7 @@ def test_missing_gpus_are_counted(tmp_path: Path) -> None:
         "def test_d(): pytest.skip('for another reason')\n"
     )
     config = ["-c", ROOT / "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *config, marked],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "pytest", *config, marked, CUDA_VISIBLE_DEVICES="")
     assert "2 tests skipped for lack of a GPU" in done.stdout
     assert "1 passed, 3 skipped" in done.stdout
 

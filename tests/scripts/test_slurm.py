@@ -1,7 +1,6 @@
 """The Slurm script, run with stand-ins for Slurm's commands and for Python."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import BASH, ROOT, stand_in
+
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain_llama_7b.sbatch"
-BASH = shutil.which("bash")
 # Two tasks of a job of two nodes with eight tasks each; their signals are Slurm's to send.
 SRUN = """
 for word in "$@"; do [[ $word == --cpus-per-task=* ]] && echo "$word" > "$OUT/srun"; done
@@ -33,19 +32,13 @@ for i in {1..600}; do sleep 0.1; done
 """
 
 
-def fake(path: Path, script: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{BASH}\n{script}\n")
-    path.chmod(0o755)
-
-
 def test_a_task_per_gpu_has_time_for_its_checkpoint(tmp_path: Path) -> None:
     """Every task is the training itself, whom Slurm's TERM reaches and nobody kills after it."""
     commands, out = tmp_path / "bin", tmp_path / "out"
     out.mkdir()
-    fake(commands / "srun", SRUN)
-    fake(commands / "scontrol", "echo node-7; echo node-8")
-    fake(commands / "python", PYTHON)
+    stand_in(commands / "srun", SRUN)
+    stand_in(commands / "scontrol", "echo node-7; echo node-8")
+    stand_in(commands / "python", PYTHON)
     environment = {
         **os.environ,
         "PATH": f"{commands}:{os.environ['PATH']}",

@@ -1,13 +1,12 @@
 """Kernels of mamba_ssm and flash-linear-attention, where they are installed, in Triton's
 interpreter."""
 
-import os
-import subprocess
-import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "upstream" / "state_kernels.py"
@@ -16,17 +15,9 @@ SCRIPT = ROOT / "scripts" / "upstream" / "state_kernels.py"
 INSTALLED = all(PathFinder.find_spec(name) is not None for name in ("mamba_ssm", "fla"))
 
 
-def run_script(*words: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-
-
 @pytest.mark.skipif(not INSTALLED, reason="needs the kernels of mamba_ssm and fla")
 def test_slices_compute_what_whole_documents_do() -> None:
-    done = run_script()
+    done = python(SCRIPT, seconds=900, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["mamba", "delta"]
@@ -35,6 +26,6 @@ def test_slices_compute_what_whole_documents_do() -> None:
 
 @pytest.mark.skipif(INSTALLED, reason="they are installed")
 def test_missing_packages_are_said_in_one_line() -> None:
-    done = run_script()
+    done = python(SCRIPT, seconds=900, OMP_NUM_THREADS="1")
     assert done.returncode == 2
     assert done.stdout == ("mamba_ssm fla: not installed; the first lines of this script say how\n")

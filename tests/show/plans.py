@@ -3,22 +3,14 @@
 import dataclasses
 import random
 
-from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, Table
+from megatron_epp.ir import Plan, Table
 from megatron_epp.sim.play import Simulation, play
 from megatron_epp.sim.unit_table import unit_table
+from tests import plans
+from tests.sim import test_play
 
-# The design's example: a document cut in two, a hybrid chunk, a pack.
-EXAMPLE = """plan v1
-documents 9000 1500 900
-layers 4 4
-chunk 0: 0[0:5000]
-chunk 1: 0[5000:9000] 1[0:1500]
-chunk 2: 2[0:900]
-recompute 0: 3f1k 4k 2c2k
-recompute 1: 4k 4k 4k
-stage 0: F0 F1 F2 B1 B0 B2
-stage 1: F0 F1 B1 B0 F2 B2
-"""
+# A document cut in two, a hybrid chunk, a pack.
+EXAMPLE = plans.EXAMPLE.replace("replica 0 of 1\n", "").split("predicted")[0]
 
 
 def example() -> Plan:
@@ -43,22 +35,7 @@ def vocabulary_example() -> Plan:
 
 def one_f_one_b(stages: int, microbatches: int) -> Plan:
     """Uniform 1F1B: equal packs, ``stages - s`` in flight on stage s."""
-    orders = []
-    for stage in range(stages):
-        window = min(stages - stage, microbatches)
-        order = [Op(Kind.FORWARD, chunk) for chunk in range(window)]
-        for chunk in range(microbatches):
-            order.append(Op(Kind.BACKWARD, chunk))
-            if chunk + window < microbatches:
-                order.append(Op(Kind.FORWARD, chunk + window))
-        orders.append(tuple(order))
-    return Plan(
-        documents=(100,) * microbatches,
-        layers=(2,) * stages,
-        chunks=tuple(Chunk((Span(document, 0, 100),)) for document in range(microbatches)),
-        recompute=(("kk",) * microbatches,) * stages,
-        orders=tuple(orders),
-    )
+    return test_play.one_f_one_b(stages, [1] * microbatches)
 
 
 def table(plan: Plan, seed: int = 0, split: bool = False) -> Table:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,10 +19,10 @@ from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown
+from tests.programs import ROOT, python
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("faults") / "engine.py"
 ENGINE = " --transformer-impl transformer_engine"
 DENSE = f"{LLAMA} --num-layers 2"
@@ -149,10 +147,7 @@ def by_command(words: str, device: str | None = None) -> list[str]:
     """Lines of ``certify`` with ``words``, from an environment that names ``device``, or none."""
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment |= {VARIABLE: device} if device else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_epp", "certify", *words.split()],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = python("-m", "megatron_epp", "certify", *words.split(), only=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -188,12 +183,9 @@ def test_local_layers_in_float64_have_no_norm_of_it(tmp_path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     seen, hidden = (
-        subprocess.run(
-            [sys.executable, "-c", FINAL_NORM.format(hide=hide)],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
-        )
+        python("-c", FINAL_NORM.format(hide=hide), only=environment)
         for hide in ("", "hide_transformer_engine()")
-    )  # fmt: skip
+    )
     assert seen.returncode != 0 and "it was imported" in seen.stderr
     assert hidden.returncode == 0, hidden.stderr
     assert hidden.stdout.split()[-1] == "WrappedTorchNorm"

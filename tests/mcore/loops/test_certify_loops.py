@@ -10,14 +10,10 @@ from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.mcore.certify.command import certify_training, main
-from tests.mcore.certified import certified
+from tests.mcore.certified import certified, models
 from tests.mcore.fault_injection import inject
 
 TABLES = Path(__file__).with_name("faults")
-
-
-def models(*lines: str) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(line.split()) for line in lines)
 
 
 def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> Trial:

@@ -1,28 +1,15 @@
 """Loops of four ranks: replicas that meet in their ops, and groups that are made anew."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 
 import numpy as np
-import pytest
 
 from megatron_epp.ir import COMPUTE, lower_rank
 from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
 from megatron_epp.planner.calls.call_plan import unsliced_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
-from tests.mcore.runs import train
 
-WORKER = Path(__file__).with_name("four_ranks.py")
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> list[Mapping]:
-    folder = tmp_path_factory.mktemp("four ranks")
-    run = train([], processes=4, program=(str(WORKER), str(folder)))
-    assert run.statuses == (0,) * 4, run.output
-    return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(4)]
+RANKS = 4
 
 
 def test_experts_over_replicas_meet_in_the_same_ops(answers) -> None:

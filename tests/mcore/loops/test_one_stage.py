@@ -1,22 +1,8 @@
 """Loops without a pipeline: log-probabilities without logits, slices within a memory bound."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
-
 import pytest
 
-from tests.mcore.runs import train
-
-WORKER = Path(__file__).with_name("one_stage.py")
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> list[Mapping]:
-    folder = tmp_path_factory.mktemp("one stage")
-    run = train([], processes=2, program=(str(WORKER), str(folder)))
-    assert run.statuses == (0, 0), run.output
-    return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
+RANKS = 2
 
 
 def test_log_probabilities_of_whole_micro_batches(answers) -> None:

@@ -1,25 +1,13 @@
 """Calls of a loop on two stages: Megatron's contract kept, bad calls ended on both ranks."""
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_epp.autoload import PIPELINE, TARGETS
 from megatron_epp.ir import Plan
-from tests.mcore.runs import train
 
-WORKER = Path(__file__).with_name("two_stages.py")
-
-
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> list[Mapping]:
-    folder = tmp_path_factory.mktemp("two stages")
-    run = train([], processes=2, program=(str(WORKER), str(folder)))
-    assert run.statuses == (0, 0), run.output
-    return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
+RANKS = 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -150,6 +138,18 @@ def test_megatrons_own_schedules_come_back(answers) -> None:
 # ------------------------------------------------------------------ what is Megatron's to run
 
 
+def call_of(**config: object) -> dict[str, object]:
+    """A training call's keywords, of a model with that configuration."""
+    return {
+        "forward_step_func": print,
+        "data_iterator": None,
+        "model": [SimpleNamespace(config=SimpleNamespace(**config))],
+        "num_microbatches": 4,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+
+
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
@@ -168,15 +168,7 @@ def test_calls_that_are_left_to_megatron(changed, says) -> None:
     cpu_host.install_cpu_host()
     from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 
-    keywords = {
-        "forward_step_func": print,
-        "data_iterator": None,
-        "model": [SimpleNamespace(config=SimpleNamespace())],
-        "num_microbatches": 4,
-        "seq_length": 1,
-        "micro_batch_size": 1,
-    }
-    assert megatron_only(LoopCall.of(keywords | changed), 2) == says
+    assert megatron_only(LoopCall.of(call_of() | changed), 2) == says
 
 
 @pytest.mark.parametrize("name", ["_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"])
@@ -197,14 +189,7 @@ def test_micro_batches_that_say_on_how_many_ranks_they_lie_are_megatrons(name, m
     monkeypatch.setattr(mpu, name, {2: object()}, raising=False)
     monkeypatch.setattr(mpu, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 2)
-    keywords = {
-        "forward_step_func": print,
-        "data_iterator": None,
-        "model": [SimpleNamespace(config=SimpleNamespace(variable_seq_lengths=True))],
-        "num_microbatches": 4,
-        "seq_length": 1,
-        "micro_batch_size": 1,
-    }
+    keywords = call_of(variable_seq_lengths=True)
     for _ in range(2):
         assert schedule(PIPELINE, keywords) == "made"
     assert ran == [keywords, keywords]
@@ -230,15 +215,7 @@ def test_settings_that_only_megatron_acts_on() -> None:
         "num_microbatches_with_partial_activation_checkpoints",
         "overlap_p2p_comm",
     ):
-        model = SimpleNamespace(config=SimpleNamespace(**{name: True}))
-        call = LoopCall(
-            forward_step_func=print,
-            data_iterator=None,
-            model=model,
-            num_microbatches=1,
-            seq_length=1,
-            micro_batch_size=1,
-        )
+        call = LoopCall.of(call_of(**{name: True}))
         assert name in (megatron_only(call, 2) or "")
         rows -= {row.what for row in TABLE if row.calls is not None and row.calls(call)}
     assert {what.split(" (")[0] for what in rows} == {

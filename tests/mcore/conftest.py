@@ -1,0 +1,29 @@
+"""The corpus that tests of training runs read, and flags as a job has them read."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of the LENGTHS of the test's module."""
+    from tests.mcore.runs import write_corpus  # torch: only where it is asked for
+
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", request.module.LENGTHS)
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Namespace]:
+    """What Megatron's parser and ours make of words."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_epp.mcore.job.read_flags import prepare_parser
+
+    def read(*words: str) -> Namespace:
+        monkeypatch.setattr("sys.argv", ["pretrain", *words])
+        return parse_args(prepare_parser)
+
+    return read
