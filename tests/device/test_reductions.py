@@ -393,7 +393,7 @@ MUTATIONS = (
     # Reductions are woken for a stage's last gradients alone.
     (
         "stage",
-        "if op == self._last_gradients and self._hooks_reduce and not self._waits:",
+        "if last and self._hooks_reduce and not waits:",
         "if self._hooks_reduce:",
     ),
     ("stage", "self._last_gradients != self._last_backward:", "False:"),
