@@ -19,11 +19,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 MARGINS, BLOCKS, REPEATS = (0, 4, 8), (0, 1, 2, 4, 8), 20
-VARIABLES = (
-    "NVTE_EXT_MARGIN_SM",
-    "NVTE_FWD_LAYERNORM_SM_MARGIN",
-    "NVTE_BWD_LAYERNORM_SM_MARGIN",
-)
 SHARED_BYTES, THREADS = 96 << 10, 640
 # Until the host says so, a second at most. As in NCCL's kernels, one thread polls the device's
 # memory and the others wait at a barrier.
@@ -156,12 +151,12 @@ def main() -> None:
     if wanted.measure:
         measure(wanted)
         return
-    failed = 0
+    from megatron_epp.mcore.patching.cuda_host import MARGIN, NORM_MARGINS
+
+    failed, names = 0, (MARGIN, *NORM_MARGINS)
     for margin in wanted.margins:
-        environment = {**os.environ, **dict.fromkeys(VARIABLES, str(margin))}
-        if not margin:
-            for name in VARIABLES:
-                del environment[name]
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        environment |= dict.fromkeys(names, str(margin)) if margin else {}
         command = [sys.executable, __file__, "--measure", *sys.argv[1:]]
         failed += subprocess.run(command, env=environment, timeout=120).returncode != 0
     sys.exit(failed)

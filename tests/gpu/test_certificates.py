@@ -9,7 +9,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, EXPERTS, GPT, LLAMA, Trial
 from megatron_epp.mcore.patching.cuda_host import SHARE
 from megatron_epp.te_reference import reference_switch
-from tests.mcore.certified import certified
+from tests.mcore.certified import certified, models
 from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, V3, V3_MOE, WINDOWS
 from tests.te_reference.test_certificate import ENGINE, EVERY_DEGREE
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 def local(degrees: Degrees, *lines: str, **changes: object) -> Trial:
     """``lines`` are models of Megatron's own layers, which have the batches in turn."""
-    trial = Trial(degrees, tuple(tuple(line.split()) for line in lines), batches=2 * len(lines))
+    trial = Trial(degrees, models(*lines), batches=2 * len(lines))
     return replace(trial, **changes)
 
 

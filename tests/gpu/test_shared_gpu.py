@@ -25,13 +25,14 @@ GLOO = {"epp_attention": "torch", "distributed_backend": "gloo"}
 NCCL = {"epp_attention": "te", "epp_vocab_parallel": "on"}
 
 
-def trained(corpus: Path, weights: Path | None, pp: int, tp: int, **changes) -> Run:
+def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
     named = {
         "epp": True,
         "pipeline_model_parallel_size": pp,
         "tensor_model_parallel_size": tp,
         "epp_memory_budget_gib": 2,  # each rank would take the whole device for its own
-        **({} if weights is None else {"load": weights, "finetune": True}),
+        "load": weights,
+        "finetune": True,
         **({"sequence_parallel": True} if tp > 1 else {}),
         **changes,
     }

@@ -9,18 +9,18 @@
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
                                       and freeing memory need not wait for the device
     NVTE_EXT_MARGIN_SM            4   multiprocessors that products leave free, with several stages
-                                      (and norms: NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...):
-                                      a message that waits is a kernel on up to as many, and a
-                                      product that wants them all waits for them, up to twice as
-                                      long. For torch's own products, too; 0 leaves none. What it
-                                      gains no GPU has told yet (scripts/gpu/held_sms.py)
+                                      (and norms: NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...): a
+                                      message that waits is a kernel on up to as many. Beside one a
+                                      product took up to 1.3 times as long on an H100, and a norm's
+                                      cooperative kernel did not start. 0 leaves none. What the
+                                      margin gains has not been measured (scripts/gpu/held_sms.py)
     CUDNN_HOME                        torch's own, where it brought one: Transformer Engine takes a
                                       toolkit's first, and with another version beside torch's
                                       there is no fused attention
     EPP_SHARE_GPUS                    1, set by the user: ranks take turns over the GPUs of this
                                       host, where NCCL otherwise refuses two ranks on one GPU. It
                                       believes them on hosts of their own (NCCL_HOSTID) and sends
-                                      over sockets. For tests: kernels of the ranks take turns
+                                      over sockets. For tests
 
 What else the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
 context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
