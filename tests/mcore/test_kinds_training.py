@@ -52,6 +52,8 @@ ALTERNATE = {
     "window_size": "100,0",
     "window_attn_skip_freq": 2,
     "softmax_type": "learnable",
+    "group_query_attention": None,  # a key head for every query head
+    "num_query_groups": None,
 }
 BUDGET_GIB = 0.006  # a third of what packing takes without recompute
 _PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")

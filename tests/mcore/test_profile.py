@@ -100,6 +100,19 @@ def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> 
     assert blocks == [cp * fused_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
 
 
+def test_without_groups_every_query_head_has_a_key_head() -> None:
+    """Megatron's --num-query-groups is 1 then, and means nothing."""
+    words = MODEL.replace("--group-query-attention", "").replace("--num-query-groups 2", "")
+    sizes = ["--seq-length", "64", "--max-position-embeddings", "64", "--epp"]
+    args = parsed([*words.split(), *sizes], 1)
+    changes = {"padded_vocab_size": 128, "kv_channels": 8, "ffn_hidden_size": 128}
+    vars(args).update(changes, params_dtype="torch.float32")
+    assert args.num_query_groups == 1
+    model = model_shape(args)
+    assert (model.heads, model.kv_heads) == (4, 4)
+    assert "in 4 groups" in provenance_of(args).model
+
+
 def test_every_pipeline_rank_may_have_its_own_budget() -> None:
     words = [*MODEL.split(), "--seq-length", "64", "--max-position-embeddings", "64"]
     words += ["--epp", "--epp-cost-model", "analytic", "--epp-memory-budget-gib"]

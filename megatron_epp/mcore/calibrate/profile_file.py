@@ -28,11 +28,12 @@ FILE_NAME = "epp-cost-model.json"
 
 def provenance_of(args: Any) -> Provenance:
     """Provenance of a profile of this job: its model, its device and its number format."""
+    from megatron_epp.mcore.kinds.attention.kind import query_groups
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
     heads = f"heads {args.num_attention_heads} x {args.kv_channels}"
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups = query_groups(args)
     words = [
         sizes,
         f"{heads} in {groups} groups",

@@ -6,6 +6,7 @@ import os
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
+from megatron_epp.mcore.kinds.attention.kind import query_groups
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.mcore.placing.requested import asked_placement, stages_of
 
@@ -100,7 +101,7 @@ def refuse(args: argparse.Namespace) -> None:
         )
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        groups = query_groups(args)
         try:
             refuse_heads(
                 args.num_attention_heads // ranks,

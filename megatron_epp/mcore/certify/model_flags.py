@@ -20,6 +20,7 @@ from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FL
 from megatron_epp.mcore.hybrid.pattern import mtp_part_of, symbols_of_layers
 from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.kinds.attention.kind import query_groups
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import per_tensor_scales
@@ -170,7 +171,7 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     """The small model in one line."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups = query_groups(args)
     words = [
         f"layers {' '.join(map(str, layers))}",
         f"hidden {args.hidden_size}",

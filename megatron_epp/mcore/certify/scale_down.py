@@ -16,6 +16,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import pattern_of, symbols_of_layers
+from megatron_epp.mcore.kinds.attention.kind import query_groups
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
@@ -106,7 +107,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         stages = list(layers_of_placement(placement, args.num_layers))
     counts = fewer(stages) if pattern is None else [min(count, HALF_LAYERS) for count in stages]
     wanted = args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else wanted
+    groups = query_groups(args)
     query, key = heads(wanted, groups, tp, degrees.cp)
     channels = model_sizes(args)["head_size"]
     width = channels * wanted / args.hidden_size if channels else 1.0

@@ -17,6 +17,16 @@ def derived_symbols(kind: type[LayerKind]) -> str:
     return kind.SYMBOL + "".join(map(derived_symbols, kind.__subclasses__()))
 
 
+def query_groups(args: Any) -> int:
+    """Return the number of key and value heads in Megatron's ``args``.
+
+    --num-query-groups is 1 by default, and Megatron reads it with --group-query-attention only.
+    """
+    if not args.group_query_attention:
+        return args.num_attention_heads
+    return args.num_query_groups or args.num_attention_heads
+
+
 def _undivided(model: Any) -> str | None:
     """Text on heads that context-parallel ranks cannot share."""
     config = model.config
@@ -75,8 +85,7 @@ class AttentionKind(LayerKind):
         return tuple(a and not b for a, b in zip(layers, others, strict=True))
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
-        groups = args.num_query_groups or args.num_attention_heads
-        return {"kv_heads": groups, "head_size": args.kv_channels}
+        return {"kv_heads": query_groups(args), "head_size": args.kv_channels}
 
     def heads(self, config: Any, context: int) -> Heads | None:
         tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
