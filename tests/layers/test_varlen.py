@@ -1,11 +1,13 @@
 """Kernels for queries and keys of different lengths, given chunks: against whole documents."""
 
+import dataclasses
 import re
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_epp.layers.attention import selftest as selftest_module
 from megatron_epp.layers.attention.flash import FlashKernel
 from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import ReferenceKernel
@@ -184,6 +186,40 @@ def test_the_self_test_tries_windows_and_sinks(before, sinks) -> None:
     if sinks:
         with pytest.raises(ValueError, match=r"back end sinkless, a document.*: the output"):
             try_it(Sinkless(SCALE))
+
+
+class FromOutput(ReferenceKernel):
+    """As flash kernels: the sinks' gradient follows from the rounded output."""
+
+    name, factor = "from output", 1.0
+
+    def of_layers(self, before, sinks):
+        return type(self)(self.scale, before)
+
+    def backward(self, grad_THD, call, kept):
+        *gradients, _ = super().backward(grad_THD, call, kept)
+        out_THD, _ = self.forward(call, False)
+        exact = dataclasses.replace(
+            call, q_THD=call.q_THD.double(), k_SGD=call.k_SGD.double(),
+            v_SGD=torch.ones_like(call.v_SGD[..., :1]).double(), sinks_H=call.sinks_H.double(),
+        )  # fmt: skip
+        weights_TH1 = 1 - self.forward(exact, False)[0]
+        products_THD = weights_TH1.float() * grad_THD.float() * out_THD.float()
+        return *gradients, -self.factor * products_THD.sum((0, 2)).to(grad_THD.dtype)
+
+
+class Doubled(FromOutput):
+    name, factor = "doubled", 2.0
+
+
+@pytest.mark.parametrize("seed", [97, 112])
+def test_sinks_whose_gradients_nearly_cancel_are_no_fault_of_the_kernel(seed, monkeypatch) -> None:
+    """Of 150 seeds, those of which few tokens left least of the sinks' gradient."""
+    monkeypatch.setattr(selftest_module, "SEED", seed)
+    small = 2, 1, 8, 0.35, torch.bfloat16, torch.device("cpu"), 8, 32, True
+    require_right(FromOutput(0.35, 32), *small)
+    with pytest.raises(ValueError, match=r"doubled, .*: the gradient of the sinks is off by"):
+        require_right(Doubled(0.35, 32), *small)
 
 
 @pytest.mark.parametrize("sizes", [(16, 8), (8, 16), (12, 12)])

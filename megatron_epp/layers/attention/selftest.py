@@ -5,6 +5,7 @@ each kind of call is made once with few rows and judged against plain attention 
 rounding alone may cost is known from plain attention in the kernel's own number format.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,7 @@ ALLOWANCE = 2.0  # times the error of plain attention in the same number format
 # A sink has one number for a gradient, in which the roundings of all rows' outputs meet: whether
 # plain attention's is nearer than so many of the format's steps is luck.
 LUCK = 2.0
+SEED = 20260117
 
 
 def require_right(
@@ -97,14 +99,16 @@ def errors(
     before: int | None = None,
     sinks: bool = False,
 ) -> tuple[list[float], list[float]]:
-    """(of ``kernel``, of plain attention in ``dtype``): of the output and of the gradients of q, k,
-    v and the sinks, the root-mean-square distance to float64 over the size of the right answer.
-    ``sizes``: of heads of q and k, and of v.
+    """Return the errors of ``kernel`` and of plain attention in ``dtype``.
+
+    Those of the output and of the gradients of q, k, v and the sinks: the root-mean-square distance
+    to float64 over the size of the right answer; of the sinks over the size of what adds up to it,
+    since terms of both signs may leave next to nothing. ``sizes``: of heads of q and k, and of v.
     """
     size, value = sizes
     queries, keys = zip(*lengths, strict=True)
     cu_seqlens = CuSeqlens.of(queries, keys, device)
-    generator = torch.Generator().manual_seed(20260117)
+    generator = torch.Generator().manual_seed(SEED)
 
     def draw(rows: int, count: int, width: int) -> Tensor:
         tensor = torch.randn(rows, count, width, generator=generator, device="cpu")
@@ -118,15 +122,22 @@ def errors(
         of_sinks = None if offsets is None else offsets.to(to)
         return Operands(q.to(to), k.to(to), v.to(to), cu_seqlens, of_sinks)
 
+    plain, exact = ReferenceKernel(scale, before), call(torch.float64)
     right, outputs, reference = (
         _run(tried, grad.to(to), call(to))
-        for tried, to in (
-            (ReferenceKernel(scale, before), torch.float64),
-            (kernel, dtype),
-            (ReferenceKernel(scale, before), dtype),
-        )
+        for tried, to in ((plain, torch.float64), (kernel, dtype), (plain, dtype))
     )
-    return _distances(outputs, right), _distances(reference, right)
+    scales = [tensor.norm() for tensor in right]
+    if offsets is not None:
+        scales[-1] = (_sink_weights(plain, exact) * right[0] * grad.double()).norm()
+    return _distances(outputs, right, scales), _distances(reference, right, scales)
+
+
+def _sink_weights(plain: ReferenceKernel, call: Operands) -> Tensor:
+    """Return the share of the softmax that every row's sinks take: [T, H, 1]."""
+    ones = torch.ones_like(call.tensors[2][..., :1])
+    out_TH1, _ = plain.forward(dataclasses.replace(call, v_SGD=ones), False)
+    return 1 - out_TH1
 
 
 def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
@@ -134,7 +145,8 @@ def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
     return out, *kernel.backward(grad, call, kept)
 
 
-def _distances(outputs: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
-    return [
-        float((a.double() - b).norm() / b.norm()) for a, b in zip(outputs, right, strict=True)
-    ]  # fmt: skip
+def _distances(
+    outputs: Sequence[Tensor], right: Sequence[Tensor], scales: Sequence[Tensor]
+) -> list[float]:
+    rows = zip(outputs, right, scales, strict=True)
+    return [float((output.double() - exact).norm() / scale) for output, exact, scale in rows]
