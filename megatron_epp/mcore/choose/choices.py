@@ -6,6 +6,7 @@ model of --epp-cost-model, or the device's coefficients by name; every rank read
 computes the same. A run that resumes has its checkpoint's choices (kept.py).
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_refusal
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.data.row_shard import row_block
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
@@ -38,6 +40,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multiple
 
 AMPLE_BYTES = 1e15
 
@@ -63,7 +66,34 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
     """
     vocabulary = choose_vocabulary(args, parts)
     placement, line = choose_placement(args)
-    return JobChoices(tuple(filter(None, (vocabulary, line))), placement)
+    lines = vocabulary, line, choose_row_multiple(args, parts)
+    return JobChoices(tuple(filter(None, lines)), placement)
+
+
+def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
+    """Set the multiple that a rank's rows come in; return the line on it, where it is not usual.
+
+    Plans differ by it, results do not: a run that resumes chooses anew.
+    """
+    if not args.epp or args.epp_row_multiple is not None:
+        return None
+    args.epp_row_multiple = row_block(argparse.Namespace(transformer_impl=args.transformer_impl))
+    if args.epp_row_multiple != GPU_ROWS or (parts is not None and parts.items is not None):
+        return None
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    ranks = tensor * args.context_parallel_size
+    try:
+        batches = _first_batches(args)
+    except (OSError, ValueError):  # of lengths that nobody knows
+        return None
+    stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
+    args.epp_row_multiple = gpu_row_multiple(batches, stages, replicas, ranks)
+    if args.epp_row_multiple == GPU_ROWS:
+        return None
+    return (
+        f"--epp-row-multiple: {args.epp_row_multiple}; {GPU_ROWS} would pad chunks of these "
+        f"documents by more than {MOST_PADDING:.0%} over {ranks} ranks"
+    )
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
