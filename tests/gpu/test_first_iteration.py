@@ -115,3 +115,30 @@ def test_norms_have_rows_that_their_fast_kernels_take(alone, engine) -> None:
         rows.clear()
         run_stage(replace(alone, share=replace(alone.share, block=1)), model, odd, 2)
         assert {count % 16 for count in rows} != {0}  # the guard can fail
+
+
+def test_a_kernel_that_does_not_run_is_said_before_training(alone, engine) -> None:
+    """By every rank; and what runs leaves no trace."""
+    import torch
+
+    from megatron_epp.mcore.calibrate.first_run import run_every_kind
+    from megatron_epp.mcore.job.process_groups import make_groups
+    from scripts.bench.single_stage import build_stage
+
+    model, groups = build_stage(alone, 2, True, True), make_groups(alone.device)
+    ran, first = [], model.module.module.decoder.layers[0]
+    before = torch.random.get_rng_state()
+    handle = first.register_forward_hook(lambda *_: ran.append(first))
+    run_every_kind(alone.args, [model], groups, alone.share)
+    assert len(ran) == 2  # documents, and a slice behind its context
+    assert not any(p.main_grad.any() or p.grad is not None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), before)
+    handle.remove()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("Triton < 9 is wrong on this device\nand more")
+
+    first.register_forward_hook(fails)
+    line = r"layers of attention and MLP cannot run: Triton < 9 is wrong on this device; expected"
+    with pytest.raises(ValueError, match=line):
+        run_every_kind(alone.args, [model], groups, alone.share)

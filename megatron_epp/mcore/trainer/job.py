@@ -15,6 +15,7 @@ from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.ir import Step
+from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import converted_chats
@@ -32,6 +33,7 @@ from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.warm_up import warm_up
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
 from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
 from megatron_epp.mcore.trainer import telemetry
@@ -189,6 +191,8 @@ class Job:
         The model has its final number format here, so it can be measured and steps can be planned.
         """
         place, args = self.place, self.args
+        if cpu_host.has_gpu_kernels():
+            run_every_kind(args, models, place.groups, place.row_shard)
         steps = self.hooks.make_steps(place, models[0])
         accepted = AcceptedSteps(
             steps,
