@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.mcore.data.conversations import (
     FORMATS,
@@ -24,6 +23,7 @@ from megatron_epp.mcore.data.conversations import (
     read_lines,
     write_encoded,
 )
+from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
 # Raise it when the same conversations become other files.
@@ -73,7 +73,7 @@ def check_chat_flags(args: Any) -> None:
 
 def _chat_files(args: Any) -> tuple[str, ...]:
     """Files that the data flags name, without weights and splits."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blend, blend_per_split = blends_of(args)
     blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
     return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
 

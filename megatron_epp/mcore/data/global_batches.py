@@ -1,9 +1,8 @@
 """Global batches of documents: which ones, and how long, before a token is read.
 
-Sample s of a training set is document ``s``: of one corpus, or of a blend, in the order that
-Megatron's BlendedDataset draws. Batch after batch takes the next ``size`` samples, as Megatron's
-sampler does; so what an iteration trains on follows from the number of samples consumed, whatever
-the parallel layout.
+Sample s of a training set is document ``s``: of one corpus, or of a blend in its order (blend.py).
+Batch after batch takes the next ``size`` samples, as Megatron's sampler does; so what an iteration
+trains on follows from the number of samples consumed, whatever the parallel layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ import numpy
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from megatron_epp.corpus.overlong import Counts
+from megatron_epp.mcore.data.blend import DocumentBuilder, shares_line
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     DocumentDataset,
@@ -63,6 +62,12 @@ class Documents:
     def counts(self) -> Counts:
         """Over all corpora: what one epoch of each holds."""
         return sum((part.counts for part in self.parts), Counts())
+
+    @property
+    def shares(self) -> str | None:
+        """Which share of documents and tokens each corpus of a blend gives; None of one corpus."""
+        blend = self.dataset
+        return shares_line(blend) if isinstance(blend, BlendedDataset) else None
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
         """(corpus, item of its DocumentDataset) of each sample: two [n] int64."""
@@ -196,9 +201,7 @@ def build_documents(
     check_corpora(config, sizes)
     if group is not None:
         require_same_documents(config, group)
-    built = BlendedMegatronDatasetBuilder(
-        DocumentDataset, list(sizes), lambda: True, config
-    ).build()
+    built = DocumentBuilder(DocumentDataset, list(sizes), lambda: True, config).build()
 
     def wrap(dataset: torch.utils.data.Dataset | list | None) -> Documents | list | None:
         if isinstance(dataset, list):

@@ -31,6 +31,7 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.data.data_flags import require_checkpoint_step, require_data_flags
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.kinds.registry import kind_defaults, require_pattern
     from megatron_epp.mcore.placing.placeholder import placeholder
@@ -55,7 +56,10 @@ def read_flags() -> Namespace:
 
         # Megatron warns of a default that is overridden, so only where it will be used.
         defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
-        return parse_and_validate_args(prepare, args_defaults=defaults)
+        args = parse_and_validate_args(prepare, args_defaults=defaults)
+        require_data_flags(args)
+        require_checkpoint_step(args)
+        return args
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:

@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
@@ -82,7 +81,6 @@ def train(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore.choose.choices import choose
-    from megatron_epp.mcore.choose.kept import keep_choices
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
@@ -103,10 +101,7 @@ def train(
         from megatron_epp.mcore.trainer import setup
 
         patch_points.install(patch_points.EPP_PATCH_POINTS)
-        forward_step, datasets = setup.setup(args, model, hooks)
-        if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
-            # After the hooks that claim the folder.
-            model.pre_wrap_hooks.append(partial(keep_choices, args, choices.placement))
+        forward_step, datasets = setup.setup(args, model, hooks, choices.placement)
     elif cpu_host.is_cpu_host():
         fix_layer_spec(model)
     with refusals_as_value_errors():

@@ -60,7 +60,7 @@ class Job:
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
         # Megatron's evaluation takes another mean of the losses where it sees the flag.
         self._reads_chats, args.sft = getattr(args, "sft", False), False
-        self._data = JobData(config.epp_overlong, hooks)
+        self._data = JobData(config.epp_overlong, hooks, config.epp_blend)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
         self._current_op = CurrentOp(0)  # its rank is known when the model is built

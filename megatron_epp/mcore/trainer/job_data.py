@@ -6,6 +6,7 @@ from typing import Any
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, print_rank_0
 
+from megatron_epp.corpus.blend import TOKENS
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
     DocumentSource,
@@ -26,8 +27,8 @@ class JobData:
     truncated_documents  how many documents of the training set were truncated
     """
 
-    def __init__(self, overlong: str, hooks: TrainerHooks):
-        self._overlong, self._hooks = overlong, hooks
+    def __init__(self, overlong: str, hooks: TrainerHooks, blend_by: str = TOKENS):
+        self._overlong, self._hooks, self._blend_by = overlong, hooks, blend_by
         self.chats: Mapping[str, str] = {}
         self.truncated_documents = 0
 
@@ -58,6 +59,8 @@ class JobData:
         training = documents[0]
         if training is not None and not isinstance(training, list):
             print_rank_0(f"> {training.counts}")
+            if (shares := getattr(training, "shares", None)) is not None:
+                print_rank_0(f"> --epp-blend {self._blend_by}: {shares}")
             self.truncated_documents = training.counts.truncated
         return tuple(batches)
 
@@ -76,7 +79,9 @@ class JobData:
             ]
         tokenizer = build_tokenizer(args)
         return build_documents(
-            config_from_args(args, tokenizer, overlong, args.padded_vocab_size, self.chats),
+            config_from_args(
+                args, tokenizer, overlong, args.padded_vocab_size, self.chats, self._blend_by
+            ),
             samples,
             group,
         )
