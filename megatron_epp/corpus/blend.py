@@ -45,8 +45,8 @@ def order_by_tokens(
 
 def document_weights(weights: Sequence[float], mean_tokens: Sequence[float]) -> list[float]:
     """Return shares of documents, which sum to 1, that give tokens by ``weights``."""
-    shares = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
-    return [share / sum(shares) for share in shares]
+    parts = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
+    return [part / sum(parts) for part in parts]
 
 
 def _due(lengths: Callable[[int], np.ndarray], weight: float, count: int) -> np.ndarray:

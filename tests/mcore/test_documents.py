@@ -269,7 +269,7 @@ def test_a_blends_tokens_are_those_of_megatrons_own_samples(
             f"{100 * share:.1f}% of the tokens from {prefix}"
             for share, prefix in zip(sums[:, -1] / sums[:, -1].sum(), prefixes, strict=True)
         ]
-        assert all(part in documents.shares for part in parts)
+        assert all(part in documents.fractions for part in parts)
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:

@@ -255,6 +255,16 @@ TABLE: tuple[Limit, ...] = (
         any_of("iterations_to_skip", "dataloader_save", harmless=([],)),
     ),
     Limit(
+        "several validation sets (--multiple-validation-sets)",
+        "evaluate on one (--valid-data-path), with or without --full-validation",
+        any_of("multiple_validation_sets"),
+    ),
+    Limit(
+        "frozen layers (--freeze-all-layers)",
+        "leave --epp out",
+        any_of("freeze_all_layers"),
+    ),
+    Limit(
         "another data loader (--dataloader-type)",
         "leave it out: documents come in Megatron's order of samples",
         any_of("dataloader_type", harmless=("external",)),

@@ -38,17 +38,3 @@ def _weighs_tokens(parts: list, weights: list, size: int | None, config: Documen
     """
     blend = config.blend or config.blend_per_split[parts[0].index_split.value]
     return config.blend_by == TOKENS and size is not None and blend[1] is not None
-
-
-def shares_line(blend: BlendedDataset) -> str:
-    """Return which share of the documents, and of their tokens, each corpus of a blend gives."""
-    documents = numpy.bincount(blend.dataset_index, minlength=len(blend.datasets))
-    tokens = [
-        part.first_lengths(int(n)).sum() for part, n in zip(blend.datasets, documents, strict=True)
-    ]
-    rows = (
-        f"{100 * d / documents.sum():.1f}% of the documents and {100 * t / sum(tokens):.1f}% of "
-        f"the tokens from {part.dataset_path}"
-        for part, d, t in zip(blend.datasets, documents, tokens, strict=True)
-    )
-    return f"training draws {', '.join(rows)}"

@@ -57,17 +57,22 @@ def require_data_flags(args: Any) -> None:
         )
     if blend is not None:
         _require_split(args)
+    of_validation = blend if per_split is None else per_split[1]
+    if args.full_validation and of_validation is not None and of_validation[1] is not None:
+        raise ValueError(
+            f"--full-validation: {_where(args)} gives weights to what validation reads whole; "
+            "leave them out, as with --train-data-path, --valid-data-path and --test-data-path"
+        )
     names, sets = args.validation_set_names, args.multiple_validation_sets
     if names and not sets:
         raise ValueError(
             f"--validation-set-names {' '.join(names)}: names the sets of "
             "--multiple-validation-sets, which is not given; give both, or neither"
         )
-    valid = per_split[1] if per_split is not None else None
-    if names and valid is not None and len(names) != len(valid[0]):
+    if names and of_validation is not None and len(names) != len(of_validation[0]):
         raise ValueError(
-            f"--validation-set-names {' '.join(names)}: {len(names)} names of {len(valid[0])} "
-            "corpora for validation; expected a name for each"
+            f"--validation-set-names {' '.join(names)}: {len(names)} names of "
+            f"{len(of_validation[0])} corpora for validation; expected a name for each"
         )
 
 
@@ -101,8 +106,8 @@ def require_checkpoint_step(args: Any) -> None:
 
 def _where(args: Any) -> str:
     """Return the data flags that are given, with the files that they name."""
-    given = [name for name in (*_BLEND_FLAGS, *_SPLIT_FLAGS) if getattr(args, name) is not None]
+    named = [name for name in (*_BLEND_FLAGS, *_SPLIT_FLAGS) if getattr(args, name) is not None]
     return " and ".join(
         f"--{name.replace('_', '-')}" + (f" {getattr(args, name)}" if "args" in name else "")
-        for name in given
+        for name in named
     )

@@ -123,6 +123,16 @@ def _require_iterations(args: Any) -> None:
         wanted = getattr(args, name) or 0
         if wanted < 0:
             raise ValueError(f"--{name.replace('_', '-')} {wanted}: expected at least 1")
+    if args.phase_transition_iterations and not args.train_samples:
+        raise ValueError(
+            "--phase-transition-iterations: Megatron finds the length of a phase by "
+            "--train-samples, which is not given; give it in the place of --train-iters"
+        )
+    if (args.eval_iters or 0) < 0 or (args.eval_interval or 0) < 1:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters}, --eval-interval {args.eval_interval}: expected 0 or "
+            "more iterations of evaluation after every 1 or more of training"
+        )
     if not (args.train_iters or args.train_samples):
         raise ValueError(
             "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "
