@@ -24,13 +24,12 @@ from megatron_epp.mcore.data.conversations import (
     write_encoded,
 )
 from megatron_epp.mcore.data.data_flags import blends_of
+from megatron_epp.mcore.job.host_facts import require_same, tokenizer_files
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
 # Raise it when the same conversations become other files.
 _VERSION = 1
 _BLOCK_BYTES = 1 << 20
-# A tokenizer's folder may hold a model's weights as well.
-_TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
@@ -38,10 +37,14 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     its files by the path that was given. Collective.
 
     PlanError: on every rank alike, what is wrong with which line of which file
+    ValueError: a rank does not see what rank 0 has written
     """
     paths = _chat_files(args)
-    prefixes = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
-    return dict(zip(paths, prefixes.split("\n"), strict=True))
+    text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
+    prefixes = text.split("\n")
+    seen = {f"{one}.idx": "there" if Path(f"{one}.idx").is_file() else "absent" for one in prefixes}
+    require_same(seen, group, "a folder that all hosts share: name it with --data-cache-path")
+    return dict(zip(paths, prefixes, strict=True))
 
 
 def check_chat_flags(args: Any) -> None:
@@ -82,7 +85,7 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
     """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
-    files = _tokenizer_files(args.tokenizer_model)
+    files = tokenizer_files(args.tokenizer_model)
     source = _digest(files, beat) if files else args.tokenizer_model
     for path in map(Path, paths):
         digest = _digest([path], beat, f"{_VERSION} {chat_format} {source}")
@@ -106,16 +109,6 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
         print_rank_0(f"> --sft: {path} is {prefix}")
         prefixes.append(str(prefix))
     return prefixes
-
-
-def _tokenizer_files(path: str) -> list[Path]:
-    """Files that a tokenizer is read from; none where ``path`` is a name on a hub."""
-    place = Path(path)
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        return []
-    return sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
 
 
 def _digest(files: Sequence[Path], beat: Callable[[], None], text: str = "") -> str:

@@ -437,7 +437,10 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
     if not config.indices:
         return
     digests = [
-        digest(*map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)))
+        digest(
+            repr((index.counts, index.masks is not None)).encode(),
+            *map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)),
+        )
         for index in config.indices.values()
     ]
     every = gather(digests, group)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
+from megatron_epp.mcore.job.launch_environment import require_environment
 from megatron_epp.mcore.job.read_flags import (
     be_the_only_process,
     rank,
@@ -46,10 +47,11 @@ def main(
     """
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
-    except Exception as error:
-        if not job_exit.is_users_mistake(error):
+    except job_exit.ENDINGS as error:
+        mistake = job_exit.refused_by_megatron(error)
+        if mistake is None and not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse_and_exit(error)
+        job_exit.refuse_and_exit(mistake or error)
     job_exit.finish()
 
 
@@ -63,6 +65,7 @@ def train(
 
     ValueError: the command line, or a file that it names, cannot be used.
     """
+    require_environment()
     if "RANK" not in os.environ:
         be_the_only_process()
     if rank() != 0:

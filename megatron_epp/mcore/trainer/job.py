@@ -1,6 +1,7 @@
 """One rank's part of a job with ``--epp``, built step by step when Megatron builds its model."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TextIO
 
@@ -22,6 +23,7 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.host_facts import require_same_facts
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
@@ -92,7 +94,7 @@ class Job:
         """
         place, device = place_of(self.args), this_device()
         attention = self._warm_up(models[0].config, device)
-        groups = make_groups(device, place)
+        groups = make_groups(device, place, partial(require_same_facts, self.args))
         stages = dict(zip(local_stages(place, groups.pipeline_rank), models, strict=True))
         layers = self._layers_of_stages(stages, groups)
         settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
