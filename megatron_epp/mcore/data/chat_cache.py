@@ -21,6 +21,7 @@ from megatron_epp.mcore.data.conversations import (
     ChatTokenizer,
     encode_line,
     read_lines,
+    unread_line,
     write_encoded,
 )
 from megatron_epp.mcore.data.data_flags import blends_of
@@ -28,7 +29,7 @@ from megatron_epp.mcore.job.host_facts import require_same, tokenizer_files
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
 # Raise it when the same conversations become other files.
-_VERSION = 1
+_VERSION = 2
 _BLOCK_BYTES = 1 << 20
 
 
@@ -94,9 +95,10 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
         if not Path(f"{prefix}.idx").is_file():
             print_rank_0(f"> --sft: converting {path} ...")
             tokenizer = tokenizer or build_tokenizer(args)
+            unread: set[tuple[str, str]] = set()
             encoded = map(
                 partial(encode_line, path=path, tokenizer=tokenizer, chat_format=chat_format),
-                read_lines(path),
+                read_lines(path, unread),
             )
             try:
                 written = write_encoded(encoded, path, tokenizer.vocab_size, prefix, beat)
@@ -106,6 +108,8 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
                     "ranks share with --data-cache-path"
                 ) from error
             print_rank_0(f"> {written}")
+            if (line := unread_line(path, unread, chat_format)) is not None:
+                print_rank_0(f"> {line}")
         print_rank_0(f"> --sft: {path} is {prefix}")
         prefixes.append(str(prefix))
     return prefixes
