@@ -85,8 +85,8 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     }
     choices = json.loads((kept / CHOICES_FILE).read_text())
     layers = choices[STAGE_LAYERS]
-    kept = {"epp_vocab_parallel": "off", BLEND_KEY: "tokens"}
-    assert choices == {**kept, PLACE: [0, 1], STAGE_LAYERS: layers}
+    others = {"epp_vocab_parallel": "off", BLEND_KEY: "tokens"}
+    assert choices == {**others, PLACE: [0, 1], STAGE_LAYERS: layers}
     on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
     assert on_a_cpu in auto.output
     assert sum(layers) == 6 and 1 <= layers[0] < layers[1]

@@ -42,6 +42,21 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
     return models
 
 
+def resumable_line(args: Any) -> str:
+    """Return the line on the degrees that checkpoints of --save can be resumed with."""
+    flag, more = "--dist-ckpt-optim-fully-reshardable", ""
+    if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
+        degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
+    elif not args.use_distributed_optimizer or getattr(args, flag[2:].replace("-", "_"), False):
+        degrees = "any tensor-, pipeline- and data-parallel degrees"
+    else:
+        degrees = (
+            "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
+        )
+        more = f"; with {flag}, given now, they resume with any"
+    return f"--save {args.save}: checkpoints resume with {degrees}{more}"
+
+
 def kept_vocabulary(args: Any) -> bool:
     """Return whether the checkpoint's run had vocabulary parallelism; False if it kept no choice.
 

@@ -56,7 +56,12 @@ def read_flags() -> Namespace:
 
         # Megatron warns of a default that is overridden, so only where it will be used.
         defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
-        args = parse_and_validate_args(prepare, args_defaults=defaults)
+        try:
+            args = parse_and_validate_args(prepare, args_defaults=defaults)
+        except Exception:
+            if wanted.epp:  # what --epp does not run at all comes before what it would have to be
+                refusals.refuse_by_name(parse_args(prepare))
+            raise
         require_data_flags(args)
         require_checkpoint_step(args)
         return args

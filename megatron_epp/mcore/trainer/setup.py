@@ -7,7 +7,7 @@ from typing import Any
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.choose.choices import choose_blend
-from megatron_epp.mcore.choose.kept import keep_choices
+from megatron_epp.mcore.choose.kept import keep_choices, resumable_line
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.config import AUTO, OFF, Config
@@ -65,6 +65,7 @@ def setup(
     fix_layer_spec(model_config)
     job.install(model_config)
     if args.save and rank() == 0:  # after the hook that claims the folder
+        print(resumable_line(args), flush=True)
         model_config.pre_wrap_hooks.append(partial(keep_choices, args, placement))
     patch_points.apply_schedule_patch(job.choose_schedule)
 
