@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from megatron_epp.mcore.patching import cpu_host
 
@@ -38,5 +39,5 @@ def start(ranks: int, words: list[str]) -> tuple[str, str | None]:
 
 if __name__ == "__main__":
     cases, answers = map(Path, sys.argv[1:])
-    cpu_host.is_cpu_host = lambda: False
-    answers.write_text(json.dumps([start(*case) for case in json.loads(cases.read_text())]))
+    with patch.object(cpu_host, "is_cpu_host", lambda: False):
+        answers.write_text(json.dumps([start(*case) for case in json.loads(cases.read_text())]))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_epp.mcore.job.host_facts import facts_of, require_same
 from megatron_epp.mcore.job.launch_environment import rank_of, require_environment
+from megatron_epp.mcore.trainer.host_facts import facts_of
+from megatron_epp.runtime.consensus import require_same
 from tests.mcore.runs import flags, train, trained
 from tests.mcore.test_refusals import refused
 from tests.runtime.world import run

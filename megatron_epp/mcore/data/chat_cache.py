@@ -25,12 +25,14 @@ from megatron_epp.mcore.data.conversations import (
     write_encoded,
 )
 from megatron_epp.mcore.data.data_flags import blends_of
-from megatron_epp.mcore.job.host_facts import require_same, tokenizer_files
+from megatron_epp.runtime.consensus import require_same
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
 # Raise it when the same conversations become other files.
 _VERSION = 2
 _BLOCK_BYTES = 1 << 20
+# A tokenizer's folder may hold a model's weights as well.
+_TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
@@ -87,9 +89,9 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
     files = tokenizer_files(args.tokenizer_model)
-    source = _digest(files, beat) if files else args.tokenizer_model
+    source = digest_of(files, beat) if files else args.tokenizer_model
     for path in map(Path, paths):
-        digest = _digest([path], beat, f"{_VERSION} {chat_format} {source}")
+        digest = digest_of([path], beat, f"{_VERSION} {chat_format} {source}")
         folder = Path(args.data_cache_path) if args.data_cache_path else path.parent / "cache"
         prefix = folder / f"{path.stem}-{digest[:24]}"
         if not Path(f"{prefix}.idx").is_file():
@@ -115,7 +117,19 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
     return prefixes
 
 
-def _digest(files: Sequence[Path], beat: Callable[[], None], text: str = "") -> str:
+def tokenizer_files(path: str) -> list[Path]:
+    """Return the files that a tokenizer is read from; none where ``path`` is a name on a hub."""
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        return []
+    return sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
+
+
+def digest_of(
+    files: Sequence[Path], beat: Callable[[], None] = lambda: None, text: str = ""
+) -> str:
     """Digest of ``text`` and of the names and bytes of ``files``; linear in them."""
     digest = hashlib.sha256(text.encode())
     for file in files:

@@ -100,8 +100,8 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
     if not frames or not modules[-1].startswith("megatron.") or "pretrain" not in names:
         return None
     after = names.index("pretrain")
-    ours = any(name.startswith("megatron_epp.") for name in modules[after:])
-    if ours or not {"train", "evaluate"}.isdisjoint(names[after:]):
+    elastic = any(name.startswith("megatron_epp.") for name in modules[after:])
+    if elastic or not {"train", "evaluate"}.isdisjoint(names[after:]):
         return None
     where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
     if isinstance(error, SystemExit):

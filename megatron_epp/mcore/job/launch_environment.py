@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import psutil
 
-_WHOLE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def require_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Raise a ValueError that names the first variable that no launcher would set so."""
-    numbers = {name: _number(name, environ[name]) for name in _WHOLE if name in environ}
+    numbers = {name: _number(name, environ[name]) for name in _NUMBERS if name in environ}
     if "RANK" not in numbers and numbers.get("WORLD_SIZE", 1) > 1:
         raise _bad("WORLD_SIZE", environ["WORLD_SIZE"], "RANK as well, or neither")
     for name, most in (
@@ -35,13 +35,13 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Return (rank, ranks) as far as the environment says them, whatever it holds; never raises."""
-    found = []
+    numbers = []
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1)):
         try:
-            found.append(int(environ.get(name, default)))
+            numbers.append(int(environ.get(name, default)))
         except ValueError:
-            found.append(default)
-    return found[0], found[1]
+            numbers.append(default)
+    return numbers[0], numbers[1]
 
 
 def _number(name: str, text: str) -> int:

@@ -23,7 +23,6 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
-from megatron_epp.mcore.job.host_facts import require_same_facts
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
@@ -39,6 +38,7 @@ from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_
 from megatron_epp.mcore.trainer import telemetry
 from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
+from megatron_epp.mcore.trainer.host_facts import require_same_facts
 from megatron_epp.mcore.trainer.job_data import JobData
 from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner

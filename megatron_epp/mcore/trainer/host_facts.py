@@ -4,19 +4,16 @@ A rank that sees no checkpoint where the others do, or another tokenizer, would 
 that they never join, or train on other tokens.
 """
 
-import hashlib
-import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, EARLIER_PARTITION, EARLIER_VOCABULARY
+from megatron_epp.mcore.data.chat_cache import digest_of, tokenizer_files
+from megatron_epp.runtime.consensus import require_same
 
-_BLOCK_BYTES = 1 << 20
-# A tokenizer's folder may hold a model's weights as well.
-TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
 _FILE_FLAGS = (
     "data_args_path",
     "per_split_data_args_path",
@@ -37,27 +34,6 @@ def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
     )
 
 
-def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
-    """Raise a ValueError on every rank of ``group`` unless all have the same ``facts``.
-
-    Collective, on the host.
-
-    ``facts``: what this rank sees, by flag and folder.
-    """
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, (socket.gethostname(), dict(facts)), group=group)
-    first_host, first = every[0]
-    for where in dict.fromkeys(key for _, seen in every for key in seen):
-        odd = [n for n, (_, seen) in enumerate(every) if seen.get(where) != first.get(where)]
-        if odd:
-            host, seen = every[odd[0]]
-            ranks = f"rank{'s' * (len(odd) > 1)} {' '.join(map(str, odd[:8]))}"
-            raise ValueError(
-                f"{where}: {ranks}{' ...' * (len(odd) > 8)} on {host}: {seen.get(where)}; rank 0 "
-                f"on {first_host}: {first.get(where)}; expected {expected}"
-            )
-
-
 def facts_of(args: Any) -> dict[str, str]:
     """Return what this rank sees of the files that ``args`` name, by flag and path."""
     facts = {}
@@ -73,16 +49,6 @@ def facts_of(args: Any) -> dict[str, str]:
     return facts
 
 
-def tokenizer_files(path: str) -> list[Path]:
-    """Return the files that a tokenizer is read from; none where ``path`` is a name on a hub."""
-    place = Path(path)
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        return []
-    return sorted(file for file in place.iterdir() if file.suffix in TOKENIZER_SUFFIXES)
-
-
 def _checkpoint(folder: Path) -> str:
     tracker = folder / "latest_checkpointed_iteration.txt"
     try:
@@ -94,18 +60,10 @@ def _checkpoint(folder: Path) -> str:
     return f"iteration {latest!r}, choices {_content(choices)}"
 
 
-def _content(files: Iterable[Path]) -> str:
+def _content(paths: Iterable[Path]) -> str:
     """Return a digest of the files that are there, or that none is."""
-    digest, there = hashlib.sha256(), False
-    for file in files:
-        if not file.is_file():
-            continue
-        there = True
-        digest.update(f"\0{file.name}\0".encode())
-        try:
-            with file.open("rb") as opened:
-                while block := opened.read(_BLOCK_BYTES):
-                    digest.update(block)
-        except OSError as error:
-            return f"cannot be read ({error.strerror})"
-    return f"digest {digest.hexdigest()[:12]}" if there else "no file"
+    files = [path for path in paths if path.is_file()]
+    try:
+        return f"digest {digest_of(files)[:12]}" if files else "no file"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
