@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar
 
+from megatron_epp.corpus.blend import BLENDS
 from megatron_epp.cost.catalogue.devices import MOST_GIB
 from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
 from megatron_epp.mcore.flags import replaced
@@ -94,6 +95,12 @@ class Config:
     )
     epp_effort: int = shared_setting("effort", type=int)
     epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
+    epp_blend: str = flag(
+        AUTO,
+        "What the weights of --data-path and its kin count: tokens, as Megatron's own samples of "
+        "--seq-length tokens do, or documents; auto: tokens, and a run that resumes keeps its own.",
+        choices=(AUTO, *BLENDS),
+    )
     epp_record: str | None = flag(
         None,
         "Folder for the plans, timed records and traces of every iteration.",

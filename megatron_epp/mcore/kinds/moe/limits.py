@@ -91,6 +91,7 @@ MOE_LIMITS = (
         "(--moe-token-dispatcher-type allgather)",
         "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
         lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+        typed=False,
     ),
     Limit(
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
@@ -164,6 +165,7 @@ MOE_LIMITS = (
         **_both(
             _if_experts(any_of("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
         ),
+        typed=False,
     ),
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
@@ -181,6 +183,7 @@ MOE_LIMITS = (
             overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
             "micro-batches"
         ),
+        typed=False,
     ),
     Limit(
         "a stash of experts' activations (moe_paged_stash)",
