@@ -35,7 +35,7 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the line on tasks of Slurm that each train by themselves; None where there are none."""
+    """Return the line on tasks of Slurm that each train alone; None where there are none."""
     tasks = environ.get(_TASKS, "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
         return None
