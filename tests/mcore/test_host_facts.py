@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_epp.mcore.job.launch_environment import rank_of, require_environment
+from megatron_epp.mcore.job.launch_environment import lone_copies, rank_of, require_environment
 from megatron_epp.mcore.trainer.host_facts import facts_of
 from megatron_epp.runtime.consensus import require_same
 from tests.mcore.runs import flags, train, trained
 from tests.mcore.test_refusals import refused
+from tests.programs import ROOT, python
 from tests.runtime.world import run
 
 LENGTHS = [30, 40, 50, 60] * 5
@@ -126,6 +127,12 @@ def test_an_environment_that_no_launcher_makes(changes: dict[str, Any], said: st
     rank_of(bad)  # whoever refuses asks for it
 
 
+def test_tasks_of_slurm_that_know_nothing_of_each_other() -> None:
+    assert "=4 and no RANK in the environment" in (lone_copies({"SLURM_STEP_NUM_TASKS": "4"}) or "")
+    for environ in ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_NUM_TASKS": "4", "RANK": "0"}):
+        assert lone_copies(environ) is None
+
+
 def test_the_refusal_of_a_bad_environment_does_not_fail(corpus, monkeypatch) -> None:
     for name, value in (("RANK", ""), ("WORLD_SIZE", "x")):
         monkeypatch.setenv(name, value)
@@ -160,3 +167,16 @@ def test_what_megatron_asserts_of_a_checkpoint_is_one_line(saved: Path, corpus) 
 def test_a_tracker_that_megatron_cannot_read_is_no_success(tmp_path, corpus) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("what")
     refused(flags(corpus, **ONE, load=tmp_path), "--load: Megatron ended at checkpointing.py:")
+
+
+def test_certify_names_a_megatron_that_it_does_not_know(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('it is not to be imported')")
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
+    words = ("-m", "megatron_epp", "certify", "--loop", "level0", "--pp", "2", "--batches", "1")
+    done = python(*words, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron_epp: error: certify: this environment's Megatron calls")
+    assert "itself 0.18.2; expected 0.19.0 to 0.19.2" in done.stderr
+    assert done.stderr.count("\n") == 1

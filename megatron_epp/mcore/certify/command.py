@@ -6,10 +6,18 @@ from megatron_epp.certify import command
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.backend import MEGATRON
+from megatron_epp.mcore.patching import releases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: certified; 1: not. ValueError: input that cannot be used."""
+    version = releases.installed_version()
+    if version is not None and releases.release_of(version) is None:
+        raise ValueError(
+            f"certify: this environment's Megatron calls itself {version}; expected "
+            f"{' or '.join(map(str, releases.RELEASES))}; scripts/upstream/megatron_matrix.py "
+            f"--megatron {version} tries scheduling mode with it"
+        )
     return command.main(MEGATRON, arguments)
 
 

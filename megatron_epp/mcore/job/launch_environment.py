@@ -7,6 +7,7 @@ import psutil
 
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def require_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -31,6 +32,17 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
     there = psutil.net_if_addrs()
     if interfaces and not set(interfaces.split(",")) <= set(there):
         raise _bad(_INTERFACE, interfaces, f"one of {', '.join(sorted(there))}")
+
+
+def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the line on tasks of Slurm that each train alone; None where there are none."""
+    tasks = environ.get(_TASKS, "")
+    if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
+        return None
+    return (
+        f"{_TASKS}={tasks} and no RANK in the environment: each of these tasks trains by itself; "
+        "start torchrun with srun, one on each node, as examples/slurm does"
+    )
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:

@@ -14,8 +14,11 @@ it.
 main changes its sources under one version number: there only the fingerprints tell.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 NEWEST = "0.19.2"  # what requirements.txt pins and tests run on
 
@@ -64,6 +67,20 @@ MAIN = Release(
     },
 )
 RELEASES = (STABLE, MAIN)
+
+
+def installed_version() -> str | None:
+    """Return the version of the Megatron that would be imported, without importing it.
+
+    None: there is none, or it says nothing of itself.
+    """
+    spec = find_spec("megatron") and find_spec("megatron.core")
+    if not spec or not spec.origin:
+        return None
+    file = Path(spec.origin).with_name("package_info.py")
+    text = file.read_text() if file.is_file() else ""
+    numbers = [re.search(rf"^{name} = (\d+)$", text, re.M) for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(one[1] for one in numbers if one) or None
 
 
 def release_of(version: str) -> Release | None:

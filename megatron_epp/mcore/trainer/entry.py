@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
-from megatron_epp.mcore.job.launch_environment import require_environment
+from megatron_epp.mcore.job.launch_environment import lone_copies, require_environment
 from megatron_epp.mcore.job.read_flags import (
     be_the_only_process,
     rank,
@@ -67,6 +67,8 @@ def train(
     """
     require_environment()
     if "RANK" not in os.environ:
+        if (line := lone_copies()) is not None:
+            print(f"megatron_epp: {line}", file=sys.stderr, flush=True)
         be_the_only_process()
     if rank() != 0:
         # One rank's word is enough, as Megatron-LM's script has it.
