@@ -9,6 +9,7 @@ from megatron_epp.cli import machine, recorded_settings
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write_file
 from megatron_epp.cli.options import UsageError
 from megatron_epp.ir import Plan
+from megatron_epp.ir.errors import quoted
 from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     suffix = Path(arguments.output).suffix.lower()
     if suffix not in _WRITERS:
         raise UsageError(
-            f"-o {arguments.output}: unknown ending {suffix or '(none)'!r}; "
+            f"-o {arguments.output}: unknown ending {quoted(suffix or '(none)')}; "
             f"expected one of {', '.join(_WRITERS)}"
         )
     write_file(arguments.output, _WRITERS[suffix](runs, arguments))

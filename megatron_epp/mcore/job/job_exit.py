@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from megatron_epp.ir.errors import for_terminal
 from megatron_epp.runtime.executor import LinkLost
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     """
     logger.debug("where the refusal came from", exc_info=error)
     if _may_report():
-        print(f"megatron_epp: error: {error}", file=sys.stderr)
+        print(f"megatron_epp: error: {for_terminal(str(error))}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     end_children()
