@@ -176,6 +176,12 @@ class Wanted:
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"defer_embedding_wgrad_compute": True}, "deferred embedding"),
         ({"position_embedding_type": "mrope"}, "position embeddings"),
+        ({"kv_channels": 9}, "an odd number of rotary channels of a head"),
+        ({"kv_channels": 6, "rotary_percent": 0.5}, "an odd number of rotary channels of a head"),
+        (
+            {"multi_latent_attention": True, "qk_pos_emb_head_dim": 7, "kv_channels": 8},
+            "an odd number of rotary channels of a head",
+        ),
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"reset_position_ids": True}, "a document is a sample"),
@@ -198,6 +204,8 @@ def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
     refuse(Wanted(**EXPERTS))
     refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
+    refuse(Wanted(kv_channels=12, rotary_percent=0.5))
+    refuse(Wanted(kv_channels=9, position_embedding_type="none"))
     for recipe in ("blockwise", "mxfp8", "tensorwise"):
         refuse(Wanted(**{**FP8, "fp8_recipe": recipe, "fp8_param_gather": True}))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
@@ -327,6 +335,7 @@ PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_laye
         ({"num_layers": 1}, 2, ["layers"]),
         ({"num_layers": 3}, 2, ["--num-layers 3: not divisible by --pipeline-model-parallel-size"]),
         ({"global_batch_size": 5, **ONE}, 2, ["divisible"]),
+        ({"hidden_size": 36, **ONE}, 1, ["--epp does not run an odd number of rotary channels"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
         ({"epp_memory_budget_gib": 1e-6, **ONE}, 1, ["GiB"]),
