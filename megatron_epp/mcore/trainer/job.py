@@ -22,6 +22,7 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
@@ -178,6 +179,7 @@ class Job:
             groups.pipeline_ranks,
             dist.get_rank(),
             groups.timeout,
+            end=end_now,
             together=groups.in_lockstep,
         ).start()
 
