@@ -172,8 +172,7 @@ class Job:
 
     def _watch(self, groups: Groups) -> None:
         """Have this rank say its op when it is terminated, and when it hangs."""
-        if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
-            report_when_terminated(self._current_op, dist.get_rank())
+        report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
             groups.pipeline_ranks,

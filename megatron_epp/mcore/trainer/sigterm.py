@@ -29,11 +29,12 @@ def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
 
-    def listen():
-        # The sockets live as long as this thread: as long as the process.
+    def listen(_wake: socket.socket) -> None:
+        # Both ends stay open as long as this thread has them: as long as the process.
         while signal.SIGTERM not in woken.recv(1):
             pass
         print(f"megatron_epp: rank {rank} terminated: {current_op}", file=sys.stderr, flush=True)
         leave(_SIGTERM_STATUS)
 
-    threading.Thread(target=listen, name="megatron_epp-watch", daemon=True).start()
+    name = "megatron_epp-watch"
+    threading.Thread(target=listen, args=(wake,), name=name, daemon=True).start()
