@@ -90,7 +90,8 @@ def test_signals_at_random(
     stop = min(ITERATIONS, last + 3)
     if last >= ITERATIONS:
         return  # the signals ended nothing
-    with Job(tmp_path, flags(corpus, train_iters=stop, **kept)) as job:
+    words = flags(corpus, train_iters=ITERATIONS, exit_interval=stop, **kept)
+    with Job(tmp_path, words) as job:
         resumed = job.require_trained(stop, SECONDS)
         assert min(resumed) == last + 1, f"{what}: resumed at {min(resumed)}, named is {last}"
         require_same(resumed, undisturbed)
