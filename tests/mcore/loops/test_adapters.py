@@ -229,3 +229,15 @@ def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
     }
     found = limit_for("slices", model)
     assert found is None if says is None else str(found).startswith(says)
+    assert "--" not in str(found)
+
+
+def test_what_slices_do_not_compute_is_said_in_the_callers_words() -> None:
+    """A loop has the model's configuration, and no flags."""
+    from megatron_epp.mcore.capabilities.table import TABLE, in_settings
+
+    said = [in_settings(f"{row.what}: {row.instead}") for row in TABLE if row.slices or row.calls]
+    assert said and not [line for line in said if "--" in line]
+    assert in_settings("give --moe-token-dispatcher-type alltoall, or run without --epp") == (
+        "give moe_token_dispatcher_type alltoall, or run without slices"
+    )
