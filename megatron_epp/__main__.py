@@ -21,7 +21,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is tol
 from megatron_epp.cli.options import DOING, PROGRAM, parse
 from megatron_epp.ir.errors import for_terminal
 
-# What brings a missing package, where pip install megatron-epp alone does not (pyproject.toml).
+# What brings a missing package, where the package alone does not (pyproject.toml).
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]"}
 
 
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "")
         print(
             f"{PROGRAM}: error: this needs {error.name}, which is not installed: pip install "
-            f"'megatron-epp{extra}', or in a checkout bash scripts/setup_env.sh",
+            f"'.{extra}' in a checkout (or the wheel's file in the place of the dot), or bash "
+            "scripts/setup_env.sh there",
             file=sys.stderr,
         )
         return 2

@@ -144,7 +144,8 @@ def test_lengths_that_lie_are_refused_with_their_place() -> None:
         rows_of(Lying([9]), None, 2, 0, 3, 9)
     assert str(error.value) == (
         "the adapter's rows of micro-batch 2, document 0, tokens [3:9]: 'tokens' has shape "
-        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say?)"
+        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say? leave "
+        "'tokens' out of the keys if it has no row for each token)"
     )
 
 
