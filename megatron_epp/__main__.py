@@ -19,8 +19,9 @@ if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is tol
     sys.exit(2)
 
 from megatron_epp.cli.options import DOING, PROGRAM, parse
+from megatron_epp.ir.errors import for_terminal
 
-# What brings a missing package, where pip install megatron-epp alone does not (pyproject.toml).
+# What brings a missing package, where the package alone does not (pyproject.toml).
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]"}
 
 
@@ -47,13 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         text = str(error).split("\n")[0] or type(error).__name__
-        print(f"{PROGRAM}: error: {text}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {for_terminal(text)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "")
         print(
             f"{PROGRAM}: error: this needs {error.name}, which is not installed: pip install "
-            f"'megatron-epp{extra}', or in a checkout bash scripts/setup_env.sh",
+            f"'.{extra}' in a checkout (or the wheel's file in the place of the dot), or bash "
+            "scripts/setup_env.sh there",
             file=sys.stderr,
         )
         return 2

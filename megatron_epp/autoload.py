@@ -17,7 +17,6 @@ brings our schedule in, or, if that fails, says why in one line and leaves Megat
 
 import functools
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-logger = logging.getLogger("megatron_epp")
 
 VARIABLE = "MEGATRON_EPP"
 ON, OFF = ("1", "on", "true", "yes"), ("", "0", "off", "false", "no")
@@ -62,7 +59,7 @@ def start() -> None:
     except ValueError as refusal:
         # Said where it matters: by a process that imports Megatron.
         words = f"{refusal}; Megatron's own schedule runs"
-        _when_imported(lambda schedules: _say(words))
+        _when_imported(lambda schedules: say(words))
 
 
 def switch_on() -> None:
@@ -75,7 +72,7 @@ class NoInstallation:
 
     def __init__(self, reason: str):
         self.reason = reason
-        _say(f"megatron_epp {_version()}: Megatron's own schedule runs: {reason}")
+        say(f"megatron_epp {_version()}: Megatron's own schedule runs: {reason}")
 
     def remove(self) -> None:
         """Nothing is in Megatron's place."""
@@ -137,7 +134,7 @@ def stand_in(schedules: ModuleType) -> None:
     """Replace the module's three functions by ones that wait for their first call."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
-        _say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
+        say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
         return
     _open_queues()
     for name in TARGETS.values():
@@ -169,13 +166,17 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
         if isinstance(_package().install_schedule(), NoInstallation):
             return  # which has said why
         framework = framework_of(forward_step)
-        where = framework.name if framework else "a loop of its own"
-        _say(f"megatron_epp {_version()}: level 0, {_megatron()}, {where}")
+        say_mode("level 0", framework.name if framework else "a loop of its own")
     except Exception as error:  # whatever it is, the job goes on
-        _say(
+        say(
             f"megatron_epp {_version()} cannot run here, Megatron's own schedule does: "
             f"{first_line(error)}"
         )
+
+
+def say_mode(level: str, where: str) -> None:
+    """Say that scheduling mode (level 0) or slicing mode (level 1) is on, and where."""
+    say(f"megatron_epp {_version()}: {level}, {_megatron()}, {where}")
 
 
 def first_line(error: Exception) -> str:
@@ -207,7 +208,16 @@ def _open_queues() -> None:
         os.environ[CONNECTIONS] = QUEUES
 
 
-def _say(words: str) -> None:
-    """One line, by one rank. A warning, because nothing less is shown where no one asked."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("%s", words)
+def say(words: str) -> None:
+    """Print one line on stderr, by one rank.
+
+    Not through logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers, and
+    whoever switched a mode on must see whether it runs.
+    """
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        first = distributed.get_rank() == 0
+    else:
+        first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(words, file=sys.stderr, flush=True)

@@ -9,6 +9,10 @@ def run() -> None:
     """Train; the import stays in here so that Megatron's checkpoint writers, which import this file
     again, stay cheap.
     """
+    from megatron_epp.mcore.trainer.launcher import end_with_launcher
+
+    end_with_launcher()  # before the imports, which take long
+
     from megatron_epp.mcore.trainer.entry import main
 
     main(_STARTED)

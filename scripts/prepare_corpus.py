@@ -323,19 +323,18 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     if eod == -1:
         raise ValueError(f"{model_path}: has no end-of-sentence token for --append-eod to append")
 
-    # Under other names until they are whole, and the index last: what can be opened is complete.
-    partial_bin, partial_idx = (Path(f"{options.output}.{s}.partial") for s in ("bin", "idx"))
-    try:
-        lengths, notes = write_corpus(places, options, model, eod, partial_bin, partial_idx)
+    # In a folder of their own until they are whole, where nobody has put a link under their names;
+    # and the index last: what can be opened is complete.
+    with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".corpus-") as scratch:
+        whole = {suffix: Path(scratch, suffix) for suffix in ("model", "bin", "idx")}
+        lengths, notes = write_corpus(places, options, model, eod, whole["bin"], whole["idx"])
         if options.tokenizer_model is None:
-            model_path.write_bytes(model)
-        partial_bin.replace(f"{options.output}.bin")
-        partial_idx.replace(f"{options.output}.idx")
+            whole["model"].write_bytes(model)
+        for suffix, path in whole.items():
+            if path.exists():
+                path.replace(f"{options.output}.{suffix}")
         for suffix in ("bin", "idx"):  # of conversations that stood under this name
             Path(f"{options.output}_mask.{suffix}").unlink(missing_ok=True)
-    finally:
-        partial_bin.unlink(missing_ok=True)
-        partial_idx.unlink(missing_ok=True)
 
     say("\n".join([histogram(lengths), "", *notes]))
     say(f"wrote {options.output}.bin and .idx; train with")
@@ -541,8 +540,9 @@ def find_documents(options: argparse.Namespace) -> list[Place]:
         places = find_files(folder, ["*.py"], [*excludes, *options.exclude])
     elif options.input.is_dir():
         places = find_files(options.input, options.glob or ["*.txt"], options.exclude)
-    elif not options.input.exists():
-        raise ValueError(f"{options.input}: no such file or folder")
+    elif not options.input.is_file():
+        what = "no plain file" if options.input.exists() else "no such file or folder"
+        raise ValueError(f"{options.input}: {what}; expected a folder of text files, or a .jsonl")
     elif options.input.suffix == ".jsonl":
         places = find_lines(options.input)
     else:

@@ -87,7 +87,7 @@ def _run(
         become(place, str(runs.ROOT), output)
         ranks, words = int(words[4]), words[5:]
         program = 2 if words[0] == "-m" else 1
-        ran = runs.train(list(words[program:]), ranks, tuple(words[:program]), seconds=400)
+        ran = runs.train(list(words[program:]), ranks, tuple(words[:program]))
         print(ran.output)
         sys.exit(ran.status)
     program = 2 if words[0] == "-m" else 1

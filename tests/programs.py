@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
+from tests.waiting import LAST_RESORT_SECONDS
+
 ROOT = Path(__file__).parents[1]
 BASH = shutil.which("bash") or "bash"
 Done = subprocess.CompletedProcess[str]
@@ -19,7 +21,7 @@ def run(
     stdin: str | None = None,
     cwd: Path = ROOT,
     only: Mapping[str, str] | None = None,
-    seconds: float = 300,
+    seconds: float = LAST_RESORT_SECONDS,
     **variables: str,
 ) -> Done:
     """The command in this environment, or in ``only``, with ``variables`` besides."""

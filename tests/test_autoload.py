@@ -88,6 +88,19 @@ def test_a_job_goes_on_by_megatrons_schedule_where_ours_cannot_run(place, way) -
     assert lines(place, way, MEGATRON_EPP="1", RANK="3") == []
 
 
+def test_no_filter_of_a_frameworks_hides_what_is_said(place) -> None:
+    """Megatron-Bridge has every logger drop warnings."""
+    quiet = """
+import logging
+drop = lambda record: record.levelno != logging.WARNING
+for name in ("", "megatron_epp", "megatron_epp.autoload"):
+    logging.getLogger(name).addFilter(drop)
+logging.basicConfig(level=logging.ERROR)
+"""
+    (said,) = lines(place, quiet + ASKED, MEGATRON_EPP="1")
+    assert UNUSABLE in said
+
+
 def test_the_adaptor_reaches_schedules_that_are_imported_already(place) -> None:
     code = "import megatron.core.pipeline_parallel.schedules, megatron_epp.adaptor"
     assert UNUSABLE in lines(place, code)[0]

@@ -9,7 +9,7 @@
     floor 3  planner  show     | layers   layers imports transformer_engine,
     floor 2  sim
     floor 1  corpus  cost      | runtime  te_reference: its kernels for CPU-only hosts
-    floor 0  ir  flag_fields  autoload    the standard library only
+    floor 0  ir  flag_fields  safe_files  autoload    the standard library only
              thinking            doing    two towers: they share ir and meet in control and mcore
 
 The thinking tower never imports torch. ``__init__``, ``__main__`` and ``cli`` belong to it, and may
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 FLOORS = {
     "ir": 0,
     "flag_fields": 0,
+    "safe_files": 0,
     "autoload": 0,
     "corpus": 1,
     "cost": 1,
@@ -47,6 +48,7 @@ FLOORS = {
     "frameworks.settings": 4,
     "frameworks.slices": 7,
 }
+STANDARD = {"ir", "flag_fields", "safe_files"}
 THINKING = {"corpus", "cost", "sim", "planner", "show", "frameworks.settings"}
 # Import paths of before, which only import what is in frameworks now.
 COMPATIBLE = {"integrations"}
@@ -97,7 +99,7 @@ def floor_of(module: str) -> str:
 def refusal(own: str, imported: str, lazy: bool) -> str:
     """Why ``own`` (a folder, or a file beside the folders) may not import; empty if it may."""
     outer = imported.split(".")[0]
-    thinks = own in {"ir", "flag_fields"} or own in THINKING or own in FRONT_DOORS
+    thinks = own in STANDARD or own in THINKING or own in FRONT_DOORS
     if outer == "megatron" and own != "mcore":
         return "only mcore imports megatron"
     if outer == "transformer_engine" and own not in {"layers", "te_reference"}:
@@ -105,7 +107,7 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
     if outer in {"torch", "triton"} and thinks:
         return "the thinking tower never imports torch"
     if outer != PACKAGE:
-        if own in {"ir", "flag_fields"} and outer not in sys.stdlib_module_names:
+        if own in STANDARD and outer not in sys.stdlib_module_names:
             return f"{own} stands on the standard library only"
         return ""
 
@@ -197,7 +199,11 @@ def test_a_path_into_the_tests_is_found(source: str) -> None:
 def test_every_folder_is_a_package() -> None:
     """A folder without __init__.py works from a checkout and is missing from the wheel."""
     folders = {file.parent for file in ROOT.rglob("*.py")}
-    floors = {floor for floor in FLOORS if "." not in floor} - {"flag_fields", "autoload"}
+    floors = {floor for floor in FLOORS if "." not in floor} - {
+        "flag_fields",
+        "safe_files",
+        "autoload",
+    }
     assert {ROOT / floor for floor in floors} <= folders
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
 

@@ -124,8 +124,8 @@ def test_the_installed_command_plans_compares_and_draws(outside: Path) -> None:
     ("words", "told"),
     [
         (["--version"], f"megatron_epp {VERSION}\n"),
-        (["draw", "x.plan", "-o", "x.png"], "pip install 'megatron-epp[plots]'"),
-        (["certify", "--pp", "2"], "pip install 'megatron-epp[train]'"),
+        (["draw", "x.plan", "-o", "x.png"], "pip install '.[plots]' in a checkout"),
+        (["certify", "--pp", "2"], "pip install '.[train]' in a checkout"),
     ],
 )
 def test_what_is_not_there_is_named_with_the_extra_that_brings_it(
@@ -135,6 +135,23 @@ def test_what_is_not_there_is_named_with_the_extra_that_brings_it(
     done = run(outside, *words)
     assert told in done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("\n") == 1
+
+
+def test_no_page_installs_a_name_that_is_not_published() -> None:
+    """Whatever an index has under it would be somebody else's."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder, suffixes in (
+        ("docs", {".md"}),
+        ("examples", {".sh", ".py", ".sbatch", ".yaml", ""}),
+        ("megatron_epp", {".py"}),
+        ("scripts", {".py", ".sh", ".md"}),
+    ):
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+        pages += [path for path in files if path.suffix in suffixes]
+    asks = re.compile(r"pip3? install(?:\s+-\S+)*\s+['\"]?megatron-epp\b")
+    assert [str(path) for path in pages if asks.search(path.read_text())] == []
+    assert asks.search("python -m pip install --quiet megatron-epp")
+    assert asks.search("pip install 'megatron-epp[train]'")
 
 
 def test_the_ranges_hold_what_the_requirements_pin() -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Megatron-Bridge: one of its recipes over four stages, at level 0.
 
-    python -m pip install megatron-epp
+    python -m pip install <a checkout of megatron_epp>
     torchrun --nproc-per-node 8 bridge_pretrain.py
 
 The first line asks; MEGATRON_EPP=1 in the environment would, too, and leave the recipe as it is.

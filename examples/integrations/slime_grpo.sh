@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # slime's own script for Qwen3-4B, at level 0. (Stages, --pipeline-model-parallel-size, are set in it.)
 #
-#   python -m pip install megatron-epp
+#   python -m pip install <a checkout of megatron_epp>
 #   SLIME=<a checkout of slime> bash slime_grpo.sh
 #
 # It starts Ray itself, so that its workers have the variable. For a cluster of your own, put it into

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ms-swift: packed supervised training of long texts over four stages, at level 0.
 #
-#   python -m pip install megatron-epp
+#   python -m pip install <a checkout of megatron_epp>
 #   bash swift_sft.sh [more flags of megatron sft]
 set -euo pipefail
 export MEGATRON_EPP=1 # the line

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # verl's own GRPO recipe over Megatron, at level 0.
 #
-#   python -m pip install megatron-epp       (where it runs by uv: uv pip install ...)
+#   python -m pip install <a checkout of megatron_epp>   (where it runs by uv: uv pip install ...)
 #   VERL=<a checkout of verl> ACTOR_PP=4 bash verl_grpo.sh [overrides]
 #
 # Ray starts inside of the script, so that its workers have the variable. For a cluster of your own,

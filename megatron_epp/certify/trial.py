@@ -7,13 +7,14 @@ A degree of parallelism that certificates are to know is a field of :class:`Degr
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.flag_fields import JoinedArguments, add_flags, flag, flag_of
-from megatron_epp.ir import PlanError
-from megatron_epp.ir.placement import read_placement
+from megatron_epp.ir.placement import A_PLACEMENT, read_placement
+from megatron_epp.safe_files import read_text
 
 MOST_RANKS = 64
 LEVELS = ("level0", "level1")
@@ -267,8 +268,8 @@ def _stages(placement: str | None, ranks: int) -> int:
     if placement is None:
         return ranks
     try:
-        return read_placement(placement, ranks, lambda path: Path(path).read_text("utf-8")).stages
-    except (PlanError, OSError, UnicodeDecodeError):
+        return read_placement(placement, ranks, partial(read_text, expected=A_PLACEMENT)).stages
+    except (ValueError, OSError):
         return ranks
 
 

@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
-    work = [(number, name) for number in numbers for name in names]
-    for number, name in bar(work, len(work), "planning"):
+    work = ((number, name) for number in numbers for name in names)
+    for number, name in bar(work, len(numbers) * len(names), "planning"):
         try:
             outcomes.append(
                 outcome(

@@ -8,12 +8,13 @@ from pathlib import Path
 from megatron_epp.cli import machine, recorded_settings
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write_file
 from megatron_epp.cli.options import UsageError
-from megatron_epp.ir import Plan
+from megatron_epp.ir import Plan, PlanError
+from megatron_epp.ir.errors import quoted
 from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
-from megatron_epp.show.torch_csv import to_torch_csv
+from megatron_epp.show.torch_csv import micro_batches, to_torch_csv
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     suffix = Path(arguments.output).suffix.lower()
     if suffix not in _WRITERS:
         raise UsageError(
-            f"-o {arguments.output}: unknown ending {suffix or '(none)'!r}; "
+            f"-o {arguments.output}: unknown ending {quoted(suffix or '(none)')}; "
             f"expected one of {', '.join(_WRITERS)}"
         )
     write_file(arguments.output, _WRITERS[suffix](runs, arguments))
@@ -102,12 +103,15 @@ def _json(runs: Runs, arguments: argparse.Namespace) -> str:
 
 
 def _csv(runs: Runs, arguments: argparse.Namespace) -> str:
-    if runs[0].plan.vocabulary_parallel:
-        raise UsageError(
-            f"-o {arguments.output}: the plan has ops H and G, which torch's schedules do not "
-            "know; expected a plan made with --vocab-parallel off, or another ending"
-        )
-    return to_torch_csv(runs[0].plan)
+    plan = runs[0].plan
+    try:
+        text = to_torch_csv(plan)
+    except PlanError as refusal:
+        raise UsageError(f"-o {arguments.output}: {refusal}") from refusal
+    if (chunks := micro_batches(plan)) != tuple(range(len(chunks))):
+        order = " ".join(map(str, chunks))
+        print(f"{arguments.output}: micro-batches 0, 1, ... are the plan's chunks {order}")
+    return text
 
 
 _WRITERS: dict[str, Callable[[Runs, argparse.Namespace], str | bytes]] = {

@@ -1,13 +1,10 @@
 """Plans, steps and records, read from files and written to them."""
 
-import os
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.cli import recorded_settings
-from megatron_epp.cost.catalogue.bounded_file import read_at_most, read_bounded
 from megatron_epp.ir import (
     Op,
     Plan,
@@ -18,6 +15,7 @@ from megatron_epp.ir import (
     check_op_templates,
     parse_records,
 )
+from megatron_epp.safe_files import read_at_most, read_bounded, write_whole
 
 # More than this is no plan: 100,000 chunks on 64 stages take about 120 MiB.
 _MOST_BYTES = 256 << 20
@@ -125,21 +123,6 @@ def write_file(path: str, data: str | bytes) -> None:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        _replace(target.resolve(), content)  # a link stays one
+        write_whole(target.resolve(), content)  # a link that the user names stays one
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Into a new file of a name that nobody can foretell, so that nobody's link is followed."""
-    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
-    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(file, "wb") as opened:
-            if target.exists():
-                os.fchmod(opened.fileno(), target.stat().st_mode & 0o777)
-            opened.write(content)
-        partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -276,7 +276,7 @@ class BatchFlags:
 
 @dataclass
 class BatchesFlags:
-    batches: int = flag(1, "how many batches (default: 1)", COUNT)
+    batches: int = flag(1, "how many batches (default: 1)", ("N", whole_number(1, 100_000)))
     first_batch: int = flag(0, "number of the first one (default: 0)", INDEX)
 
 

@@ -1,7 +1,7 @@
 """From options to a cost: model, device, layout, budget."""
 
 import argparse
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from megatron_epp.cli.flags import ASSUMPTIONS
@@ -14,8 +14,9 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Plan, PlanError
-from megatron_epp.ir.placement import Placement, read_placement
+from megatron_epp.ir import Plan
+from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
+from megatron_epp.safe_files import read_text
 
 # What the analytic cost model assumes where no option does: what training runs. The papers' world,
 # which is the library's default, is --logits-held --no-kv-read --topology flat.
@@ -174,13 +175,13 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
 def asked_placement_of(text: str, ranks: int) -> Placement:
     """The placement that --placement asks for on ``ranks``."""
     try:
-        return read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        return read_placement(text, ranks, partial(read_text, expected=A_PLACEMENT))
+    except OSError as error:
         raise UsageError(
-            f"--placement {text}: {getattr(error, 'strerror', error)}; expected even, v, auto, "
+            f"--placement {text}: {error.strerror}; expected even, v, auto, "
             "interleaved N, 'place' and the rank of every stage, or a file"
         ) from error
-    except PlanError as refusal:
+    except ValueError as refusal:  # of the file, or of the placement
         raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_epp import __version__
+from megatron_epp.ir.errors import quoted
 
 PROGRAM = "megatron_epp"
 COMMANDS = {
@@ -104,7 +105,7 @@ def machine_flags(words: Sequence[str]) -> argparse.Namespace:
     add_command_flags(command, (PlansMachineFlags, AssumptionFlags))
     arguments, unknown = command.parse_known_args(list(words))
     if unknown:
-        raise UsageError(f"unknown option {unknown[0]!r}")
+        raise UsageError(f"unknown option {quoted(unknown[0])}")
     return arguments
 
 
@@ -117,4 +118,4 @@ def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
         hint = f"expected one of {', '.join(known)}"
     else:
         hint = f"see {PROGRAM} {command or ''} --help".replace("  ", " ")
-    return f"unknown {what} {word!r}; {hint}"
+    return f"unknown {what} {quoted(word)}; {hint}"

@@ -16,6 +16,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
+from megatron_epp.ir.errors import for_terminal, require_line
 
 _START = "# made for: "
 _NAMES = (
@@ -52,11 +53,13 @@ def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
     if settings_text is None:
         return ""
     try:
+        require_line("text", settings_text)  # which is printed
         values = vars(machine_flags(shlex.split(settings_text)))
         _require_files(values)
     except ValueError as error:
         reason = str(error).split("\n")[0]
-        print(f"{arguments.plan}: its comment 'made for' is ignored: {reason}", file=sys.stderr)
+        line = f"{arguments.plan}: its comment 'made for' is ignored: {reason}"
+        print(for_terminal(line), file=sys.stderr)
         return ""
     taken = {
         name: values[name]

@@ -35,6 +35,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cost.cost import Cost
+from megatron_epp.ir.errors import quoted
 from megatron_epp.planner import Options, evaluation_step, planner_of
 
 _REQUEST = {"id", "lengths", "replicas", "planner", "forward_only"}
@@ -91,7 +92,7 @@ def serve(
             name = request.get("id")
             if unknown := sorted(set(request) - _REQUEST):
                 known = ", ".join(sorted(_REQUEST))
-                raise ValueError(f"request: unknown field {unknown[0]!r}; known: {known}")
+                raise ValueError(f"request: unknown field {quoted(unknown[0])}; known: {known}")
             reply = answered(request)
         except Exception as error:
             # Whatever went wrong, the job must go on: it has a plan of its own to fall back on.
@@ -130,11 +131,13 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
         )
     require_batch(lengths, "request: lengths")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise ValueError(f"request: replicas {replicas!r}: expected a whole number of at least 1")
+        raise ValueError(
+            f"request: replicas {quoted(replicas)}: expected a whole number of at least 1"
+        )
     if not isinstance(planner, str):
-        raise ValueError(f"request: planner {planner!r}: expected a name")
+        raise ValueError(f"request: planner {quoted(planner)}: expected a name")
     if not isinstance(forward_only, bool):
-        raise ValueError(f"request: forward_only {forward_only!r}: expected true or false")
+        raise ValueError(f"request: forward_only {quoted(forward_only)}: expected true or false")
     if forward_only:
         step = evaluation_step(lengths, cost, options, replicas)
         return {"step": str(step), "predicted": None, "lower_bound_seconds": None}

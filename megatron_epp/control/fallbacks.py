@@ -13,10 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from megatron_epp.control.files import BestEffort, write_atomically
+from megatron_epp.ir.errors import quoted
+from megatron_epp.safe_files import read_text
 
 FALLBACKS_FILE = "epp-fallbacks.txt"
 
-_LINE = re.compile(r"iteration ([1-9]\d*) planner (\S+) (.+)")
+_LINE = re.compile(r"iteration ([1-9]\d{0,14}) planner (\S+) (.+)")
 
 
 class Fallbacks:
@@ -31,12 +33,12 @@ class Fallbacks:
         self._lines: dict[int, str] = {}
         self._planners: dict[int, str] = {}
         if loaded_from is not None and (path := Path(loaded_from) / FALLBACKS_FILE).exists():
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = read_text(path, "a list of fallbacks", "replace")
             for number, line in enumerate(text.splitlines(), 1):
                 match = _LINE.fullmatch(line)
                 if match is None:
                     raise ValueError(
-                        f"{path}, line {number}: {line[:60]!r} is no fallback; expected "
+                        f"{path}, line {number}: {quoted(line)} is no fallback; expected "
                         "'iteration N planner NAME REASON'; delete the file: the planner then "
                         "plans those iterations, which may round otherwise than before the resume"
                     )

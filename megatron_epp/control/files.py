@@ -7,7 +7,6 @@ same folder. None of these may leave a file that cannot be read, or end a traini
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import socket
 import tempfile
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from megatron_epp.safe_files import open_plain, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,9 @@ _SCRATCH = "megatron_epp-"
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader, whenever it comes, finds the old text or the
-    new one. OSError: the folder cannot be written; then nothing has changed."""
+    new one, after a power failure too; see :func:`~megatron_epp.safe_files.write_whole`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        # "x": never through a link that somebody else has put there.
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    write_whole(path, text, durable=True)
 
 
 class BestEffort:
@@ -83,10 +74,11 @@ def claim(
             Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder).resolve() / LOCK_NAME
             if path not in locks:
-                locks[path] = path.open("a+", encoding="utf-8")
+                locks[path] = os.fdopen(open_plain(path), "a+", encoding="utf-8")
         except OSError as error:
             raise ValueError(
-                f"{flag} {folder}: {error.strerror}; name a folder that can be written"
+                f"{flag} {folder}: {error.filename or LOCK_NAME}: {error.strerror}; name a folder "
+                "that can be written, without links or pipes under the names of a job's files"
             ) from error
         while not (locked := _lock(locks[path])) and time.monotonic() < deadline:
             time.sleep(0.1)

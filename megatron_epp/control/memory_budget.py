@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.control.files import write_atomically
+from megatron_epp.ir.errors import quoted
+from megatron_epp.safe_files import read_text
 
 BUDGET_FILE = "epp-budget.txt"
 NEAR = 0.97  # of what a device may hold: above it a wrong prediction matters
@@ -28,8 +30,8 @@ ROUTING_STEP = 0.05  # in which the factor of experts grows: each time plans are
 LEAST_SHRINK = 0.5  # ... but never by more than this at once: what is cut is not given back
 
 _EVENT = re.compile(
-    r"iteration (\d+) stage (\d+) budget_bytes (\d+) correction (\d+\.\d{6}) "
-    r"(?:routing (\d+\.\d{6}) )?(.+)"
+    r"iteration (\d{1,15}) stage (\d{1,15}) budget_bytes (\d{1,18}) correction (\d{1,9}\.\d{6}) "
+    r"(?:routing (\d{1,9}\.\d{6}) )?(.+)"
 )
 
 
@@ -73,7 +75,7 @@ class Event:
         match = _EVENT.fullmatch(line)
         if match is None:
             raise ValueError(
-                f"{line[:60]!r} is no budget event; expected "
+                f"{quoted(line)} is no budget event; expected "
                 "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
             )
         iteration, rank, budget_bytes = map(int, match.group(1, 2, 3))
@@ -209,7 +211,8 @@ class MemoryBudget:
         path = Path(folder) / BUDGET_FILE
         if not path.exists():
             return
-        head, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        text = read_text(path, "what training learnt about memory", "replace")
+        head, *lines = text.splitlines() or [""]
         if head != f"stages {len(self.device_bytes)}":
             return  # another number of pipeline ranks: nothing of this holds any more
         for number, line in enumerate(lines, 2):

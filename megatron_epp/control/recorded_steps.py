@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.cost.catalogue.bounded_file import read_bounded
 from megatron_epp.ir import Plan, PlanError, Step
+from megatron_epp.safe_files import read_bounded
 
 MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few
 

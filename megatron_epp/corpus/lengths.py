@@ -25,6 +25,7 @@ import numpy as np
 from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
+from megatron_epp.ir.errors import quoted
 
 # A named distribution stands for this many documents, at evenly spaced quantiles.
 NAMED_DOCUMENTS = 200_000
@@ -35,6 +36,9 @@ _MOST_EPOCHS = 2**32  # whose numbers are seeds, too
 
 # A text of lengths is at most this long, unpacked: some millions of documents, read in seconds.
 _MOST_TEXT_BYTES = 32 << 20
+_MOST_LINES = 5_000_000
+# A gzip file has one member, or some that were put one behind the other.
+_MOST_GZIP_MEMBERS, _GZIP_MAGIC = 10_000, b"\x1f\x8b\x08"
 # The most documents that splitting overlong ones may make of a list or an index.
 _MOST_PIECES = 100_000_000
 
@@ -156,12 +160,16 @@ def read_lengths(path: Path) -> np.ndarray:
 
     Blank lines and what follows a ``#`` are skipped.
     """
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
-            # Never more: a gz of a megabyte can hold a thousand times as much.
+        # Never more: a gz of a megabyte can hold a thousand times as much.
+        with path.open("rb") as file:
             data = file.read(_MOST_TEXT_BYTES + 1)
-        text = data[: _MOST_TEXT_BYTES + 1].decode("utf-8-sig")  # with some editors' mark in front
+        if path.suffix == ".gz":
+            if (members := data.count(_GZIP_MAGIC)) > _MOST_GZIP_MEMBERS:
+                raise OSError(f"{members} gzip files in one")
+            with gzip.open(path, "rb") as file:
+                data = file.read(_MOST_TEXT_BYTES + 1)
+        text = data.decode("utf-8-sig")  # with some editors' mark in front
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -173,6 +181,11 @@ def read_lengths(path: Path) -> np.ndarray:
             f"{path}: holds more than {_MOST_TEXT_BYTES >> 20} MiB of text; expected a list of "
             "lengths; give a part of it, or the corpus's .idx, which has no limit"
         )
+    if (lines := text.count("\n")) > _MOST_LINES:
+        raise ValueError(
+            f"{path}: has {lines} lines; expected at most {_MOST_LINES} of a list of lengths; give "
+            "a part of it, or the corpus's .idx, which has no limit"
+        )
     lengths = []
     for number, line in enumerate(text.split("\n"), 1):
         word = line.split("#")[0].strip()
@@ -180,10 +193,9 @@ def read_lengths(path: Path) -> np.ndarray:
             continue
         length = int(word) if _LENGTH.fullmatch(word) else 0
         if not 1 <= length <= MOST_LENGTH:
-            shown = word if len(word) <= 40 else word[:37] + "..."
             shared = "; what documents share is planned for training loops alone (docs/loops.md)"
             raise ValueError(
-                f"{path}, line {number}: {shown!r} is no document length; expected a positive "
+                f"{path}, line {number}: {quoted(word)} is no document length; expected a positive "
                 f"whole number of tokens, at most {MOST_LENGTH}, on each line"
                 f"{shared if word.startswith('prefix') else ''}"
             )
@@ -220,11 +232,11 @@ def _no_corpus(text: str) -> str:
     expected = f"a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"
     if path.exists():
         what = "a folder" if path.is_dir() else "no plain file"
-        return f"{text!r}: is {what}; expected {expected}"
+        return f"{quoted(text)}: is {what}; expected {expected}"
     nearby = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, names, n=2)
     near += [
         str(path.with_name(name)) for name in difflib.get_close_matches(path.name, nearby, n=1)
     ]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{text!r}: no such file or distribution; {hint}expected {expected}"
+    return f"{quoted(text)}: no such file or distribution; {hint}expected {expected}"

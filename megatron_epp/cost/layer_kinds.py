@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_epp.ir import Plan
+from megatron_epp.ir.errors import quoted
 
 Choice = tuple[int, str]  # a kind's number, and a recompute letter
 # [stages, chunks] layers with each choice. Those of a kind stand from the front of a stage in their
@@ -134,30 +135,30 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     while at < len(text):
         match = _GROUP.match(text, at)
         if match is None:
-            raise ValueError(_EXPECTED.format(text))
+            raise ValueError(_EXPECTED.format(quoted(text)))
         times, group, single = match.groups()
         if single is not None:
             run = _RUN.fullmatch(single)
             if run is None:
-                raise ValueError(_EXPECTED.format(text))
+                raise ValueError(_EXPECTED.format(quoted(text)))
             part, times = (run[2],), run[1]
         else:
             part = parse_kinds(group)
         repeats = int(times or 1)
         if len(kinds) + len(part) * repeats > _MOST_LAYERS:
-            raise ValueError(f"kinds of layers {text!r}: more than {_MOST_LAYERS} layers")
+            raise ValueError(f"kinds of layers {quoted(text)}: more than {_MOST_LAYERS} layers")
         kinds += part * repeats
         at = match.end()
         while at < len(text) and text[at].isspace():
             at += 1
     if not kinds:
-        raise ValueError(_EXPECTED.format(text))
+        raise ValueError(_EXPECTED.format(quoted(text)))
     return tuple(kinds)
 
 
 _MOST_LAYERS = 10_000
 _EXPECTED = (
-    "kinds of layers {!r}: expected kinds in the order of the layers, as in 3*dense 58*experts or "
+    "kinds of layers {}: expected kinds in the order of the layers, as in 3*dense 58*experts or "
     "18*(window full)"
 )
 

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
@@ -25,6 +24,8 @@ from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
 from megatron_epp.cost.kinds import layer
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
+from megatron_epp.ir.errors import quoted, require_line
+from megatron_epp.safe_files import write_whole
 
 VERSION = 4
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
@@ -41,7 +42,7 @@ class _Coefficients:
             number = getattr(self, field.name)
             known = isinstance(number, int | float) and not isinstance(number, bool)
             if not (known and math.isfinite(number) and number >= 0):
-                raise ValueError(f"{field.name} {number!r}: expected a number of at least 0")
+                raise ValueError(f"{field.name} {quoted(number)}: expected a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,9 @@ class Provenance:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            if not isinstance(getattr(self, field.name), str):
-                raise ValueError(f"{field.name}: expected a text")
+            require_line(field.name, getattr(self, field.name))
         if self.kind not in (MEASURED, ANALYTIC):
-            raise ValueError(f"kind {self.kind!r}: expected {MEASURED} or {ANALYTIC}")
+            raise ValueError(f"kind {quoted(self.kind)}: expected {MEASURED} or {ANALYTIC}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +333,7 @@ class Profile(LayerCoefficients):
         return _profile(read_json("profile", path), path)
 
     def save(self, path: str) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        write_whole(path, self.to_json())
 
 
 _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerCoefficients))
@@ -374,7 +374,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 def kind_name(value: Any) -> str:
     """``value`` where it can name a kind of layer; a ValueError where not."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ValueError(f"{value!r}: expected a word of letters, digits, '_', '-' and '.'")
+        raise ValueError(f"{quoted(value)}: expected a word of letters, digits, '_', '-' and '.'")
     return value
 
 
@@ -416,7 +416,7 @@ def _column(text: str) -> Column:
     known = {column.NAME: column for part in layer.PARTS for column in part.COLUMNS}
     name, _, size = text.partition(" ")
     if name not in known or (size and not _DEGREE.fullmatch(size)):
-        raise ValueError(f"{text!r}: no kind of layers has such a column; known: {[*known]}")
+        raise ValueError(f"{quoted(text)}: no kind of layers has such a column; known: {[*known]}")
     return known[name](int(size or 0))
 
 
@@ -490,7 +490,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     fields.update(_COLUMN_FIELDS)
     value = {**{name: item for name, item in _LATER.items() if name in fields}, **value}
     if unknown := sorted(value.keys() - fields.keys()):
-        raise ValueError(f"{where}unknown {unknown[0]}")
+        raise ValueError(f"{where}unknown {quoted(unknown[0])}")
     if lacking := sorted(fields.keys() - value.keys()):
         raise ValueError(f"{where}lacks {lacking[0]}")
     values = {}
@@ -508,8 +508,8 @@ def _profile(value: Any, where: str) -> Profile:
         raise ValueError(f"profile file {where}: expected an object with 'profile': {VERSION}")
     if value["profile"] != VERSION or isinstance(value["profile"], bool):
         raise ValueError(
-            f"profile file {where}: version {value['profile']!r}; this program reads {VERSION}: "
-            "measure again with `python -m megatron_epp profile`"
+            f"profile file {where}: version {quoted(value['profile'])}; this program reads "
+            f"{VERSION}: measure again with `python -m megatron_epp profile`"
         )
     coefficients = {name: item for name, item in value.items() if name != "profile"}
     try:

@@ -1,11 +1,28 @@
 """A framework that calls Megatron's schedule, and what its forward step brings along."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+NEWEST = (10**6,)  # of what no package of that name says its release of: a checkout
+
+
+def release_of(distribution: str) -> tuple[int, ...]:
+    """Return the installed release, as (0, 9, 1): rules of padding change with it.
+
+    ``NEWEST`` where pip knows of none.
+    """
+    try:
+        numbers = re.match(r"\d+(\.\d+)*", metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return NEWEST
+    return NEWEST if numbers is None else tuple(map(int, numbers[0].split(".")))
+
 
 # The extent of a micro-batch as the framework's iterator gives it; None: it cannot be told.
 Reader = Callable[[Any], MicrobatchShape | None]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted
 from megatron_epp.ir.span import NUMBER
 
 
@@ -84,7 +84,7 @@ class Op:
         match = _OP.fullmatch(text)
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
-            raise PlanError(f"{text!r} is no op; expected {letters} and a chunk, as in F0")
+            raise PlanError(f"{quoted(text)} is no op; expected {letters} and a chunk, as in F0")
         return cls(Kind(match[1]), int(match[2]))
 
 
@@ -113,7 +113,8 @@ class StageOp:
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
             raise PlanError(
-                f"{text!r} is no op of a stage; expected {letters}, a stage and a chunk, as in F2.0"
+                f"{quoted(text)} is no op of a stage; expected {letters}, a stage and a chunk, as "
+                "in F2.0"
             )
         return cls(int(match[2]), Op(Kind(match[1]), int(match[3])))
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted
 from megatron_epp.ir.recompute import MOST_LAYERS
 from megatron_epp.ir.span import NUMBER
 
 EVENLY, INTERLEAVED = "even", "interleaved"
 MOST_STAGES = 64  # on a rank
+A_PLACEMENT = "lines 'place' or 'rank 0:', and 'layers' if wanted"  # of a file
 
 _NUMBERS = re.compile(rf"{NUMBER}( {NUMBER})*")
 _RANK = re.compile(rf"rank ({NUMBER}):(.*)")
@@ -83,12 +84,14 @@ def named_placement(text: str, ranks: int) -> Placement | None:
         return Placement((*reversed(range(ranks)), *range(ranks)))
     match = _INTERLEAVED.fullmatch(text)
     if match is None and text.split(" ")[0] == INTERLEAVED:
-        raise PlanError(f"{text!r}: expected a number of stages for every rank, as interleaved 2")
+        raise PlanError(
+            f"{quoted(text)}: expected a number of stages for every rank, as interleaved 2"
+        )
     if match is None:
         return None
     times = int(match[1])
     if not 1 <= times <= MOST_STAGES:
-        raise PlanError(f"{text!r}: expected from 1 to {MOST_STAGES} stages on every rank")
+        raise PlanError(f"{quoted(text)}: expected from 1 to {MOST_STAGES} stages on every rank")
     return Placement(tuple(range(ranks)) * times)
 
 
@@ -108,7 +111,9 @@ def placement_of_file(text: str, ranks: int) -> Placement:
         key, _, rest = words.partition(" ")
         if (match := _RANK.fullmatch(words)) is not None:
             if int(match[1]) in of_ranks:
-                raise PlanError(f"line {number} ({words!r}): rank {match[1]} has a line already")
+                raise PlanError(
+                    f"line {number} ({quoted(words)}): rank {match[1]} has a line already"
+                )
             of_ranks[int(match[1])] = list(_numbers(number, words, match[2].strip()))
         elif key == "place" and not place:
             place = _numbers(number, words, rest)
@@ -116,7 +121,7 @@ def placement_of_file(text: str, ranks: int) -> Placement:
             layers = _numbers(number, words, rest)
         else:
             raise PlanError(
-                f"line {number} ({words[:40]!r}): expected 'place' and the rank of every stage, "
+                f"line {number} ({quoted(words)}): expected 'place' and the rank of every stage, "
                 "or 'rank 0:' and its stages, and 'layers' if wanted"
             )
     if bool(place) == bool(of_ranks):
@@ -156,7 +161,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
     if _NUMBERS.fullmatch(text) is None:
-        raise PlanError(f"line {number} ({line[:40]!r}): expected whole numbers")
+        raise PlanError(f"line {number} ({quoted(line)}): expected whole numbers")
     return tuple(map(int, text.split(" ")))
 
 

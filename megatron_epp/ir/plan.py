@@ -38,12 +38,13 @@ name their stage: ``F3.0`` is F of stage 3 on chunk 0. ``peak_gib`` is that of e
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted, shortened
 from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.placement import Placement
 from megatron_epp.ir.recompute import (
@@ -54,6 +55,11 @@ from megatron_epp.ir.recompute import (
     parse_recompute,
 )
 from megatron_epp.ir.span import NUMBER, Span
+
+# Far above any plan, and so that a small file cannot ask for minutes or gigabytes.
+MOST_LINES = 2_000_000
+MOST_CHOICE_LETTERS = 10_000_000  # of recompute choices that differ
+MOST_CONTINUED = 1_000_000  # pairs of a document and one that it continues, directly or not
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
@@ -77,7 +83,7 @@ class Prediction:
             if not (math.isfinite(value) and value >= 0):
                 raise PlanError(f"predicted {value}: expected a finite number of at least 0")
         if _PLANNER.fullmatch(self.planner) is None:
-            raise PlanError(f"planner {self.planner!r}: expected one word, as in epp")
+            raise PlanError(f"planner {quoted(self.planner)}: expected one word, as in epp")
 
     def __str__(self) -> str:
         peaks = " ".join(map(repr, map(float, self.peak_gib)))
@@ -138,10 +144,11 @@ class Plan:
                 raise PlanError(
                     f"recompute {stage}: {len(choices)} choices for {len(self.chunks)} chunks"
                 )
-            for number, choice in enumerate(choices):
+            for choice in dict.fromkeys(choices):  # many chunks, few choices
                 if len(choice) != layers or not set(choice) <= set(MODES):
+                    text = shortened(format_recompute(choice), 60)
                     raise PlanError(
-                        f"recompute {stage}, chunk {number}: {format_recompute(choice)} speaks of "
+                        f"recompute {stage}, chunk {choices.index(choice)}: {text} speaks of "
                         f"{len(choice)} layers; stage {stage} has {layers}"
                     )
         for chunk_index, chunk in enumerate(self.chunks):
@@ -319,7 +326,8 @@ class Plan:
         for index, chunk in enumerate(self.chunks):
             yield f"chunk {index}: {chunk}"
         for stage, choices in enumerate(self.recompute):
-            yield f"recompute {stage}: {' '.join(map(format_recompute, choices))}"
+            texts = {choice: format_recompute(choice) for choice in dict.fromkeys(choices)}
+            yield f"recompute {stage}: {' '.join(texts[choice] for choice in choices)}"
         if self.shares_ranks:
             for rank, ran in enumerate(self.rank_orders):
                 ops = " ".join(str(StageOp(stage, op)) for stage, op in ran)
@@ -333,7 +341,22 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """The plan that ``text`` describes; a :class:`PlanError` names the line that is bad."""
-        return _Reader(text).plan()
+        return cls.of_lines(enumerate(lines_of(text), 1))
+
+    @classmethod
+    def of_lines(cls, lines: Iterable[tuple[int, str]]) -> "Plan":
+        """Return the plan that ``lines``, each with its number in the file, describe."""
+        return _Reader(lines).plan()
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of a file; a :class:`PlanError` where there are more than any plan has.
+
+    Not splitlines(): it also splits at separators that a person does not see as lines.
+    """
+    if (count := text.count("\n")) > MOST_LINES:
+        raise PlanError(f"{count} lines; expected at most {MOST_LINES} of a plan or a step")
+    return text.split("\n")
 
 
 def prefix_lines(prefixes: Prefixes) -> dict[int, str]:
@@ -350,17 +373,23 @@ def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes
         raise PlanError(f"{len(prefixes)} prefixes for {len(documents)} documents")
     for number, prefix in enumerate(prefixes):
         _check_prefix(documents, number, prefix)
-    ended: set[int] = set()  # documents that are known to descend from one without a prefix
+    depth: dict[int, int] = {}  # of a document: how many it continues, directly or not
     for number, prefix in enumerate(prefixes):
         path = {number: prefix}
         at = prefix
-        while at is not None and at.document not in ended:
+        while at is not None and at.document not in depth:
             if at.document in path:
                 line = prefix_lines(prefixes)[number]
                 raise PlanError(f"{line}: document {at.document} continues itself")
             path[at.document] = prefixes[at.document]
             at = prefixes[at.document]
-        ended |= path.keys()
+        above = -1 if at is None else depth[at.document]
+        depth.update((document, above + n) for n, document in enumerate(reversed(path), 1))
+    if (continued := sum(depth.values())) > MOST_CONTINUED:
+        raise PlanError(
+            f"prefix: documents continue others {continued} times in all, directly or through each "
+            f"other; expected at most {MOST_CONTINUED}"
+        )
     return prefixes
 
 
@@ -377,14 +406,19 @@ def _check_prefix(documents: tuple[int, ...], number: int, prefix: Span | None) 
         )
 
 
+Line = tuple[int, list[str]]  # its number, and its words
+
+
 class _Reader:
     """Reads the lines of a plan in order; every error names its line."""
 
-    def __init__(self, text: str):
-        # Not splitlines(): it also splits at separators that a person does not see as lines.
-        lines = ((n, line.split("#")[0].split()) for n, line in enumerate(text.split("\n"), 1))
-        self.lines = [(number, words) for number, words in lines if words]
-        self.at = 0
+    def __init__(self, lines: Iterable[tuple[int, str]]):
+        every = ((number, line.split("#")[0].split()) for number, line in lines)
+        self.rest = ((number, words) for number, words in every if words)
+        self.known_choices: dict[str, str] = {}
+        self.letters = 0  # of these
+        self.last: Line | None = None  # the line that was read last
+        self.line: Line | None = next(self.rest, None)  # the one that comes
 
     def plan(self) -> Plan:
         self.expect(["plan", "v1"])
@@ -393,13 +427,13 @@ class _Reader:
         prefixes = self.prefixes(documents)
         layers = self.numbers("layers")
         if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
-            self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.at - 1)
+            self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.last)
         place = self.place(len(layers))
         chunks = tuple(self.indexed("chunk", Chunk.parse))
-        recompute = tuple(self.indexed("recompute", lambda w: tuple(map(parse_recompute, w))))
+        recompute = tuple(self.indexed("recompute", partial(self.choices, len(chunks))))
         orders, turns = self.orders(place)
         predicted = self.predicted()
-        if self.at < len(self.lines):
+        if self.line is not None:
             self.fail(
                 "did not expect this line here; the order is plan, replica, documents, prefix, "
                 f"layers, place, chunk, recompute, {'rank' if turns else 'stage'}, predicted"
@@ -420,30 +454,28 @@ class _Reader:
             prefixes,
         )
 
-    def fail(self, what: str, at: int | None = None) -> NoReturn:
-        at = self.at if at is None else at
-        if at >= len(self.lines):
+    def fail(self, what: str, line: Line | None = None) -> NoReturn:
+        line = line or self.line
+        if line is None:
             raise PlanError(f"plan ends too early: {what}")
-        number, words = self.lines[at]
-        line = " ".join(words)
-        shown = line if len(line) <= 60 else line[:57] + "..."
-        raise PlanError(f"plan line {number} ({shown!r}): {what}")
+        number, words = line
+        raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
         """The next line's words behind ``key``, or None where the line has another key."""
-        if self.at < len(self.lines) and self.lines[self.at][1][0] == key:
-            self.at += 1
-            return self.lines[self.at - 1][1][1:]
-        return None
+        if self.line is None or self.line[1][0] != key:
+            return None
+        self.last, self.line = self.line, next(self.rest, None)
+        return self.last[1][1:]
 
     def expect(self, words: list[str]) -> None:
-        if self.at >= len(self.lines) or self.lines[self.at][1] != words:
+        if self.line is None or self.line[1] != words:
             self.fail(f"expected {' '.join(words)!r}")
-        self.at += 1
+        self.words(words[0])
 
     def number(self, word: str) -> int:
         if _NUMBER.fullmatch(word) is None:
-            self.fail(f"{word!r} is no whole number", self.at - 1)
+            self.fail(f"{quoted(word)} is no whole number", self.last)
         return int(word)
 
     def replica(self) -> tuple[int, int]:
@@ -451,15 +483,29 @@ class _Reader:
         if words is None:
             return 0, 1
         if len(words) != 3 or words[1] != "of":
-            self.fail("expected 'replica N of M'", self.at - 1)
+            self.fail("expected 'replica N of M'", self.last)
         return self.number(words[0]), self.number(words[2])
 
     def numbers(self, key: str) -> tuple[int, ...]:
         words = self.words(key)
         if not words:
-            here = self.at if words is None else self.at - 1
+            here = self.line if words is None else self.last
             self.fail(f"expected '{key}' and whole numbers", here)
         return tuple(map(self.number, words))
+
+    def choices(self, chunks: int, words: list[str]) -> tuple[str, ...]:
+        """Return a stage's recompute choices, each text of all lines read once."""
+        if len(words) != chunks:
+            raise PlanError(f"{len(words)} choices for {chunks} chunks")
+        for word in dict.fromkeys(words):
+            if word not in self.known_choices:
+                self.known_choices[word] = parse_recompute(word)
+                self.letters += len(self.known_choices[word])
+            if self.letters > MOST_CHOICE_LETTERS:
+                raise PlanError(
+                    f"more than {MOST_CHOICE_LETTERS} layers in recompute choices that differ"
+                )
+        return tuple(self.known_choices[word] for word in words)
 
     def prefixes(self, documents: tuple[int, ...]) -> Prefixes:
         prefixes: list[Span | None] = [None] * len(documents)
@@ -467,22 +513,20 @@ class _Reader:
         while (words := self.words("prefix")) is not None:
             number = words[0].removesuffix(":") if words else ""
             if len(words) != 2 or words[0] == number or _NUMBER.fullmatch(number) is None:
-                self.fail(
-                    "expected 'prefix DOCUMENT: SPAN', as in prefix 3: 0[0:4000]", self.at - 1
-                )
+                self.fail("expected 'prefix DOCUMENT: SPAN', as in prefix 3: 0[0:4000]", self.last)
             if not last < int(number) < len(documents):
                 self.fail(
                     f"expected a document behind {last}, of {len(documents)}"
                     if last >= 0
                     else f"document {number}; there are {len(documents)}",
-                    self.at - 1,
+                    self.last,
                 )
             last = int(number)
             try:
                 prefixes[last] = Span.parse(words[1])
                 _check_prefix(documents, last, prefixes[last])
             except PlanError as error:
-                self.fail(str(error), self.at - 1)
+                self.fail(str(error), self.last)
         return tuple(prefixes) if last >= 0 else ()
 
     def place(self, stages: int) -> tuple[int, ...]:
@@ -491,12 +535,12 @@ class _Reader:
             return ()
         place = tuple(map(self.number, words))
         if len(place) != stages:
-            self.fail(f"{len(place)} ranks; expected one for each of {stages} stages", self.at - 1)
+            self.fail(f"{len(place)} ranks; expected one for each of {stages} stages", self.last)
         if place == tuple(range(stages)):
-            self.fail("stage i lies on rank i without this line: leave it out", self.at - 1)
+            self.fail("stage i lies on rank i without this line: leave it out", self.last)
         missing = set(range(max(place))) - set(place)
         if missing:
-            self.fail(f"rank {min(missing)} has no stage; expected at least one", self.at - 1)
+            self.fail(f"rank {min(missing)} has no stage; expected at least one", self.last)
         return place
 
     def orders(self, place: tuple[int, ...]) -> tuple[Orders, Turns]:
@@ -523,11 +567,11 @@ class _Reader:
         index = 0
         while (words := self.words(key)) is not None:
             if not words or words[0] != f"{index}:":
-                self.fail(f"expected '{key} {index}:'", self.at - 1)
+                self.fail(f"expected '{key} {index}:'", self.last)
             try:
                 yield parse(words[1:])
             except PlanError as error:
-                self.fail(str(error), self.at - 1)
+                self.fail(str(error), self.last)
             index += 1
 
     def predicted(self) -> Prediction | None:
@@ -540,11 +584,11 @@ class _Reader:
             or words[2] != "peak_gib"
             or words[-2] != "planner"
         ):
-            self.fail("expected 'predicted seconds S peak_gib G ... planner NAME'", self.at - 1)
+            self.fail("expected 'predicted seconds S peak_gib G ... planner NAME'", self.last)
         for word in (words[1], *words[3:-2]):
             if _DECIMAL.fullmatch(word) is None:
-                self.fail(f"{word!r} is no number", self.at - 1)
+                self.fail(f"{quoted(word)} is no number", self.last)
         try:
             return Prediction(float(words[1]), tuple(map(float, words[3:-2])), words[-1])
         except PlanError as error:
-            self.fail(str(error), self.at - 1)
+            self.fail(str(error), self.last)

@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from itertools import groupby
 
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted
 
 KEEP = "k"  # everything saved in forward
 FULL = "f"  # only the layer's input saved, the layer run again in backward
@@ -54,7 +54,7 @@ def parse_recompute(text: str) -> str:
     choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))
     if format_recompute(choice) != text:
         raise PlanError(
-            f"{text!r} is no recompute choice; expected runs of a count and one of "
+            f"{quoted(text)} is no recompute choice; expected runs of a count and one of "
             f"{' '.join(MODES)}, as in 3f1k"
         )
     return choice

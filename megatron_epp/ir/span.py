@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted
 
 # What the printer writes is what the parser takes: no sign, no leading zero, at most 15 digits
 # (exact in a float64, which is what the simulator computes in).
@@ -58,7 +58,7 @@ class Span:
         match = _SPAN.fullmatch(text)
         if match is None:
             raise PlanError(
-                f"{text!r} is no span; expected DOCUMENT[START:STOP], as in 0[0:5000], and behind "
-                "it @RANK where one context-parallel rank computes the document"
+                f"{quoted(text)} is no span; expected DOCUMENT[START:STOP], as in 0[0:5000], and "
+                "behind it @RANK where one context-parallel rank computes the document"
             )
         return cls(*(int(number) for number in match.groups() if number is not None))

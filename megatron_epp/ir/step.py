@@ -19,10 +19,11 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.errors import PlanError, quoted
+from megatron_epp.ir.plan import Plan, lines_of
 from megatron_epp.ir.span import NUMBER
 
+_PLAN = re.compile(r"\s*plan\s+v1\s*(#.*)?")
 _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
 _ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
@@ -100,18 +101,17 @@ class Step:
     @classmethod
     def parse(cls, text: str) -> "Step":
         """The step that ``text`` describes; a single plan's text is a step of one replica."""
-        lines = [re.sub(r"\s+", " ", line.split("#")[0]).strip() for line in text.split("\n")]
-        starts = [number for number, line in enumerate(lines) if line == "plan v1"]
+        lines = lines_of(text)
+        starts = [number for number, line in enumerate(lines) if _PLAN.fullmatch(line)]
         if not starts:
-            other = next((line for line in lines if _OTHER_VERSION.fullmatch(line)), None)
+            other = next(filter(_OTHER_VERSION.fullmatch, map(_words, lines)), None)
             if other is not None:
-                raise PlanError(f"{other!r}: another version; this program reads v1")
+                raise PlanError(f"{quoted(other)}: another version; this program reads v1")
             raise PlanError("no 'plan v1' line; expected a plan or a step as --epp-record writes")
         plans = []
         for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
-            # Leading empty lines keep the line numbers of errors those of the file.
-            plans.append(Plan.parse("\n" * start + "\n".join(text.split("\n")[start:stop])))
-        head = [line for line in lines[: starts[0]] if line]
+            plans.append(Plan.of_lines(enumerate(lines[start:stop], start + 1)))
+        head = [words for line in lines[: starts[0]] if (words := _words(line))]
         if not head and len(plans) == 1:
             return cls((tuple(range(len(plans[0].documents))),), tuple(plans))
         if not head or head[0] != "step v1":
@@ -122,12 +122,17 @@ class Step:
             match = _LOCKSTEP.fullmatch(line)
             if match is None or (lockstep := int(match[1])) < 2:
                 raise PlanError(
-                    f"{line!r}: expected 'lockstep N' of at least 2 replicas, or no such line"
+                    f"{quoted(line)}: expected 'lockstep N' of at least 2 replicas, or no such line"
                 )
         assignments: list[tuple[int, ...]] = []
         for line in rest:
             match = _ASSIGNMENT.fullmatch(line)
             if match is None or int(match[1]) != len(assignments):
-                raise PlanError(f"{line!r}: expected 'deal {len(assignments)}: DOCUMENT ...'")
+                raise PlanError(f"{quoted(line)}: expected 'deal {len(assignments)}: DOCUMENT ...'")
             assignments.append(tuple(map(int, match[2].split())))
         return cls(tuple(assignments), tuple(plans), lockstep)
+
+
+def _words(line: str) -> str:
+    """Return the words of ``line`` with one blank between them, without its comment."""
+    return " ".join(line.split("#")[0].split())

@@ -9,13 +9,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.errors import PlanError, quoted
 from megatron_epp.ir.op import Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.span import NUMBER
 
 # STAGE, SECONDS as Python prints floats, PEAK_BYTES: what int() and float() take besides (nan,
 # signs, underscores) no record prints.
 _STAGE = re.compile(NUMBER)
+MOST_SECONDS = 1e9  # thirty years: far above any, and sums stay finite
+MOST_RECORDS = 10_000_000  # and blank lines
 _SECONDS = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 _BYTES = re.compile(r"-?[0-9]{1,18}")
 _TRANSFER = re.compile(rf"(SEND|RECV):([FBH])({NUMBER})([<>])({NUMBER})")
@@ -55,12 +57,14 @@ class Timed:
             ):
                 if pattern.fullmatch(word) is None:
                     raise ValueError(word)
-            return cls(
-                int(stage), _parse_op(op, int(stage)), float(start), float(stop), int(peak_bytes)
-            )
+            seconds = float(start), float(stop)
+            if max(map(abs, seconds)) > MOST_SECONDS:
+                raise ValueError(seconds)
+            return cls(int(stage), _parse_op(op, int(stage)), *seconds, int(peak_bytes))
         except ValueError as error:
             raise PlanError(
-                f"{line!r} is no timed record; expected STAGE OP START STOP PEAK_BYTES"
+                f"{quoted(line)} is no timed record; expected STAGE OP START STOP PEAK_BYTES, "
+                f"times of at most {MOST_SECONDS:g} s"
             ) from error
 
 
@@ -70,7 +74,7 @@ def _parse_op(text: str, stage: int) -> Op | Transfer:
         return Op.parse(text)
     kind, payload, chunk, way, peer = match.groups()
     if (kind == "SEND") != (way == ">"):
-        raise PlanError(f"{text!r} is no transfer; expected SEND:F0>1 or RECV:F0<0")
+        raise PlanError(f"{quoted(text)} is no transfer; expected SEND:F0>1 or RECV:F0<0")
     ends = (stage, int(peer)) if kind == "SEND" else (int(peer), stage)
     return Transfer(Kind(kind), Message(Payload(payload), int(chunk), *ends))
 
@@ -80,7 +84,9 @@ def format_records(records: Iterable[Timed]) -> str:
 
 
 def parse_records(text: str) -> tuple[Timed, ...]:
+    if (count := text.count("\n")) > MOST_RECORDS:
+        raise PlanError(f"{count} lines; expected at most {MOST_RECORDS} of records")
     head, *lines = text.split("\n")
     if head.strip() != "timed v1":
-        raise PlanError(f"{head[:40]!r}: expected the line 'timed v1'")
+        raise PlanError(f"{quoted(head)}: expected the line 'timed v1'")
     return tuple(map(Timed.parse, filter(str.strip, lines)))

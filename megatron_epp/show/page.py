@@ -54,7 +54,7 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
         raise PlanError("these are runs of different plans; expected runs of one plan")
     heading = title or timeline.title or "plan"
     parts = {name: _part(f"page.{name}") for name in ("html", "css", "js")}
-    data = json.dumps(_data(runs, heading), separators=(",", ":"))
+    data = json.dumps(_data(runs, heading), separators=(",", ":"), allow_nan=False)
     return Template(parts["html"]).substitute(
         title=html.escape(heading),
         style=f":root {{ {' '.join(f'--{name}: {c};' for name, c in _COLOURS.items())} }}\n"

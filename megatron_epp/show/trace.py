@@ -26,7 +26,8 @@ _OPS, _TRANSFERS, _IDLE = 0, 1, 2
 def to_trace(timeline: Timeline) -> str:
     """JSON text."""
     events = [*_names(timeline), *_ops(timeline), *_arrows(timeline), *_bytes(timeline)]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+    trace = {"displayTimeUnit": "ms", "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":"), allow_nan=False)
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:

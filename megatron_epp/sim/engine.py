@@ -10,7 +10,8 @@ and frees is read from the rows of the rule table.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from megatron_epp.sim.jit import njit
 
 # Codes in the arrays. All of them stand in this file: compiled code is cached, and the cache
 # notices changes of its own file only.
@@ -107,7 +108,7 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
     return Run(*run_arrays(orders, arrays, needs))
 
 
-@njit(cache=True)
+@njit()
 def _lists(mask):
     """lists[k, :counts[k]]: the columns in which row k of a 2-D ``mask`` is true."""
     lists = np.zeros(mask.shape, np.int64)
@@ -120,7 +121,7 @@ def _lists(mask):
     return lists, counts
 
 
-@njit(cache=True)
+@njit()
 def _places(needs, stages):
     """met_on[r, s]: the stage that meets row r for an op of stage s, -1 where it has no such need;
     wanted_on[r, s]: the stage for whose ops an op of stage s meets it, or -1."""
@@ -144,7 +145,7 @@ def _places(needs, stages):
     return met_on, wanted_on
 
 
-@njit(cache=True)
+@njit()
 def run_arrays(orders, arrays, needs):
     """The fields of :class:`Run` as a plain tuple; callable from compiled code.
 

@@ -107,9 +107,10 @@ def own_tests(release: str, megatron: Path, checkout: Path) -> bool:
         if not tag:
             print(f"  {release}: {checkout} has no tag of it")
             return True
-        subprocess.run(
-            f"git -C {checkout} archive {tag[-1]} | tar -x -C {folder}", shell=True, check=True
+        archive = subprocess.run(  # two lists, no shell: git allows ; and $( in a tag's name
+            ["git", "-C", checkout, "archive", f"refs/tags/{tag[-1]}"], stdout=subprocess.PIPE, check=True
         )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         script = [sys.executable, str(ROOT / "scripts" / "upstream" / "upstream_schedule_tests.py")]
         done = subprocess.run(
             [*script, "--megatron", folder, "--tests", SCHEDULE_TESTS],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-PARTS = ("lines", "damaged_files", "training", "soak")
+PARTS = ("lines", "damaged_files", "training", "signals", "soak")
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.forks import become, with_megatron
 from tests.mcore.runs import PROGRAM, ROOT, execute
+from tests.waiting import LAST_RESORT_SECONDS
 
 EPP, PRETRAIN = ("-m", "megatron_epp"), PROGRAM
 DATA_BYTES = 4 << 30  # private memory of a command line
@@ -45,7 +46,7 @@ def run(
     stdin: str = "",
     folder: Path = ROOT,
     environment: Mapping[str, str] | None = None,
-    seconds: float = 60,
+    seconds: float = LAST_RESORT_SECONDS,
 ) -> Ended:
     """Run ``program``, as Python's command line would, in ``folder``."""
     place = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}

@@ -108,7 +108,7 @@ def test_simulate_explains(capsys, plan):
     assert json.loads(noisy)["seconds"] != json.loads(quiet)["seconds"]
 
 
-@pytest.mark.parametrize("ending", ["svg", "png", "html", "txt", "json", "csv"])
+@pytest.mark.parametrize("ending", ["svg", "png", "html", "txt", "json"])
 def test_draw_writes_every_format(capsys, plan, tmp_path, ending):
     path = tmp_path / f"x.{ending}"
     beginnings = {
@@ -117,7 +117,6 @@ def test_draw_writes_every_format(capsys, plan, tmp_path, ending):
         "html": b"<!doctype html>",
         "txt": b"a.plan",
         "json": b'{"displayTimeUnit"',
-        "csv": b"0F0,0F1,0F2,0B1,0B0,0B2\n",
     }
     for machine in ([], MACHINE):
         printed(capsys, "draw", plan, "-o", path, *machine)

@@ -84,8 +84,10 @@ def test_draw(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "4 stages on 2 ranks, 2 chunks" in text
     rows = [line for line in text.split("\n") if line.startswith("rank ")]
     assert len(rows) == 2 and "F0.0" in rows[0] and "B1.1" in rows[1]
-    for ending in ("svg", "png", "html", "json", "csv"):
+    for ending in ("svg", "png", "html", "json"):
         said(capsys, "draw", plan, "-o", tmp_path / f"x.{ending}")
+    (kept := tmp_path / "kept.plan").write_text(re.sub("recompute.*\n", "", plan.read_text()))
+    said(capsys, "draw", kept, "-o", tmp_path / "x.csv")
     svg = (tmp_path / "x.svg").read_text()
     assert "rank 1" in svg and ">F1.0<" in svg and "stage 1</text>" not in svg
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]

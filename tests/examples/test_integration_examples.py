@@ -40,9 +40,10 @@ def test_slurm_hands_the_line_into_the_container(tmp_path) -> None:
     # As srun does with a container: options taken off, the command run.
     stand_in(tmp_path / "srun", 'while [[ $1 == --* ]]; do shift; done\n"$@"')
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}
+    slurm["WHEEL"] = "megatron_epp-0.1.0-py3-none-any.whl"
     words = said("container.sbatch", tmp_path, "pretrain_gpt.py", "--bf16", **slurm)
     installed, ran = words.splitlines()
-    assert installed.endswith("pip install --quiet megatron-epp")
+    assert installed.endswith("pip install --quiet megatron_epp-0.1.0-py3-none-any.whl")
     assert re.fullmatch(
         r"torchrun 1 --nnodes 2 --node-rank 1 .*--master-addr first .* pretrain_gpt.py --bf16", ran
     )

@@ -4,6 +4,7 @@ scripts/upstream/integrations.py compares the same readers with the packing func
 """
 
 import functools
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -164,11 +165,50 @@ def test_nemo_rl() -> None:
         (False, {"tp": 8}, {}, MicrobatchShape(24, 3, (5, 12, 20))),
     ],
 )
-def test_skyrl(packed, degrees, config, expected) -> None:
+def test_skyrl(packed, degrees, config, expected, monkeypatch) -> None:
+    monkeypatch.setattr(metadata, "version", {"skyrl": "0.3.1"}.__getitem__)
     wrapper = SimpleNamespace(remove_microbatch_padding=packed)
     step = closing_over("skyrl.backends.skyrl_train.workers.megatron.x", self=wrapper)
     batch = {"sequences": torch.zeros(3, 32), "attention_mask": mask(5, 12, 20, rows=32)}
     assert read(step, batch, **degrees, **config) == expected
+
+
+@pytest.mark.parametrize(
+    ("packed", "degrees", "config", "multiple"),
+    [
+        (True, {}, {"fp8_recipe": "blockwise"}, 16),
+        (True, {"cp": 2}, {"fp8_recipe": "blockwise"}, 32),
+        (True, {"tp": 2}, {"fp8_recipe": "blockwise"}, 256),
+        (True, {"tp": 2, "cp": 2}, {}, 512),
+        (True, {}, {"fp8_recipe": "mxfp8"}, 32),
+        (True, {"tp": 2, "cp": 2}, {"fp8_recipe": SimpleNamespace(value="mxfp8")}, 128),
+        (False, {"tp": 2}, {"fp8_recipe": "mxfp8"}, 64),
+        (False, {"tp": 2}, {"fp8_recipe": "blockwise"}, 256),
+        (True, {"tp": 2}, {"fp8_recipe": "auto"}, None),
+    ],
+)
+@pytest.mark.parametrize("release", ["0.4.0", "0.4.1.dev3", None])
+def test_skyrl_in_fp8(packed, degrees, config, multiple, release, monkeypatch) -> None:
+    """From 0.4.0 on; a checkout that pip does not know of is taken for the newest."""
+
+    def version(name: str) -> str:
+        if release is None:
+            raise metadata.PackageNotFoundError(name)
+        return {"skyrl": release}[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    wrapper = SimpleNamespace(remove_microbatch_padding=packed)
+    step = closing_over("skyrl.backends.skyrl_train.workers.megatron.x", self=wrapper)
+    batch = {"sequences": torch.zeros(3, 32), "attention_mask": mask(5, 12, 20, rows=32)}
+    found = read(step, batch, **degrees, fp8="e4m3", **config)
+    lengths = (5, 12, 20)
+    if multiple is None:
+        assert found is None
+    elif packed:
+        rows = sum(-(-length // multiple) * multiple for length in lengths)
+        assert found == MicrobatchShape(rows, 1, lengths)
+    else:
+        assert found == MicrobatchShape(multiple, 3, lengths)
 
 
 def test_skyrl_rows_of_several_documents() -> None:

@@ -24,6 +24,7 @@ from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 from megatron_epp.mcore.trainer.hooks import TrainerHooks, limit_bytes  # noqa: E402
 from megatron_epp.runtime import stage_peers  # noqa: E402
+from tests.waiting import LAST_RESORT_SECONDS  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 
@@ -88,5 +89,8 @@ def hooks(way: str) -> TrainerHooks:
 
 
 if __name__ == "__main__":
-    with patch.object(stage_peers, "PEERS_PATIENCE_SECONDS", 5.0):
-        entry.main(hooks=hooks(sys.argv.pop(1)))
+    way = sys.argv.pop(1)
+    # Where all fail, each waits for the others however late they come; a lone one in vain.
+    patience = 5.0 if way == "alone" else LAST_RESORT_SECONDS
+    with patch.object(stage_peers, "PEERS_PATIENCE_SECONDS", patience):
+        entry.main(hooks=hooks(way))

@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from tests.forks import become, with_megatron
+from tests.waiting import LAST_RESORT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 127
@@ -112,7 +113,7 @@ def train(
     words: list[str],
     processes: int = 2,
     program: tuple[str, ...] = PROGRAM,
-    seconds: float = 240,
+    seconds: float = LAST_RESORT_SECONDS,
     afresh: bool = False,
 ) -> Run:
     """Run the program on ``processes`` ranks; 0: by itself, as without torchrun.

@@ -20,6 +20,7 @@ from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.mcore.certify.command import certify_training, main
 from tests.mcore.certified import certified, models
 from tests.programs import ROOT, python
+from tests.waiting import LAST_RESORT_SECONDS, until
 
 # With the reduction of gradients in buckets while backward runs, and, every second batch, tied
 # embeddings on two stages.
@@ -194,7 +195,7 @@ def test_killing_the_command_ends_its_processes() -> None:
     assert len(children) >= 2
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=LAST_RESORT_SECONDS)
     assert not alive
 
 
@@ -202,18 +203,30 @@ def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> N
     sleepy = tmp_path / "sleepy.py"
     sleepy.write_text(
         "import time\n"
+        "from pathlib import Path\n"
         "import torch.distributed as dist\n"
         "from contextlib import nullcontext\n"
         "def around(number):\n"
+        f"    Path({str(tmp_path)!r}, f'there-{{dist.get_rank()}}').touch()\n"
         "    if dist.get_rank() == 1:\n"
-        "        time.sleep(1000)\n"
+        "        time.sleep(3600)\n"
         "    return nullcontext()\n"
     )
     prepare = certify_module._prepare
 
+    class Impatient(Children):
+        @property
+        def patience_seconds(self) -> float:
+            """Patience that begins when both ranks have been asked and compute."""
+            until(lambda: len(list(tmp_path.glob("there-*"))) == 2)
+            return 3
+
+        @patience_seconds.setter
+        def patience_seconds(self, seconds: float) -> None: ...
+
     def impatient(children: Children, *details) -> ModelSetup:
         prepared = prepare(children, *details)  # imports take their time
-        children.patience_seconds = 3
+        children.__class__ = Impatient
         return prepared
 
     monkeypatch.setattr(certify_module, "_prepare", impatient)

@@ -1,31 +1,45 @@
 """Refused jobs end together: status 2 on every rank that is refused, one line from one of them."""
 
 import re
+import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_epp.mcore.job import job_exit
-from tests.mcore.runs import PROGRAM, ROOT, Run, command, environment, flags, train, write_corpus
+from tests.mcore.runs import (
+    PROGRAM,
+    ROOT,
+    Run,
+    command,
+    environment,
+    flags,
+    train,
+    trained,
+    write_corpus,
+)
+from tests.waiting import until
 
 REFUSE = """
 import os, subprocess, sys, time
+from pathlib import Path
 import torch
 from megatron_epp.mcore.job import job_exit
 from megatron_epp.runtime.executor import LinkLost
+from tests.waiting import until
 rank = int(os.environ["RANK"])
 if {group}:
     torch.distributed.init_process_group("gloo")
-time.sleep(0.3 * {late}[rank])
+if {late}[rank]:
+    until(Path(__file__).with_name("refused").exists)
+Path(__file__).with_name("refused").touch()
 if rank in {refused}:
-    started = subprocess.Popen(["sleep", "61"])
+    started = subprocess.Popen(["sleep", "3601"])
     print("rank", rank, "started", started.pid, flush=True)
     job_exit.refuse_and_exit({error}("rank %d was given a bad plan" % rank))
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -33,7 +47,7 @@ def start(tmp_path: Path, program: str, afresh: bool = False) -> Run:
     """Run ``program`` on two ranks; ``afresh``: under torchrun itself."""
     file = tmp_path / "program.py"
     file.write_text(program)
-    done = train([], processes=2, program=(str(file),), seconds=50, afresh=afresh)
+    done = train([], processes=2, program=(str(file),), afresh=afresh)
     assert done.status != 0
     return done
 
@@ -101,20 +115,43 @@ def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
     with log.open("w") as said:
         launcher = psutil.Popen(words, cwd=ROOT, env=environment(2), stdout=said, stderr=said)
     try:
-        until(lambda: "iteration        2/" in log.read_text(), 120)
+        until(lambda: "iteration        2/" in log.read_text(), log.read_text)
         started = launcher.children(recursive=True)
         assert sum("serve" in process.cmdline() for process in started) == 1
     finally:
         launcher.kill()
         launcher.wait()
-    until(lambda: not any(runs(process.pid) for process in started), 10)
+    until(lambda: not any(runs(process.pid) for process in started))
     # The second one may find the first one's connection closed before it looks itself.
     assert log.read_text().count("ends: torchrun") >= 1
     assert (tmp_path / "status").read_text() == "1\n1\n"
 
 
-def until(there: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+def test_a_signal_to_launcher_and_ranks_leaves_a_whole_checkpoint(tmp_path):
+    """As a batch system signals a step: torchrun dies of it, the ranks save first and then end.
+
+    Every order of signals: ``python -m tests.attack -k signals``.
+    """
+    corpus = write_corpus(tmp_path / "corpus", [60, 50, 40, 30, 20, 128] * 20)
+    save = tmp_path / "save"
+    kept = {"epp": True, "train_iters": 1000, "save": save, "save_interval": 1000}
+    handled = {"exit_signal_handler": True, "exit_signal": "SIGUSR2"}
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        words = command(flags(corpus, **kept, **handled), 2, PROGRAM)
+        launcher = psutil.Popen(words, cwd=ROOT, env=environment(2), stdout=said, stderr=said)
+    try:
+        until(lambda: "iteration        2/" in log.read_text(), log.read_text)
+        ranks = launcher.children()
+        assert len(ranks) == 2
+        for process in (launcher, *ranks):
+            process.send_signal(signal.SIGUSR2)
+        assert launcher.wait() == -signal.SIGUSR2
+        until(lambda: not any(runs(process.pid) for process in ranks), log.read_text)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    last = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert f"saved checkpoint from iteration {last:7d}" in log.read_text()
+    resumed = trained(flags(corpus, **kept, load=save, exit_interval=last + 1))
+    assert f"iteration {last + 1:8d}/" in resumed.output

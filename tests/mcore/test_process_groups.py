@@ -59,7 +59,7 @@ def make(rank: int) -> list[dict[str, Any]]:
 
 
 def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
-    found = run(2, make, tmp_path, seconds=240)
+    found = run(2, make, tmp_path)
     assert all(isinstance(one, list) for one in found), found
     minutes = timedelta(minutes=MINUTES)
     ways = ("send", "receive")

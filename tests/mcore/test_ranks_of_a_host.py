@@ -1,18 +1,20 @@
 """Ranks that share a host: one network device each, and company while others are measured."""
 
 import os
-import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.runtime.world import run
+from tests.waiting import LAST_RESORT_SECONDS, until
 
 GROUPS = 8
-WAITING = timedelta(seconds=50)
+WAITING = timedelta(seconds=LAST_RESORT_SECONDS)
 
 
 def threads_of_groups() -> tuple[int, timedelta]:
@@ -44,32 +46,41 @@ def test_groups_share_one_device_and_its_thread(tmp_path) -> None:
         assert found["timeout"] == WAITING
 
 
-def wait_for_the_other(rank: int) -> dict[bool, int]:
-    """Layers that rank 0 runs until rank 1 has come, alone or with what others would wait for."""
+def wait_for_the_other(rank: int, folder: Path) -> int:
+    """Layers that rank 0 runs until rank 1 has come, which comes when it has run one."""
     from megatron_epp.mcore.patching.cpu_host import install_cpu_host
 
     install_cpu_host()
     from megatron_epp.mcore.calibrate.measure import _meet
 
-    found = {}
-    for alone in (True, False):
-        runs: list[Any] = []
-        probe: Any = SimpleNamespace(
-            computes_alone=alone, layers=lambda *what, runs=runs: runs.append(what)
-        )
-        groups: Any = SimpleNamespace(control=dist.group.WORLD)
-        if rank == 1:
-            time.sleep(0.5)
-        began = time.monotonic()
-        _meet(probe, groups)
-        found[alone] = len(runs)
-        if rank == 0:
-            assert time.monotonic() - began > 0.2
-    return found
+    runs: list[Any] = []
+
+    def layers(*what: Any) -> None:
+        runs.append(what)
+        (folder / "ran").touch()
+
+    probe: Any = SimpleNamespace(computes_alone=True, layers=layers)
+    groups: Any = SimpleNamespace(control=dist.group.WORLD)
+    if rank == 1:
+        until((folder / "ran").exists)
+    _meet(probe, groups)
+    return len(runs)
 
 
 def test_whoever_waits_while_others_are_measured_computes(tmp_path) -> None:
-    first, _ = run(2, wait_for_the_other, tmp_path, seconds=240)
-    assert isinstance(first, dict), first
-    assert first[True] > 0
-    assert first[False] == 0
+    first, _ = run(2, wait_for_the_other, tmp_path, tmp_path)
+    assert isinstance(first, int) and first > 0, first
+
+
+@pytest.mark.parametrize(("alone", "layers"), [(True, 3), (False, 0)])
+def test_what_others_would_wait_for_is_not_run_meanwhile(monkeypatch, alone, layers) -> None:
+    """Whether the others have come is asked before every layer, and not at all with company."""
+    pytest.importorskip("megatron.core")
+    from megatron_epp.mcore.calibrate import measure
+
+    come, runs = iter((False, False, False, True)), []
+    met = SimpleNamespace(is_completed=lambda: next(come), wait=lambda: runs.append("met"))
+    monkeypatch.setattr(measure.dist, "barrier", lambda group, async_op: met)
+    probe: Any = SimpleNamespace(computes_alone=alone, layers=lambda *_: runs.append("layer"))
+    measure._meet(probe, SimpleNamespace(control=None))
+    assert runs == ["layer"] * layers + ["met"]

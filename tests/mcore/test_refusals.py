@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from megatron_epp.mcore.capabilities.refusals import (
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
 from tests.mcore.runs import ROOT, command, environment, flags, train
+from tests.waiting import LAST_RESORT_SECONDS
 
 LENGTHS = [30, 40, 50, 60] * 5
 
@@ -31,7 +31,7 @@ LENGTHS = [30, 40, 50, 60] * 5
 def refused(words: list[str], *said: str, processes: int = 1, program=None) -> str:
     """The one line with which a run is refused; ``said`` are parts of it."""
     extra = {} if program is None else {"program": program}
-    run = train(words, processes=processes, seconds=120, **extra)
+    run = train(words, processes=processes, **extra)
     assert run.status == (2 if processes == 1 else 1), run.output
     assert 2 in run.statuses, run.output
     assert len(run.errors) == 1, run.output
@@ -176,6 +176,12 @@ class Wanted:
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"defer_embedding_wgrad_compute": True}, "deferred embedding"),
         ({"position_embedding_type": "mrope"}, "position embeddings"),
+        ({"kv_channels": 9}, "an odd number of rotary channels of a head"),
+        ({"kv_channels": 6, "rotary_percent": 0.5}, "an odd number of rotary channels of a head"),
+        (
+            {"multi_latent_attention": True, "qk_pos_emb_head_dim": 7, "kv_channels": 8},
+            "an odd number of rotary channels of a head",
+        ),
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"reset_position_ids": True}, "a document is a sample"),
@@ -200,6 +206,8 @@ def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
     refuse(Wanted(**EXPERTS))
     refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
+    refuse(Wanted(kv_channels=12, rotary_percent=0.5))
+    refuse(Wanted(kv_channels=9, position_embedding_type="none"))
     for recipe in ("blockwise", "mxfp8", "tensorwise"):
         refuse(Wanted(**{**FP8, "fp8_recipe": recipe, "fp8_param_gather": True}))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
@@ -329,6 +337,7 @@ PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_laye
         ({"num_layers": 1}, 2, ["layers"]),
         ({"num_layers": 3}, 2, ["--num-layers 3: not divisible by --pipeline-model-parallel-size"]),
         ({"global_batch_size": 5, **ONE}, 2, ["divisible"]),
+        ({"hidden_size": 36, **ONE}, 1, ["--epp does not run an odd number of rotary channels"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
         ({"epp_memory_budget_gib": 1e-6, **ONE}, 1, ["GiB"]),
@@ -432,13 +441,12 @@ def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(co
             if re.search(r"iteration +5/", line):
                 break
         victim = _child_of(job.pid, rank=1)
-        killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        output, _ = job.communicate(timeout=60)
-        seconds = time.monotonic() - killed
+        output, _ = job.communicate(timeout=LAST_RESORT_SECONDS)
     said = "".join(lines) + output
     assert job.returncode != 0
-    assert seconds < 30
+    # As soon as the link is lost, and not when the groups' time is up.
+    assert "given up" not in output and "Timed out" not in output
     assert re.search(r"pipeline rank 0, (stage 0, )?iteration \d+: waited for ", output), said[
         -3000:
     ]

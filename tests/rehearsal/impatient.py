@@ -9,7 +9,6 @@ FOLDER/cut.
 
 import os
 import sys
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +19,7 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 from megatron_epp.mcore.trainer.hooks import TrainerHooks  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 ITERATION = 4
 
@@ -32,14 +32,16 @@ def main() -> None:
     def read_flags():
         args = plain()
         args.distributed_timeout_minutes = seconds / 60
+        # Both have imported what they need: nobody's groups wait for that.
+        (folder / f"imported-{os.environ['RANK']}").touch()
+        until(lambda: len(list(folder.glob("imported-*"))) == 2)
         return args
 
     class Waiting(ModelStage):
         def forward(self, chunk, received):
             if made == ITERATION and not (folder / "here").exists():
                 (folder / "here").touch()
-                while not (folder / "cut").exists():
-                    time.sleep(0.02)
+                until((folder / "cut").exists)
             return super().forward(chunk, received)
 
     def make_stage(*arguments):

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,12 +22,11 @@ import psutil
 import pytest
 
 from tests.mcore.runs import ROOT, flags, write_corpus
+from tests.waiting import LAST_RESORT_SECONDS, until
 
 ADDRESS = {"a": "10.213.7.1", "b": "10.213.7.2"}
 INTERFACE = "epplink"
-# Until the fourth iteration is under way; what the job is given as the timeout of its groups, in
-# which ranks also import at their own speed; and behind that the watcher's grace, at leisure.
-STARTED_SECONDS, TIMEOUT_SECONDS, LEAVE_SECONDS = 240, 20, 15
+TIMEOUT_SECONDS = 20  # of the job's groups: what is tested; ranks have imported before it counts
 
 
 def ip(*words: str) -> subprocess.CompletedProcess:
@@ -79,7 +77,7 @@ def start(host: str, namespace: str, words: list[str], log: Path) -> subprocess.
         *("--rdzv-backend", "c10d", "--rdzv-id", "rehearsal"),
         *("--rdzv-endpoint", f"{ADDRESS['a']}:29477", "--local-addr", ADDRESS[host]),
         # Who keeps the store is asked by host name, which these hosts have not.
-        *("--rdzv-conf", f"is_host={int(host == 'a')},join_timeout={STARTED_SECONDS}"),
+        *("--rdzv-conf", f"is_host={int(host == 'a')},join_timeout={LAST_RESORT_SECONDS:.0f}"),
         *("-m", "tests.rehearsal.impatient", str(TIMEOUT_SECONDS), str(log.parent)),
     ]
     with open(log, "w") as output:
@@ -120,23 +118,19 @@ def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) 
     def told(host: str) -> str:
         return logs[host].read_text(errors="replace")
 
-    began = time.monotonic()
-    while not (tmp_path / "here").exists():
-        ended = {host: p.poll() for host, p in running.items() if p.poll() is not None}
-        assert not ended, (ended, *map(told, hosts))
-        assert time.monotonic() < began + STARTED_SECONDS, "\n".join(map(told, hosts))
-        time.sleep(0.05)
+    def ended() -> list[int]:
+        return [p.returncode for p in running.values() if p.poll() is not None]
+
+    until(lambda: (tmp_path / "here").exists() or ended(), lambda: "\n".join(map(told, hosts)))
+    assert not ended(), (ended(), *map(told, hosts))
     done = ip("-n", hosts["a"], "link", "set", INTERFACE, "down")
     assert done.returncode == 0, done.stderr
     (tmp_path / "cut").touch()
     ranks = [child for job in running.values() for child in psutil.Process(job.pid).children()]
     assert len(ranks) == 2, ranks
-    end = time.monotonic() + TIMEOUT_SECONDS + LEAVE_SECONDS
-    while alive := [rank for rank in ranks if lives(rank)]:
-        assert time.monotonic() < end, "\n".join([f"still there: {alive}", *map(told, hosts)])
-        time.sleep(0.1)
+    until(lambda: not any(map(lives, ranks)), lambda: "\n".join(map(told, hosts)))
     # torchrun itself has its own patience with the store that host a keeps: b's may take a minute.
-    assert running["a"].wait(LEAVE_SECONDS) != 0, told("a")
+    assert running["a"].wait(LAST_RESORT_SECONDS) != 0, told("a")
     for rank, host in enumerate(hosts):
         # Which op or transfer of which iteration this rank stood in, and for how long.
         waited = (

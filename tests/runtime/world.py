@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forks import with_torch
-
-SECONDS = 60.0
+from tests.waiting import LAST_RESORT_SECONDS
 
 
 def run(
@@ -18,11 +17,11 @@ def run(
     function: Callable[..., Any],
     folder: Path,
     *arguments: Any,
-    seconds: float = SECONDS,
+    seconds: float = LAST_RESORT_SECONDS,
 ) -> list[Any]:
     """``function(rank, *arguments)`` on every rank of a world; its results, or its exception as
     text. A rank that ended otherwise gives its exit status, as an int. ``seconds``: of silence
-    until a rank is given up; more where it must import Megatron's trainer on a busy host.
+    until a rank is given up.
     """
     pipes, processes = [], []
     with with_torch() as context:
@@ -49,7 +48,7 @@ def _result(pipe: Any, process: Any, seconds: float) -> Any:
     try:
         return pipe.recv()
     except EOFError:
-        process.join(SECONDS)
+        process.join()
         return process.exitcode
 
 
@@ -65,7 +64,7 @@ def _rank(pipe: Any, rank: int, ranks: int, meeting: Path, function: Any, argume
         init_method=meeting.as_uri(),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=SECONDS),
+        timeout=timedelta(seconds=LAST_RESORT_SECONDS),
     )
     try:
         result = function(rank, *arguments)
@@ -79,4 +78,4 @@ def _rank(pipe: Any, rank: int, ranks: int, meeting: Path, function: Any, argume
     assert process is not None
     import time
 
-    time.sleep(SECONDS)
+    time.sleep(LAST_RESORT_SECONDS)

@@ -36,7 +36,6 @@ class Day:
         script = ROOT / "scripts" / "gpu" / "gpu_day.sh"
         return run(
             *(BASH, script, "--results", self.results, *words),
-            seconds=100,
             PATH=f"{self.folder / 'bin'}:{os.environ['PATH']}",
             python=str(self.python),
             CALLS=str(self.calls),

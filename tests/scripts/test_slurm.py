@@ -3,12 +3,12 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.programs import BASH, ROOT, stand_in
+from tests.waiting import LAST_RESORT_SECONDS, until
 
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain_llama_7b.sbatch"
 # Two tasks of a job of two nodes with eight tasks each; their signals are Slurm's to send.
@@ -53,13 +53,11 @@ def test_a_task_per_gpu_has_time_for_its_checkpoint(tmp_path: Path) -> None:
         "SLURM_CPUS_PER_TASK": "8",
     }
     with subprocess.Popen([BASH, str(SCRIPT)], cwd=tmp_path, env=environment) as job:
-        deadline = time.monotonic() + 60
-        while len(list(out.glob("ready-*"))) < 2:
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(list(out.glob("ready-*"))) >= 2 or job.poll() is not None)
+        assert job.poll() is None
         for task in (out / "tasks").read_text().split():
             os.kill(int(task), signal.SIGTERM)
-        assert job.wait(timeout=60) == 0
+        assert job.wait(LAST_RESORT_SECONDS) == 0
     assert (out / "srun").read_text() == "--cpus-per-task=8\n"
     for rank, local in ((0, 0), (9, 1)):
         world, saved = (out / f"rank-{rank}").read_text().splitlines()

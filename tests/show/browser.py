@@ -8,10 +8,11 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from typing import Any
+
+from tests.waiting import until
 
 PROGRAMS = ("chromedriver", "chromium")
 
@@ -96,13 +97,13 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def _wait_for_driver(self) -> None:
-        for _ in range(300):
+        def ready() -> bool:
             try:
-                if self._ask("GET", "/status", None)["ready"]:
-                    return
+                return self._ask("GET", "/status", None)["ready"]
             except OSError:
-                time.sleep(0.1)
-        raise TimeoutError("chromedriver did not start within 30 s")
+                return False
+
+        until(ready, lambda: "chromedriver does not start")
 
     def _ask(self, method: str, path: str, body: dict | None) -> Any:
         data = None if body is None else json.dumps(body).encode()

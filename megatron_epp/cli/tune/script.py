@@ -4,6 +4,7 @@ import argparse
 import shlex
 
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.ir.errors import printable
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
 
@@ -60,9 +61,12 @@ def launch_script(
         )
     )
     return _HEAD.format(
-        title=f"{model.name} on {arguments.nodes} x {node_devices} {arguments.device}: "
-        f"{choice.layout}",
-        name=arguments.script,
+        # A line break would end the comment, and what follows would be a command.
+        title=printable(
+            f"{model.name} on {arguments.nodes} x {node_devices} {arguments.device}: "
+            f"{choice.layout}"
+        ),
+        name=printable(arguments.script),
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
         nodes=arguments.nodes,

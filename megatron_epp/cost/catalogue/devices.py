@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.ir.errors import quoted, require_name
 
 # The most and, inverted, the least GiB that anybody means.
 MOST_GIB = 1e6
@@ -35,10 +36,10 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 def _number(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} {value!r}: expected a number")
+        raise ValueError(f"{name} {quoted(value)}: expected a number")
     if not least <= value <= most:
         limits = "a number above 0" if value <= 0 < least else f"from {least:g} to {most:g}"
-        raise ValueError(f"{name} {value!r}: expected {limits}")
+        raise ValueError(f"{name} {quoted(value)}: expected {limits}")
     return float(value)
 
 
@@ -48,7 +49,7 @@ def _by_size(name: str, table: Any) -> dict[int, float]:
         raise ValueError(f"{name}: expected a rate by group size")
     rates = {}
     for size, rate in table.items():
-        where = f"{name} of a group of {size!r}"
+        where = f"{name} of a group of {quoted(size)}"
         devices = int(size) if str(size).isdecimal() else 0
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
@@ -90,8 +91,7 @@ class Device:
     tensor_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"device name {self.name!r}: expected a word")
+        require_name("device name", self.name)
         for name in ("group_bytes_per_second", "tensor_bytes_per_second"):
             object.__setattr__(self, name, _by_size(name, getattr(self, name)))
         if not self.group_bytes_per_second:
@@ -99,7 +99,7 @@ class Device:
         for name, limits in _LIMITS.items():
             _number(name, getattr(self, name), *limits)
         if not isinstance(self.node_devices, int) or isinstance(self.node_devices, bool):
-            raise ValueError(f"node_devices {self.node_devices!r}: expected a whole number")
+            raise ValueError(f"node_devices {quoted(self.node_devices)}: expected a whole number")
 
     @property
     def budget_bytes(self) -> float:
@@ -172,7 +172,9 @@ def device_runs(text: str) -> tuple[tuple[str, int], ...]:
     for part in text.split(","):
         match = _RUN.fullmatch(part)
         if match is None:
-            raise ValueError(f"device {text!r}: {part!r} is no device with a number; {_LIST}")
+            raise ValueError(
+                f"device {quoted(text)}: {quoted(part)} is no device with a number; {_LIST}"
+            )
         runs.append((match[1], int(match[2] or 1)))
     return tuple(runs)
 
@@ -190,7 +192,7 @@ def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
     runs = device_runs(text)
     if (named := sum(count for _, count in runs)) != ranks:
         raise ValueError(
-            f"device {text!r}: of {named} ranks, and the pipeline has {ranks}; {_LIST}"
+            f"device {quoted(text)}: of {named} ranks, and the pipeline has {ranks}; {_LIST}"
         )
     return tuple(each for name, count in runs for each in (device(name),) * count)
 

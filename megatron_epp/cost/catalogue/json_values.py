@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
 
+from megatron_epp.ir.errors import quoted
+
 
 def json_value(value: Any) -> Any:
     """``value`` as JSON knows it; keys of an Enum by their values."""
@@ -48,7 +50,7 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
         return kind(**{name: read_value(fields[name], value[name], limits) for name in fields})
     if get_args(kind)[1:] == (...,):
         if not isinstance(value, list):
-            raise ValueError(f"{value!r}: expected a list")
+            raise ValueError(f"{quoted(value)}: expected a list")
         return tuple(read_value(get_args(kind)[0], each, limits) for each in value)
     if get_args(kind):
         there = set(value) if isinstance(value, dict) else {None}
@@ -60,7 +62,7 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
     if kind is bool or kind is str:
         if not isinstance(value, kind):
             what = "true or false" if kind is bool else "a text"
-            raise ValueError(f"{value!r}: expected {what}")
+            raise ValueError(f"{quoted(value)}: expected {what}")
         return value
     wanted = int if kind is int else int | float
     if (
@@ -69,7 +71,7 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
         or not limits.least <= value < 1e308
     ):
         what = "whole number" if kind is int else "number"
-        raise ValueError(f"{value!r}: expected a {what} of at least {limits.least:g}")
+        raise ValueError(f"{quoted(value)}: expected a {what} of at least {limits.least:g}")
     if value > limits.most:
-        raise ValueError(f"{value!r}: expected at most {limits.most:g}")
+        raise ValueError(f"{quoted(value)}: expected at most {limits.most:g}")
     return kind(value)

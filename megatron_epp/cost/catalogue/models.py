@@ -9,6 +9,7 @@ from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
 from megatron_epp.cost.profile import LAYER_KIND, kind_name
+from megatron_epp.ir.errors import quoted, require_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class Model:
     pattern: str = ""
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"model name {self.name!r}: expected a word")
+        require_name("model name", self.name)
         require_flags(self, ("gated", "tied"))
         others = ("name", "gated", "tied", "kinds", "pattern")
         require_sizes(self, {f.name: 1 for f in fields(self) if f.name not in others})
@@ -59,20 +59,22 @@ class Model:
 
     def _require_pattern(self) -> None:
         if not isinstance(self.pattern, str):
-            raise ValueError(f"pattern {self.pattern!r}: expected a text")
+            raise ValueError(f"pattern {quoted(self.pattern)}: expected a text")
         if not self.kinds:
             if self.pattern:
-                raise ValueError(f"pattern {self.pattern!r}: expected kinds beside it")
+                raise ValueError(f"pattern {quoted(self.pattern)}: expected kinds beside it")
             return
         if not self.pattern and len(self.kinds) > 1:
             raise ValueError("pattern is missing: expected which layer is of which kind")
         word = self.layer_kinds
         for kind in word:
             if kind not in self.kinds:
-                raise ValueError(f"pattern: {kind!r} is none of kinds, {', '.join(self.kinds)}")
+                raise ValueError(
+                    f"pattern: {quoted(kind)} is none of kinds, {', '.join(self.kinds)}"
+                )
         if len(word) != self.layers:
             raise ValueError(
-                f"pattern {self.pattern!r}: of {len(word)} layers; expected {self.layers}"
+                f"pattern {quoted(self.pattern)}: of {len(word)} layers; expected {self.layers}"
             )
 
     @property

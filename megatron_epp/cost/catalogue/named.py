@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from megatron_epp.cost.catalogue.bounded_file import read_bounded
+from megatron_epp.ir.errors import quoted
+from megatron_epp.safe_files import read_bounded
 
 _MOST_BYTES = 16 << 20  # a profile takes 5 KB
 _CURE = {
@@ -29,7 +30,7 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
         return from_json(f"{what} file {name}", read_json(what, name), kind)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
-    raise ValueError(f"unknown {what} {name!r}; {hint} A JSON file's path is taken too.")
+    raise ValueError(f"unknown {what} {quoted(name)}; {hint} A JSON file's path is taken too.")
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> str:
@@ -38,7 +39,7 @@ def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> st
     names = list(known)
     near = difflib.get_close_matches(name, names, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    return f"unknown {what} {name!r}{hint} Known: {', '.join((*names, *others))}"
+    return f"unknown {what} {quoted(name)}{hint} Known: {', '.join((*names, *others))}"
 
 
 def read_json(what: str, path: str) -> Any:
@@ -79,7 +80,7 @@ def from_json[T](where: str, value: Any, kind: type[T]) -> T:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
             raise ValueError(
-                f"{where}: unknown field {key!r}"
+                f"{where}: unknown field {quoted(key)}"
                 + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(fields)}")
             )
     lacking = [

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron_epp.cost.columns import Column
 from megatron_epp.ir import Kind
+from megatron_epp.ir.errors import quoted
 
 ELEMENT_BYTES = 2  # bf16
 STATE_BYTES = 4  # float32, as the scans of states keep them
@@ -26,15 +27,15 @@ def require_sizes(value: Any, least: Mapping[str, int]) -> None:
     for name, low in least.items():
         size = getattr(value, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < low:
-            raise ValueError(f"{name} {size!r}: expected a whole number of at least {low}")
+            raise ValueError(f"{name} {quoted(size)}: expected a whole number of at least {low}")
         if size > MOST:
-            raise ValueError(f"{name} {size!r}: expected at most {MOST}")
+            raise ValueError(f"{name} {quoted(size)}: expected at most {MOST}")
 
 
 def require_flags(value: Any, names: tuple[str, ...]) -> None:
     for name in names:
         if not isinstance(getattr(value, name), bool):
-            raise ValueError(f"{name} {getattr(value, name)!r}: expected true or false")
+            raise ValueError(f"{name} {quoted(getattr(value, name))}: expected true or false")
 
 
 class Decoder(Protocol):

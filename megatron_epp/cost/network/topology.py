@@ -18,6 +18,7 @@ from math import sqrt
 
 from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device
 from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.ir.errors import quoted, require_name
 
 SWITCH, MESH, RINGS = "switch", "mesh", "rings"
 
@@ -44,21 +45,22 @@ class Topology:
     link_bytes_per_second: float = 0.0
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise ValueError(f"topology name {self.name!r}: expected a word")
+        require_name("topology name", self.name)
         for field, known in (("inside", (SWITCH, MESH)), ("between", (SWITCH, RINGS))):
             if getattr(self, field) not in known:
-                raise ValueError(f"{field} {getattr(self, field)!r}: expected {' or '.join(known)}")
+                raise ValueError(
+                    f"{field} {quoted(getattr(self, field))}: expected {' or '.join(known)}"
+                )
         devices = self.node_devices
         if (
             not isinstance(devices, int)
             or isinstance(devices, bool)
             or not (0 <= devices <= MOST_DEVICES)
         ):
-            raise ValueError(f"node_devices {devices!r}: expected from 0 to {MOST_DEVICES}")
+            raise ValueError(f"node_devices {quoted(devices)}: expected from 0 to {MOST_DEVICES}")
         rate = self.link_bytes_per_second
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1e24:
-            raise ValueError(f"link_bytes_per_second {rate!r}: expected bytes a second, or 0")
+            raise ValueError(f"link_bytes_per_second {quoted(rate)}: expected bytes a second, or 0")
 
 
 # `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical

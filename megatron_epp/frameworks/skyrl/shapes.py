@@ -1,12 +1,13 @@
 """SkyRL: mappings with sequences [B, S] and their mask, whose padding its wrapper removes.
 
-Rules of ``distributed/megatron/megatron_utils.py`` (preprocess_packed_seqs, remove_left_padding).
+Rules of ``distributed/megatron/megatron_utils.py`` (preprocess_packed_seqs, remove_left_padding)
+and, from release 0.4.0 on, ``packing_utils.py`` there.
 """
 
 import math
 from typing import Any
 
-from megatron_epp.frameworks.caller import Caller, Reader
+from megatron_epp.frameworks.caller import Caller, Reader, release_of
 from megatron_epp.frameworks.rows import beside, in_a_row, kept, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
@@ -15,7 +16,12 @@ def skyrl_reader(caller: Caller) -> Reader | None:
     wrapper = caller.brings("self")
     if wrapper is None:
         return None
-    each = math.lcm(caller.aligned, 16 * caller.cp) if caller.fp8 else caller.aligned
+    each = caller.aligned
+    if caller.fp8:
+        multiple = _fp8_multiple(caller)
+        if multiple is None:
+            return None
+        each = math.lcm(each, multiple)
     packed = wrapper.remove_microbatch_padding
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
@@ -28,3 +34,16 @@ def skyrl_reader(caller: Caller) -> Reader | None:
         return in_a_row(lengths, each)
 
     return read
+
+
+def _fp8_multiple(caller: Caller) -> int | None:
+    """Return what fp8 makes rows a multiple of; None: it cannot be told, the recipe being open."""
+    if release_of("skyrl") < (0, 4):
+        return 16 * caller.cp
+    recipe = getattr(caller.config, "fp8_recipe", None)
+    recipe = str(getattr(recipe, "value", recipe)).strip().lower()
+    if recipe == "auto":
+        return None
+    if recipe == "mxfp8":
+        return 32 * caller.tp * caller.cp
+    return (128 * caller.tp if caller.tp > 1 else 16) * caller.cp

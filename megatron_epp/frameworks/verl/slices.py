@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.frameworks.caller import release_of
 from megatron_epp.mcore.loops.adapter import refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
@@ -32,14 +33,20 @@ class VerlSamples(TokenSamples):
     def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
+        self._pads_to_rows = release_of("verl") >= (0, 9, 1)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """As verl shifts labels along a pack: padding, or the next sample's first token; the
-        sample's own first one where context-parallel ranks share it, unless it is short."""
+        """Return the label of a sample's last token, as verl shifts labels along a pack.
+
+        Padding, or the next sample's first token. Where context-parallel ranks share a sample, its
+        own first one, unless it is padded: from release 0.9.1 on to its rows in the pack, before
+        where it is shorter than the least of them.
+        """
         length = len(samples[number])
         if self._context_ranks > 1:
-            short = length < 2 * self._tensor_ranks * self._context_ranks
-            return 0 if short else int(samples[number][0])
+            least = 2 * self._tensor_ranks * self._context_ranks
+            padded = length % least if self._pads_to_rows else length < least
+            return 0 if padded else int(samples[number][0])
         padded = length % self._tensor_ranks
         return 0 if padded else int(samples[(number + 1) % len(samples)][0])
 

@@ -6,12 +6,14 @@ where they come another way, as from a checkpoint's arguments or from a script's
 refused by rows here.
 """
 
+import re
 from typing import Any, Literal
 
 from megatron_epp.mcore.kinds.limit import Limit, Reason, any_of, not_computed, of_config, settings
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.te_reference import reference_switch
 
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _LOOPS = "run whole micro-batches (install_schedule)"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
@@ -60,6 +62,15 @@ def _positions(model: Any) -> str | None:
         return "positions of several axes (mrope) are not spread over context-parallel ranks"
     known = kind in (*_POSITIONS, "yarn", "mrope")
     return None if known else f"slices do not compute positions of type {kind}"
+
+
+def _odd_rotary(args: Any) -> bool:
+    """Whether the rotary channels of a head do not make the pairs that are turned."""
+    if args.position_embedding_type not in ("rope", "yarn", "mrope"):
+        return False
+    latent = getattr(args, "multi_latent_attention", False)
+    channels = getattr(args, "qk_pos_emb_head_dim" if latent else "kv_channels", None) or 0
+    return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
 
 
 def _follows_length(model: Any) -> str | None:
@@ -226,6 +237,12 @@ TABLE: tuple[Limit, ...] = (
         slices=_positions,
     ),
     Limit(
+        "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size over "
+        "--num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
+        "give an even number",
+        _odd_rotary,
+    ),
+    Limit(
         "rotary embeddings that follow a call's length (rope_type dynamic or longrope, in models "
         "of ms-swift)",
         _LOOPS,
@@ -315,5 +332,12 @@ def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any)
         asked = getattr(limit, place)
         if asked is not None and (reason := asked(asked_of)):
             runs = "slices do not compute" if place == "slices" else "--epp does not run"
-            return reason if isinstance(reason, str) else f"{runs} {limit.what}: {limit.instead}"
+            text = reason if isinstance(reason, str) else f"{runs} {limit.what}: {limit.instead}"
+            return in_settings(text) if place in ("slices", "calls") else text
     return None
+
+
+def in_settings(text: str) -> str:
+    """Return ``text`` for the caller of a loop, who has no flags but the model's configuration."""
+    named = {"epp": "slices", "disable-bias-linear": "add_bias_linear=False"}
+    return _FLAG.sub(lambda flag: named.get(flag[1], flag[1].replace("-", "_")), text)

@@ -35,6 +35,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.safe_files import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -302,9 +303,8 @@ def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
     path = Path(args.load or "") / name
     if not args.load or not path.exists():
         return None
-    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        budgets = json.loads(text)
+        budgets = json.loads(read_text(path, "a list of bytes", "replace"))
         if not isinstance(budgets, list) or not all(
             isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
             for one in budgets

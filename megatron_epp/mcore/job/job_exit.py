@@ -9,7 +9,6 @@ elsewhere would never join.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import linecache
 import logging
@@ -21,10 +20,11 @@ import traceback
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import psutil
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_epp.ir.errors import for_terminal
+from megatron_epp.mcore.job.emergency_exit import SAVES, end_now
 from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.runtime.executor import LinkLost
 
@@ -36,6 +36,7 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # What Megatron says, in part, and what to do in the place of what it asks for.
 _REMEDIES = {
     "sharding type": "The optimizer's states were saved for one layout; save with "
@@ -143,18 +144,41 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
         if may_report:
             rank, _ = rank_of()
             where = f" (rank {rank} on {socket.gethostname()})" if alone else ""
-            print(f"megatron_epp: error: {error}{where}", file=sys.stderr)
+            print(f"megatron_epp: error: {for_terminal(str(error))}{where}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        end_children()
+        if status == BAD_INPUT:
+            _finish_saves()
     finally:
-        os._exit(status)
+        end_now(status)
 
 
-def end_children() -> None:
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+def _finish_saves() -> None:
+    """Finish asynchronous saves, which takes all ranks: where all are refused, and have met."""
+    _, ranks = rank_of()
+    if SAVES.pending() and (ranks <= 1 or _meeting_place().add(_REFUSED, 0) >= ranks):
+        from megatron.training.async_utils import maybe_finalize_async_save
+
+        maybe_finalize_async_save(blocking=True)
+
+
+def require_launcher() -> None:
+    """End this rank in one line where torchrun, which keeps the store, is gone already.
+
+    The thread that watches it (launcher.py) cannot know that it was there before.
+    """
+    if os.environ.get(_AGENT_STORE) != "True":
+        return
+    try:
+        _meeting_place()
+    except RuntimeError:
+        rank, place = (os.environ.get(name, "") for name in ("RANK", "MASTER_ADDR"))
+        print(
+            f"megatron_epp: rank {rank} ends: torchrun is gone (its store on {place} does not "
+            f"answer in {PATIENCE_AT_START_SECONDS:.0f} s)",
+            file=sys.stderr,
+        )
+        end_now(FAILED)
 
 
 def _may_report() -> tuple[bool, bool]:
@@ -188,7 +212,7 @@ def _meeting_place() -> Any:
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get(_AGENT_STORE) != "True":
         raise RuntimeError("not started by torchrun: there is no store yet")
     store = distributed.TCPStore(
         host_name=os.environ["MASTER_ADDR"],

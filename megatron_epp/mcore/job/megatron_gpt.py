@@ -13,7 +13,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.documents import dataset_fields
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.requested import place_of
+from megatron_epp.safe_files import read_text
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -288,6 +288,14 @@ def _reads_data(vp_stage: int | None = None) -> bool:
     return args.sft or is_first_or_last_pipeline_stage(vp_stage) or _holds_mtp(args, vp_stage)
 
 
+def _sequences_of(path: str) -> Any:
+    """Return what --per-dataset-sequences-path says. ValueError: the file cannot be read."""
+    try:
+        return json.loads(read_text(path, "a number of sequences for every corpus, in JSON"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--per-dataset-sequences-path {path}: {error}") from error
+
+
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its flags."""
     blend, blend_per_split = blends_of(args)
@@ -296,7 +304,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         **dataset_fields(args, build_tokenizer(args)),
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "sequences_per_dataset": None if path is None else json.loads(Path(path).read_text()),
+        "sequences_per_dataset": None if path is None else _sequences_of(path),
         # what a sample is
         "reset_position_ids": args.reset_position_ids,
         "reset_attention_mask": args.reset_attention_mask,

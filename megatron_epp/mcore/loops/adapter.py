@@ -153,7 +153,8 @@ def rows_of(
             raise ValueError(
                 f"the adapter's rows of micro-batch {number}, document {document}, tokens "
                 f"[{start}:{stop}]: {name!r} has shape {tuple(tensor.shape)}; expected [1, "
-                f"{stop - start}, ...] (does it have as many as the adapter's lengths say?)"
+                f"{stop - start}, ...] (does it have as many as the adapter's lengths say? leave "
+                f"{name!r} out of the keys if it has no row for each token)"
             )
     return rows
 

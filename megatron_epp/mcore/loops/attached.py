@@ -17,6 +17,7 @@ from megatron.core import tensor_parallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_epp.autoload import say_mode
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import FULL
 from megatron_epp.layers.attention.varlen import on_device
@@ -329,4 +330,5 @@ def attach_to(
         if not 0 < memory_gib < math.inf:
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
         memory = ActivationBudget.of(part.config, part.vocab_size, memory_gib * GIB)
+    say_mode("level 1", f"{type(adapter).__name__} on a {type(part).__name__}")
     return AttachedModel(model, part, adapter, chosen, head_again, memory)

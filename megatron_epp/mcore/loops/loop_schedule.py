@@ -4,22 +4,19 @@ One object stands in for all of Megatron's schedules. What it keeps between
 calls is what it has learnt: process groups of this replica, seconds of ops, plans.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line
+from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.planned_call import PlannedCall
 from megatron_epp.mcore.loops.replica.rank_status import LoopRefusal
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.runtime.executor import OutsidePhase
-
-logger = logging.getLogger(__name__)
 
 
 class LoopSchedule:
@@ -81,8 +78,7 @@ class LoopSchedule:
         """Megatron's own schedule runs the call; said once for every reason, by one rank."""
         if reason not in self._logged:
             self._logged.add(reason)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning("Megatron's own schedule runs %s", reason)
+            say(f"Megatron's own schedule runs {reason}")
         return self.stock[kind](**keywords)
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError
+from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
@@ -209,7 +210,8 @@ class Pipelines:
             costs = one_queue(device)
             if costs is not None and dist.get_rank() == 0:
                 logger.warning("%s", costs)
-            Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+            watched = (current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout)
+            Watcher(*watched, end=end_now).start()
             programs = ProgramRunner(device, current_op, groups)
             self._programs, communicators = (group, programs), None
         assert programs.groups is not None, "there are several stages"

@@ -6,14 +6,20 @@ by part (parts.py).
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from megatron_epp.cost.build import even_layers
-from megatron_epp.ir import PlanError
-from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
+from megatron_epp.ir.placement import (
+    A_PLACEMENT,
+    EVENLY,
+    Placement,
+    read_placement,
+    require_last_stage,
+)
 from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
+from megatron_epp.safe_files import read_text
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
 # hold args. Empty where stage i lies on rank i.
@@ -42,14 +48,14 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
         return None
     try:
-        placement = read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
+        placement = read_placement(text, ranks, partial(read_text, expected=A_PLACEMENT))
         require_last_stage(placement)
     except OSError as error:
         raise ValueError(
             f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, auto, "
             "flags, or a file"
         ) from error
-    except (PlanError, UnicodeDecodeError) as refusal:
+    except ValueError as refusal:
         raise ValueError(f"--epp-placement {text}: {refusal}") from refusal
     if placement.is_even:
         return None

@@ -17,6 +17,7 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.kinds.modules import changed_tensors
 from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
 from megatron_epp.mcore.model.attention import this_device
@@ -109,6 +110,7 @@ class ElasticSchedule:
             report = self.observer.gather(step, ran.records, ran.failure, ran.host_peak_bytes)
             between = "optimizer and what else Megatron does between iterations"
             self.current_op.enter(OutsidePhase(between))
+            SAVES.look()
             return Attempt(step, ran.records, report)
 
         def undo() -> None:

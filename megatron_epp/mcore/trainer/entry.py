@@ -89,6 +89,7 @@ def train(
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
+    job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
     args = read_flags()

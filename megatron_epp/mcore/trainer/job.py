@@ -24,6 +24,7 @@ from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
@@ -175,13 +176,13 @@ class Job:
 
     def _watch(self, groups: Groups) -> None:
         """Have this rank say its op when it is terminated, and when it hangs."""
-        if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
-            report_when_terminated(self._current_op, dist.get_rank())
+        report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
             groups.pipeline_ranks,
             dist.get_rank(),
             groups.timeout,
+            end=end_now,
             together=groups.in_lockstep,
         ).start()
 

@@ -16,16 +16,23 @@ import time
 
 import psutil
 
-from megatron_epp.mcore.job.job_exit import end_children
+from megatron_epp.mcore.job.emergency_exit import SAVES, leave
 
 EVERY_SECONDS = 1.0
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives it to those that it starts
+_watching: set[int] = set()  # this process, once it watches; not one that is forked from it
 
 
 def end_with_launcher() -> None:
-    """Watch the torchrun that started this process, if one did, from a thread."""
-    leader = _leader()
+    """Watch the torchrun that started this process, if one did, from a thread.
+
+    Called first of all: torchrun may be killed while this process imports torch and Megatron, and
+    whoever asks for its parent afterwards finds another. What happens before is found out at the
+    store (:func:`~megatron_epp.mcore.job.job_exit.require_launcher`).
+    """
+    leader = None if os.getpid() in _watching else _leader()
     if leader is not None:
+        _watching.add(os.getpid())
         name, watched = "megatron_epp-launcher", (leader, leader.ppid())
         threading.Thread(target=_watch, args=watched, name=name, daemon=True).start()
 
@@ -43,12 +50,15 @@ def _leader() -> psutil.Process | None:
 
 def _watch(leader: psutil.Process, launcher: int) -> None:
     while _parent(leader) == launcher:
+        SAVES.look()
         time.sleep(EVERY_SECONDS)
+    SAVES.ask()
     rank = os.environ.get("RANK", "0")
     message = f"megatron_epp: rank {rank} ends: torchrun (process {launcher}) is gone"
+    if SAVES.under_way():
+        message += " (after the checkpoint that is being written or asked for)"
     print(message, file=sys.stderr, flush=True)
-    end_children()
-    os._exit(1)
+    leave(1)
 
 
 def _parent(process: psutil.Process) -> int | None:

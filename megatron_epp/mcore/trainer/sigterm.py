@@ -1,18 +1,20 @@
 """A last word when the job is being killed: which op this rank was in."""
 
-import os
 import signal
 import socket
 import sys
 import threading
 
+from megatron_epp.mcore.job.emergency_exit import leave
 from megatron_epp.runtime.executor import CurrentOp
 
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
 def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
-    """On SIGTERM, print what ``current_op`` says and end the process at once.
+    """On SIGTERM, print what ``current_op`` says and end the process and its children.
+
+    At once, unless a checkpoint is being written (emergency_exit.py).
 
     A rank that waits inside a collective or for a message runs no Python signal handler; the
     wake-up descriptor is written by the C-level handler and read by a thread, which can.
@@ -27,12 +29,12 @@ def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
 
-    def listen():
-        # The sockets live as long as this thread: as long as the process.
+    def listen(_wake: socket.socket) -> None:
+        # Both ends stay open as long as this thread has them: as long as the process.
         while signal.SIGTERM not in woken.recv(1):
             pass
         print(f"megatron_epp: rank {rank} terminated: {current_op}", file=sys.stderr, flush=True)
-        wake.close()
-        os._exit(_SIGTERM_STATUS)
+        leave(_SIGTERM_STATUS)
 
-    threading.Thread(target=listen, name="megatron_epp-watch", daemon=True).start()
+    name = "megatron_epp-watch"
+    threading.Thread(target=listen, args=(wake,), name=name, daemon=True).start()

@@ -4,9 +4,9 @@ Both keep the rule that a bucket holds at most one tail, so at most one cut docu
 """
 
 import numpy as np
-from numba import njit
 
 from megatron_epp.planner.chunks.slicing import Cuts, Rates
+from megatron_epp.sim.jit import njit
 
 
 def alg1(
@@ -30,7 +30,7 @@ def alg1(
     )
 
 
-@njit(cache=True)
+@njit()
 def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_tokens):
     tails, shorts = len(tail_seconds), len(short_seconds)
     seconds = np.empty(tails + shorts)
@@ -95,7 +95,7 @@ def longest_first(
     )
 
 
-@njit(cache=True)
+@njit()
 def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start, most_tokens):
     tails, shorts = len(tail_seconds), len(short_seconds)
     count = len(start)

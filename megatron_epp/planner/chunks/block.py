@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numba import njit
 
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams, forward_turns
 from megatron_epp.planner.chunks.slicing import Rates, Spans, cut_each
+from megatron_epp.sim.jit import njit
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def build_block(
     return block.arranged(forward_turns(params, block.groups, len(groups)))
 
 
-@njit(cache=True)
+@njit()
 def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
     """The place of every short document: each to the one that is done first and has room."""
     place = np.empty(len(short_seconds), dtype=np.int64)

@@ -13,12 +13,12 @@ import dataclasses
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
-from numba import njit
 
 from megatron_epp.ir import ALL_RANKS
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans, cut_each
+from megatron_epp.sim.jit import njit
 
 
 def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
@@ -109,7 +109,7 @@ def local_chunks(
     return dataclasses.replace(chunking, rank=rank, ranks=ranks), tails
 
 
-@njit(cache=True)
+@njit()
 def _assign(seconds, rows, document_seconds, tokens, most_rows, ranks):
     """The place, rank r of chunk c at c * ranks + r, of every document: longest first to the one
     that is done first; further chunks where all places are full."""

@@ -7,9 +7,9 @@ its own file only. For the same reason the codes of ir.KIND_CODE and ir.Payload 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from megatron_epp.ir import KIND_CODE, Kind
+from megatron_epp.sim.jit import njit
 
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(code)] for code in "FBIWHG"] == [F, B, I, W, H, G]
@@ -20,7 +20,6 @@ BLOCK = 8  # ranks looked at together
 # the arrays in their arguments, which would take as long as all else that they do; and nobody calls
 # them from Python.
 UNCOUNTED: dict[str, Any] = {
-    "cache": True,
     "_nrt": False,
     "no_cpython_wrapper": True,
     "no_cfunc_wrapper": True,
@@ -28,7 +27,7 @@ UNCOUNTED: dict[str, Any] = {
 INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _message(kind, s, stages, head):
     """(payload, row of link_seconds, receiving stage) of what an op of stage ``s`` hands on; the
     stage itself where what it made lies there at once, -1 where it hands nothing on."""
@@ -45,7 +44,7 @@ def _message(kind, s, stages, head):
     return 0, 0, -1
 
 
-@njit(cache=True)
+@njit()
 def _arrivals(stages, count, head):
     """[payloads, stages, chunks] seconds at which what an F, a B (or I), an H needs has come."""
     arrival = np.full((3 if head else 2, stages, count), np.inf)
@@ -55,7 +54,7 @@ def _arrivals(stages, count, head):
     return arrival
 
 
-@njit(cache=True)
+@njit()
 def _rise(moves, split, head):
     """[stages]: a bound on the same that holds whatever is alive, or infinity where none does.
 
@@ -79,7 +78,7 @@ def _rise(moves, split, head):
     return rise
 
 
-@njit(cache=True, inline="always")
+@njit(inline="always")
 def _first_to_wake(wake, firsts, stale):
     """The rank, the first among equals; brings ``firsts`` of the ``stale`` blocks up to date."""
     r = 0
@@ -197,7 +196,7 @@ class Candidates(NamedTuple):
     next_input: float
 
 
-@njit(cache=True)
+@njit()
 def _initial(problem, limits):
     """Return the state before the first op."""
     moves, rank_of, by_rank = problem.moves, problem.rank_of, problem.by_rank
@@ -420,7 +419,7 @@ def _send(kind, s, c, done, problem, limits, state):
     return receiver
 
 
-@njit(cache=True)
+@njit()
 def schedule_with(problem, limits):
     """Return the fields of list_scheduler.Schedule but ``over_bytes``.
 
@@ -473,7 +472,7 @@ def schedule_with(problem, limits):
     return seconds, peaks, kinds, chunks, on_stage, start, stop
 
 
-@njit(cache=True)
+@njit()
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     """As replay.replayed says, of arrays: seconds, peaks, start, stop.
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
-from numba import njit
+
+from megatron_epp.sim.jit import njit
 
 MIP_GAP = 0.02  # the paper's, relative
 # The solver's own work limit, in place of a clock. Real programs need a few dozen nodes at most.
@@ -65,7 +66,7 @@ def memory_rows(
     return MemoryRows(count + stages - 1, steps, starts, slots, values, missing)
 
 
-@njit(cache=True)
+@njit()
 def _missing(least, backward_order, moves, saved, budget):
     """[stages, chunks]: bytes above the budget around each backward, where ``saved`` bytes of
     every chunk are freed by recompute; negative where there is room. And the most chunks alive."""
@@ -89,7 +90,7 @@ def _missing(least, backward_order, moves, saved, budget):
     return missing, alive
 
 
-@njit(cache=True)
+@njit()
 def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
     steps, stages, count = freed.shape
     total = count + stages - 1

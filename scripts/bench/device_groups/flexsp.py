@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
+from megatron_epp.sim.jit import njit
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError
@@ -154,7 +154,7 @@ def _mixes(powers: int) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.array([power for mix in found for power in mix], dtype=np.int64)
 
 
-@njit(cache=True)
+@njit()
 def _all_mixes(starts, degrees, tokens, pairs, token_s, pair_s, chunk_s, most):
     count = len(starts) - 1
     makespans = np.empty(count)
@@ -165,7 +165,7 @@ def _all_mixes(starts, degrees, tokens, pairs, token_s, pair_s, chunk_s, most):
     return makespans
 
 
-@njit(cache=True)
+@njit()
 def _assign(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
     """Longest first to the group that is done first; the makespan, infinite where none has room."""
     groups = len(which)
@@ -190,7 +190,7 @@ def _assign(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
     return seconds.max()
 
 
-@njit(cache=True)
+@njit()
 def _shaken(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
     """The best of several local optima: each document in turn is moved to every other group, and
     what results is improved again. ``group_of`` becomes the best."""
@@ -212,7 +212,7 @@ def _shaken(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
     return best
 
 
-@njit(cache=True)
+@njit()
 def _improve(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
     """Moves and swaps documents of the slowest group while that helps; the makespan."""
     groups, documents = len(which), len(tokens)

@@ -31,6 +31,7 @@ from megatron.core.transformer import TransformerConfig
 
 from tests.mcore.loops.joined import joined
 from tests.mcore.loops.rebuilt_groups import ReloadableWorld
+from tests.waiting import LAST_RESORT_SECONDS
 
 RANKS, WORDS, MICRO_BATCHES, CALLS = 4, 97, 8, 4
 EXPERTS = {
@@ -102,7 +103,8 @@ def calls(model, prepare=lambda number: None) -> list:
 def compared(model, prepare=lambda number: None) -> dict[str, object]:
     """Megatron's schedule, then ours: the worst difference, and the orders that this rank ran."""
     expected, ran = calls(model), []
-    with megatron_epp.install_schedule(observe=ran.append, timeout=timedelta(seconds=40)):
+    timeout = timedelta(seconds=LAST_RESORT_SECONDS)
+    with megatron_epp.install_schedule(observe=ran.append, timeout=timeout):
         ours = calls(model, prepare)
     worst = max(
         float((gradients[name] - gradient).abs().max() / gradient.abs().max())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.mcore.patching import cpu_host
+from tests.waiting import LAST_RESORT_SECONDS
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def joined(ranks: int) -> Iterator[tuple[int, Path, dict[str, Any]]]:
         store=dist.FileStore(str(folder / "meeting"), ranks),
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=LAST_RESORT_SECONDS),
     )
     answers: dict[str, Any] = {}
     with cpu_host.double_precision():

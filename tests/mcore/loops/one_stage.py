@@ -15,6 +15,7 @@ from unittest.mock import patch
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
 import megatron_epp
+from megatron_epp import autoload
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -222,6 +223,10 @@ def refusals() -> dict:
     model.config.context_parallel_size = 4
     found["heads"] = refusal(lambda: megatron_epp.attach(model, Samples()))
     model.config.context_parallel_size = 1
+    said: list[str] = []
+    with patch.object(autoload, "say", said.append):
+        megatron_epp.attach(build(), Samples())
+    found["attached"] = " ".join(said)
     model.config.num_moe_experts, model.config.moe_router_load_balancing_type = 4, "sinkhorn"
     found["sinkhorn"] = refusal(lambda: megatron_epp.attach(model, Samples()))
     return found

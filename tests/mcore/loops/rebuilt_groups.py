@@ -11,7 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-PATIENCE = timedelta(seconds=20)
+from tests.waiting import LAST_RESORT_SECONDS
+
+PATIENCE = timedelta(seconds=LAST_RESORT_SECONDS)
 QUERIES = """
     get_rank get_world_size get_backend get_global_rank get_group_rank get_process_group_ranks
     all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all all_to_all_single

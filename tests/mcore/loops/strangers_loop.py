@@ -31,6 +31,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from tests.waiting import LAST_RESORT_SECONDS
+
 CALLS, MICRO_BATCHES, MULTIPLE = 5, 6, 8
 FORWARD_STEPS = "slime.backends.megatron_utils.model"
 
@@ -103,7 +105,7 @@ def calls(function, model, step) -> list:
 def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LAST_RESORT_SECONDS))
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     own = schedules.forward_backward_pipelining_without_interleaving
     own = getattr(own, "__wrapped__", own)

@@ -144,7 +144,8 @@ def test_lengths_that_lie_are_refused_with_their_place() -> None:
         rows_of(Lying([9]), None, 2, 0, 3, 9)
     assert str(error.value) == (
         "the adapter's rows of micro-batch 2, document 0, tokens [3:9]: 'tokens' has shape "
-        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say?)"
+        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say? leave "
+        "'tokens' out of the keys if it has no row for each token)"
     )
 
 
@@ -229,3 +230,15 @@ def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
     }
     found = limit_for("slices", model)
     assert found is None if says is None else str(found).startswith(says)
+    assert "--" not in str(found)
+
+
+def test_what_slices_do_not_compute_is_said_in_the_callers_words() -> None:
+    """A loop has the model's configuration, and no flags."""
+    from megatron_epp.mcore.capabilities.table import TABLE, in_settings
+
+    said = [in_settings(f"{row.what}: {row.instead}") for row in TABLE if row.slices or row.calls]
+    assert said and not [line for line in said if "--" in line]
+    assert in_settings("give --moe-token-dispatcher-type alltoall, or run without --epp") == (
+        "give moe_token_dispatcher_type alltoall, or run without slices"
+    )

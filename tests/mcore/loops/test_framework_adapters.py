@@ -2,6 +2,7 @@
 their losses meet, and what they refuse. scripts/upstream runs the frameworks' own steps."""
 
 import functools
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -255,12 +256,17 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
     assert [one.grad[:, 0].tolist() for one in outputs] == [[0, 1, 2], [3, 4, 5, 6, 7]]
 
 
-def test_verls_context_parallel_ranks_count_a_sample_once() -> None:
-    """A sample's last label is its first token, or padding of a short one; each of its ranks tells
-    a share of the tokens."""
+@pytest.mark.parametrize(
+    ("release", "label"), [("0.8.2", 7), ("0.9.0", 7), ("0.9.1", 0), ("0.10.0.dev0", 0)]
+)
+def test_verls_context_parallel_ranks_count_a_sample_once(release, label, monkeypatch) -> None:
+    """A sample's last label is its first token, or padding: of a short one, and from 0.9.1 on of
+    every sample that is padded. Each of its ranks tells a share of the tokens."""
+    monkeypatch.setattr(metadata, "version", {"verl": release}.__getitem__)
     batch, adapter = verls_batch(), VerlSamples(context_ranks=2)
-    assert spans(adapter, batch)[1] == [[1, 2, 3, 7]]
+    assert spans(adapter, batch)[1] == [[1, 2, 3, label]]
     assert adapter.rows(batch, 0, 2, 3)["labels"].tolist() == [[0]]
+    assert adapter.after([torch.tensor([9, 8, 7, 6])], 0) == 9  # as long as its rows
     assert adapter.lengths(batch) == LENGTHS
 
     class OfTokens(Engine):

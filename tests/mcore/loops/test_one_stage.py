@@ -47,3 +47,10 @@ def test_bad_input_is_one_line_on_every_rank(answers, case) -> None:
     for answer in answers:
         assert answer[case].startswith(BAD[case]), answer[case]
         assert "\n" not in answer[case]
+
+
+def test_attach_says_that_slices_run(answers) -> None:
+    for answer in answers:
+        assert answer["attached"].startswith("megatron_epp ")
+        assert ": level 1, megatron-core 0." in answer["attached"]
+        assert answer["attached"].endswith(", Samples on a GPTModel")

@@ -8,7 +8,6 @@ calls that cannot go well, each of which must end on both ranks, and at last one
 """
 
 import json
-import logging
 import sys
 from contextlib import contextmanager, nullcontext
 from itertools import batched
@@ -34,7 +33,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.autoload import PIPELINE
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
-from megatron_epp.mcore.loops import pipelines, planned_call
+from megatron_epp.mcore.loops import loop_schedule, pipelines, planned_call
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.planner.calls import call_plan
@@ -260,7 +259,7 @@ def unforeseen(model, rank: int) -> dict[str, list]:
     def fails(*words, **named):
         raise KeyError("what nobody foresaw")
 
-    found, logger = {}, logging.getLogger("megatron_epp")
+    found = {}
     for name, place in {
         "nothing": nullcontext(),
         "a rank's part": patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
@@ -272,12 +271,9 @@ def unforeseen(model, rank: int) -> dict[str, list]:
         "all stages": patch.object(MicroBatchStage, "__init__", fails),
     }.items():
         ran, said = [], []
-        handler = logging.Handler()
-        handler.emit = lambda record, said=said: said.append(record.getMessage())
-        logger.addHandler(handler)
-        with place, megatron_epp.install_schedule(observe=ran.append):
+        listened = patch.object(loop_schedule, "say", said.append if rank == 0 else len)
+        with place, listened, megatron_epp.install_schedule(observe=ran.append):
             made = [call(model, micro_batches()) for _ in range(2)]
-        logger.removeHandler(handler)
         found[name] = [made, len(ran), said]
     return found
 
