@@ -21,7 +21,8 @@ def test_the_promised_names() -> None:
     experts = {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
     states = {"nemotron-h-8b", "nemotron-3-nano", "nemotron-3-super", "qwen3-next-80b"}
     assert set(MODELS) == {*dense, *experts, *states, "gemma3-27b"}
-    assert set(DEVICES) == {"a100-40g", "a100-80g", "h100-80g", "h200-141g", "cpu"}
+    gpus = "a100-40g a100-80g h100-80g h200-141g h800-80g h20-96g b200-180g gb200-186g l40s-48g"
+    assert set(DEVICES) == {*gpus.split(), "cpu"}
 
 
 @pytest.mark.parametrize(

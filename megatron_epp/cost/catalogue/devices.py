@@ -126,6 +126,17 @@ _PCIE_4, _PCIE_5 = 20e9, 40e9
 # (tests/cost/test_published_attention.py).
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
 _HOPPER = (593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
+# The same shares of the data sheets' dense bf16 rates: H800 is an H100 with 400 GB/s of NVLink, H20
+# has 148 Tflops, B200 2,250 and NVLink of 1,800 GB/s, GB200 2,450 and NVLink over
+# racks (64 of 72 devices counted), L40S 362 and PCIe 4 alone. Groups' rates in the ratio of links.
+_H800_GROUPS = {2: 80e9, 4: 69e9, 8: 64e9, 16: 40e9, 32: 24e9, 64: 19e9}
+_BLACKWELL_GROUPS = {2: 358e9, 4: 312e9, 8: 290e9, 16: 40e9, 32: 24e9, 64: 19e9}
+_H800_RINGS, _BLACKWELL_RINGS, _PCIE_RINGS = {2: 156e9}, {2: 700e9}, {2: 20e9}
+_H800 = (593e12, 495e12, 1e-4, _H800_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
+_H20 = (89e12, 74e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
+_B200 = (1350e12, 1125e12, 1e-4, _BLACKWELL_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
+_GB200 = (1470e12, 1225e12, 1e-4, {2: 358e9, 4: 312e9, 8: 290e9}, 3200e9, 1e-5, 64, 200e9)
+_L40S = (217e12, 181e12, 1e-4, {2: 20e9}, 200e9, 1e-5, 8, _PCIE_4)
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -133,6 +144,11 @@ DEVICES: Mapping[str, Device] = {
         Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS),
         Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS),
         Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS),
+        Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS),
+        Device("h20-96g", 89.0, *_H20, 4.0e12, _HOPPER_RINGS),
+        Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS),
+        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS),
+        Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS),
         # One core packs K and V for its kernels and adds up their gradients: 6 to 8 us were
         # measured for a token of 256 channels, at this rate 7.
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
@@ -142,6 +158,7 @@ DEVICES: Mapping[str, Device] = {
 
 # GPUs of the catalogue, by the least memory and compute capability that they have.
 _GPUS = (
+    ("b200-180g", 100 * GIB, 10),
     ("h200-141g", 100 * GIB, 0),
     ("h100-80g", 0, 9),
     ("a100-80g", 50 * GIB, 0),
