@@ -18,8 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
 from megatron_epp.cost.catalogue.models import MODELS, Model
+from megatron_epp.cost.profile import ANALYTIC, Profile
 
 KERNELS = 2024
 # What a row may say was measured; of rates more is faster.
@@ -86,6 +87,11 @@ class PublicRow:
         return None if name is None else _models()[name]
 
     @property
+    def own(self) -> bool:
+        """Return whether this project measured it."""
+        return self.source.startswith("scripts/")
+
+    @property
     def kind(self) -> str:
         """Return "dense" or "MoE" of steps and layers of models, else what was measured."""
         model = self.model
@@ -143,3 +149,41 @@ def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
     """Return the median and the largest of the errors' sizes."""
     sizes = [abs(each) for each in values]
     return statistics.median(sizes), max(sizes)
+
+
+def accuracy_lines(profile: Profile) -> list[str]:
+    """Return a line for each device of an analytic ``profile``: how far the model is off there.
+
+    None for a measured profile, and for devices that the catalogue lacks.
+    """
+    if profile.provenance.kind != ANALYTIC:
+        return []
+    names = dict.fromkeys(name for name, _ in device_runs(profile.provenance.device))
+    return [_accuracy(name) for name in names if name in DEVICES]
+
+
+def _accuracy(device: str) -> str:
+    rows = [
+        row
+        for row in measurements()
+        if row.comparable and row.facts["device"] == device and row.model and not row.own
+    ]
+    parts: list[str] = []
+    for what, of in (
+        ("public measurements of dense models", errors_of(_of_kind(rows, "dense"), scores())),
+        ("of MoE", errors_of(_of_kind(rows, "MoE"), scores())),
+        ("of memory", errors_of(rows, scores(), memory=True)),
+    ):
+        if of:
+            median, worst = median_and_worst(of)
+            words = ("median ", "worst ") if not parts else ("", "")
+            joined = ", " if not parts else " and "
+            parts.append(
+                f"{words[0]}{median:.0%}{joined}{words[1]}{worst:.0%} of {len(of)} "
+                + (what if parts else what.replace("of MoE", "public measurements of MoE"))
+            )
+    return f"analytic model of {device}: " + ("; ".join(parts) or "no public measurement scores it")
+
+
+def _of_kind(rows: Iterable[PublicRow], kind: str) -> list[PublicRow]:
+    return [row for row in rows if row.kind == kind]

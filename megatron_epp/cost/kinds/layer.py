@@ -140,7 +140,7 @@ class Layer:
     @property
     def active_parameters(self) -> int:
         """Those that a token meets."""
-        return self.parameters + self._sum(lambda part: part.active_expert_parameters)
+        return self.parameters + self.active_expert_parameters
 
     @property
     def flops_per_token(self) -> float:
@@ -166,6 +166,21 @@ class Layer:
     def cp(self) -> bool:
         """Whether it runs under context parallelism."""
         return all(part.CP for part in self.parts)
+
+    @property
+    def active_expert_parameters(self) -> int:
+        """Those of experts that a token meets."""
+        return self._sum(lambda part: part.active_expert_parameters)
+
+    @property
+    def moved(self) -> float:
+        """Channels that kernels beside products and attention read or write in a forward."""
+        return sum(part.moved for part in self.parts)
+
+    @property
+    def permuted(self) -> float:
+        """Further channels where tokens are sorted by a kernel of its own."""
+        return sum(part.permuted for part in self.parts)
 
     @property
     def saved(self) -> int:

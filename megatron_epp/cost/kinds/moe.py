@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cost.kinds.base import RecomputedModule
+from megatron_epp.cost.kinds.base import MOVED, RecomputedModule
 from megatron_epp.cost.kinds.mlp import MLPPart, MLPSizes
 
 
@@ -44,11 +44,11 @@ class MoEPart(MLPPart):
     """A router, experts, a shared expert where there is one, and where experts take latents two
     linears around them.
 
-    Assumed: tokens go to all alike, and a chunk's constant is twice a dense layer's, for the
-    router, the exchanges and the wait that they end with.
+    Assumed: tokens go to all alike. A chunk's constant is five times a dense layer's, for the
+    router, the exchanges and the wait for their sizes: fitted to public measurements.
     """
 
-    DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 2
+    DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 5
 
     @classmethod
     def there(cls, shape: Any) -> bool:
@@ -87,6 +87,16 @@ class MoEPart(MLPPart):
         each = self._width + self.shape.expert_hidden * self.matrices
         once = self.shape.experts + self.shape.expert_latent
         return super()._inside + self.shape.active_experts * each + once
+
+    @property
+    def moved(self) -> float:
+        """Experts' inputs are only what :attr:`permuted` counts."""
+        return MOVED * (self.saved - self.shape.active_experts * self._width)
+
+    @property
+    def permuted(self) -> float:
+        """Copies of a token are sorted by expert: written before the experts, read after them."""
+        return 2.0 * self.shape.active_experts * self._width
 
     @property
     def weight_inputs(self) -> int:
