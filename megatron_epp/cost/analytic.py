@@ -45,9 +45,6 @@ LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the los
 # Share of the memory's rate at which a product's weights are read besides: cuBLAS on an H100 takes
 # as long for few rows (`cublas-h100` of the public measurements).
 WEIGHT_READ = 0.75
-# Grouped products of experts of so many channels take twice as long as wide ones', others by the
-# square of their channels: fitted to `vllm-experts-h200` and the steps of Qwen3.
-NARROW_EXPERT = 500.0
 # LayerNorms and activations move memory only: their recompute is taken as this share of the
 # linears' forward.
 NORM_FRACTION = 0.01
@@ -218,7 +215,7 @@ def _coefficients(
     kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
     rate = device.memory_efficiency * device.memory_bytes_per_second
     # DeepEP and HybridEP sort tokens while they send them.
-    moved = layer.moved + (layer.permuted if token_dispatcher == ALLTOALL else 0.0)
+    moved = layer.moved + (layer.routed.permuted if token_dispatcher == ALLTOALL else 0.0)
     light = ELEMENT_BYTES * moved / rate if rate else 0.0
     layer_cost = _layer(
         layer, linear, attention, launch, gather, float(kept), float(weight_inputs), light
@@ -248,10 +245,7 @@ def _coefficients(
 
 def _product_flops(layer: Layer, device: Device) -> float:
     """Flops of a token's products and scans, as many more of narrow experts as they take longer."""
-    flops, width = layer.flops_per_token, layer.shape.expert_hidden
-    if not device.memory_efficiency or not width:
-        return flops
-    return flops + 2.0 * layer.active_expert_parameters * (NARROW_EXPERT / width) ** 2
+    return layer.flops_per_token + (layer.routed.narrow_flops if device.memory_efficiency else 0.0)
 
 
 def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
@@ -317,11 +311,11 @@ def _layer(
         window=layer.window,
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
-        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
+        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
         expert_parameters=float(layer.expert_parameters),
         heads=float(layer.heads),
         tensor_gathers=2.0 * layer.gathers,
-        expert_copies=float(layer.shape.active_experts),
+        expert_copies=float(layer.routed.copies),
     )
 
 

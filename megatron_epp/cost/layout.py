@@ -320,13 +320,6 @@ class StageLayout:
             row[self.column(column)] = seconds.get(kind, 0.0) / self.shards
         return row
 
-    def weights_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-        """[columns] of one layer's op: what its weights take for every chunk."""
-        row = np.zeros(self.width)
-        row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * self.profile.tp / self.tp
-        row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / self.ep
-        return row
-
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
         keeps = self.profile.stores_last_slice

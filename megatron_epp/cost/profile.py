@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import device_like
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
@@ -538,7 +538,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
 def _with_host(profile: Profile, where: str) -> Profile:
     """A profile of version 4 with the host time of its device in the catalogue; what reads of
     weights and latencies take is in its constants."""
-    device = DEVICES.get(profile.provenance.device)
+    device = device_like(profile.provenance.device)
     if device is None or not device.host_seconds:
         return profile
     logger.warning(

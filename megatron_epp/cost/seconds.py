@@ -78,7 +78,7 @@ class OpSeconds:
             rows = [
                 layout.row(each.layer_seconds[kind], each)
                 + layout.extra_columns_row(each, kind)
-                + layout.weights_row(each, kind)
+                + _weights_row(layout, each, kind)
                 for each in layout.coefficients
             ]
             result[kind] = layout.over_stages(rows)
@@ -139,10 +139,10 @@ class OpSeconds:
             return recompute
         again = np.zeros_like(recompute)
         for (kind, mode), count in counts.items():
-            share = HOST_AGAIN if mode == FULL else HOST_AGAIN_PART
+            fraction = HOST_AGAIN if mode == FULL else HOST_AGAIN_PART
             if mode not in (KEEP, OFFLOAD):
                 of = self.layout.coefficients[kind].host_seconds.get(Kind.FORWARD, 0.0)
-                again += share * of * count
+                again += fraction * of * count
         device = self.per(Kind.BACKWARD) @ self.layout.features(loads)
         device = device - _unexchanged(self.exchange_per_token[Kind.BACKWARD], loads)
         both = np.maximum(device + recompute, self.host[Kind.BACKWARD][:, None] + again)
@@ -184,7 +184,7 @@ class OpSeconds:
         if mode == FULL or "core_attn" in modules:
             row += layout.extra_columns_row(of, Kind.FORWARD)
         if mode == FULL:
-            row += layout.weights_row(of, Kind.FORWARD)
+            row += _weights_row(layout, of, Kind.FORWARD)
             row[TOKENS] += exposed_seconds(layout, of)
             row[CHUNKS] += gather_latency(layout, of)
         elif _exchanges(mode):
@@ -227,6 +227,14 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
     """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
+
+
+def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+    """[columns] of one layer's op: what its weights take for every chunk."""
+    row = np.zeros(layout.width)
+    row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
+    row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep
+    return row
 
 
 def _exchanges(mode: str) -> bool:

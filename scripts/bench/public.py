@@ -19,13 +19,14 @@ from headline import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_epp.cost.analytic import ELEMENT_BYTES, NARROW_EXPERT, WEIGHT_READ
+from megatron_epp.cost.analytic import ELEMENT_BYTES, WEIGHT_READ
 from megatron_epp.cost.build import even_layers, named_cost
 from megatron_epp.cost.catalogue import public
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB, Device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.catalogue.public import PublicRow, Scores
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.kinds.moe import NARROW_EXPERT
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Chunk, Kind, Span

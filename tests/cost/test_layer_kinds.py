@@ -483,7 +483,7 @@ def test_flops_by_hand() -> None:
     narrow = dataclasses.replace(qwen, shape=dataclasses.replace(qwen.shape, expert_latent=512))
     routed = 8 * 3 * 512 * 768 + 2048 * 128 + 2 * 2048 * 512  # both projections
     assert narrow.flops_per_token == 2 * (attention + routed + 2 * 2048)
-    assert narrow.expert_exchanged == 8 * 512 and qwen.expert_exchanged == 8 * 2048
+    assert narrow.routed.exchanged == 8 * 512 and qwen.routed.exchanged == 8 * 2048
     assert qwen.saved - narrow.saved == 8 * (2048 - 512) - 512
     deepseek = model("deepseek-v3").shapes["experts"]
     queries = 7168 * 1536 + 1536 + 1536 * 128 * 192

@@ -134,6 +134,10 @@ def test_damaged_profiles() -> None:
         ({"group_bytes_per_second": {"0": 1e9}}, "group_bytes_per_second of a group of '0': "),
         ({"group_bytes_per_second": {"-4": 1e9}}, "group_bytes_per_second of a group of '-4': "),
         ({"group_bytes_per_second": {"8": True}}, "group_bytes_per_second of a group of '8' True"),
+        ({"memory_efficiency": 1.5}, "memory_efficiency 1.5: expected from 0 to 1"),
+        ({"host_forward_seconds": -1}, "host_forward_seconds -1: expected from 0 to 1000"),
+        ({"host_backward_seconds": "1"}, "host_backward_seconds '1': expected a number"),
+        ({"gather_latency_seconds": {"2": -1}}, "gather_latency_seconds of a group of '2' -1: "),
         ({"group_bytes_per_second": {}}, "group_bytes_per_second: expected a rate for one size"),
     ],
 )

@@ -211,6 +211,14 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
     )
 
 
+def device_like(text: str) -> Device | None:
+    """Return the device of the catalogue of that name, or of that chip: ``NVIDIA H100 80GB HBM3``,
+    as torch has it, is an ``h100-80g``; None where the catalogue has no such chip."""
+    words = set(re.split(r"[^a-z0-9]+", text.lower()))
+    chips = (each for name, each in DEVICES.items() if name.partition("-")[0] in words)
+    return DEVICES.get(text) or (None if "cpu" in words else next(chips, None))
+
+
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
 _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
 

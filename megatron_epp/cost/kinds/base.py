@@ -138,6 +138,26 @@ class ContextWorkspace:
     per_op: float = 0.0
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts of a part that tokens are routed to.
+
+    parameters        of all
+    active            of those that a token meets
+    copies            of a token: how many it meets
+    exchanged         channels of all copies to experts' devices, one way
+    permuted          channels moved where tokens are sorted by a kernel of its own
+    narrow_flops      forward flops that products with narrow weights take longer by
+    """
+
+    parameters: int = 0
+    active: int = 0
+    copies: int = 0
+    exchanged: int = 0
+    permuted: float = 0.0
+    narrow_flops: float = 0.0
+
+
 class Part:
     """A part of layers of ``shape`` in ``model``.
 
@@ -176,13 +196,8 @@ class Part:
         return 0
 
     @property
-    def expert_parameters(self) -> int:
-        return 0
-
-    @property
-    def active_expert_parameters(self) -> int:
-        """Those that a token meets."""
-        return 0
+    def routed(self) -> RoutedExperts:
+        return RoutedExperts()
 
     @property
     def scan_flops(self) -> float:
@@ -218,11 +233,6 @@ class Part:
         """Channels that kernels beside products and attention read or write in a forward."""
         return MOVED * self.saved
 
-    @property
-    def permuted(self) -> float:
-        """Further channels where tokens are sorted by a kernel of its own."""
-        return 0.0
-
     def stored(self, modules: tuple[str, ...]) -> int:
         """Channels among :attr:`saved` that lie in a cut document's own buffer where these
         ``modules`` are recomputed."""
@@ -252,8 +262,3 @@ class Part:
     def gathers(self) -> bool:
         """Whether the hidden state is gathered around it inside a TP group."""
         return False
-
-    @property
-    def expert_exchanged(self) -> int:
-        """To experts' devices, one way."""
-        return 0
