@@ -309,7 +309,8 @@ their configurations: `megatron_epp/cost/catalogue/public_measurements.json`.
 - *Held out* (h) is of every table each third row, from the second on.
 
 Both were fixed before the first constant of the model was fitted, and no constant is fitted to rows
-that are held out. Errors are of time, or bytes: +10% is predicted too slow, or too large.
+that are held out. Errors are of time, or bytes: +10% is predicted too slow, or too large. A step is
+the schedule's seconds, the exchange among replicas that nothing hid, and the optimizer's.
 
 """
 
