@@ -13,6 +13,7 @@ from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
+from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import COMPARED, PLANNERS, Options
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
@@ -84,6 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"{name} failed: {why}")
     if not arguments.planner and not comparison_methods():
         _say(ABSENT)
+    for line in accuracy_lines(cost.layout.profile):
+        _say(line)
     return 0
 
 

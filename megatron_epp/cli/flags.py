@@ -11,6 +11,7 @@ from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
+from megatron_epp.cost.profile import DISPATCHERS
 from megatron_epp.flag_fields import (
     add_flags,
     flag,
@@ -207,6 +208,12 @@ class AssumptionFlags:
         f"how devices are joined: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
         "group's size alone, wherever it lies (default: nodes, of the device's own size)",
         NAMED,
+    )
+    moe_token_dispatcher_type: str | None = flag(
+        None,
+        "how tokens go to experts: alltoall, every copy (default, as training runs it), or flex, "
+        "one for each node and device that wants any",
+        ("HOW", one_of(*DISPATCHERS)),
     )
 
 

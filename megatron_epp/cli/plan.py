@@ -13,6 +13,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.catalogue.devices import device, device_runs
+from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import Profile
@@ -235,6 +236,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         + (f" in {replica.pipelines} pipelines" if replica.pipelines > 1 else ""),
         *_lockstep_lines(result),
         f"peak GiB    {peaks} of {budgets}" + ("" if result.fits else "  OVER THE BUDGET"),
+        *accuracy_lines(cost.layout.profile),
     ]
     return "\n".join(lines) + "\n"
 

@@ -19,12 +19,15 @@ from megatron_epp.cost.kinds.base import (
     ATTENTION_BACKWARD,
     ELEMENT_BYTES,
     GRADIENT_BYTES,
+    MOVED_BACKWARD,
     STATE_BYTES,
     CarryOver,
     Work,
 )
 from megatron_epp.cost.kinds.layer import Layer
+from megatron_epp.cost.network.topology import TOPOLOGIES, Network
 from megatron_epp.cost.profile import (
+    ALLTOALL,
     ANALYTIC,
     LAYER_KIND,
     MODES,
@@ -39,6 +42,9 @@ from megatron_epp.cost.profile import (
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
+# Share of the memory's rate at which a product's weights are read besides: cuBLAS on an H100 takes
+# as long for few rows (`cublas-h100` of the public measurements).
+WEIGHT_READ = 0.75
 # LayerNorms and activations move memory only: their recompute is taken as this share of the
 # linears' forward.
 NORM_FRACTION = 0.01
@@ -60,6 +66,7 @@ def profile(
     logits_held: bool = True,
     kv_read: bool = False,
     published: bool = True,
+    moe_token_dispatcher_type: str = ALLTOALL,
 ) -> Profile:
     """The analytic profile of ``model`` on ``device``, of one layer of every kind on one device.
 
@@ -76,6 +83,7 @@ def profile(
                   their gradients, beside the pairs. Not with the published constants: their a1
                   was measured on whole documents
     published     whether published constants are taken where there are some
+    moe_token_dispatcher_type  how tokens go to experts, as Megatron's flag
     """
     known = published and device.name.startswith("a100")
     constants = PUBLISHED.get(model.name) if known else None
@@ -91,7 +99,8 @@ def profile(
         head_inputs = 0.0  # their a2 spreads a head over all layers
     else:
         coefficients = {
-            kind: _coefficients(layer, device, kv_read) for kind, layer in model.shapes.items()
+            kind: _coefficients(layer, device, kv_read, moe_token_dispatcher_type)
+            for kind, layer in model.shapes.items()
         }
         source = "analytic: flops and bytes of the device's rates"
         head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
@@ -125,17 +134,27 @@ def profile(
         if logits_held
         else {**none, Kind.FORWARD: Workspace(logits.per_token, logits.per_cut_token)},
         last_workspace_tokens=0.0,
-        all_to_all_bytes_per_second=dict(device.group_bytes_per_second),
-        tensor_bytes_per_second=dict(device.group_bytes_per_second),
+        all_to_all_bytes_per_second=_rates_by_size(device),
+        tensor_bytes_per_second=_rates_by_size(device),
         link_seconds_per_token=boundary / device.link_bytes_per_second if links else 0.0,
         link_latency_seconds=device.link_latency_seconds if links else 0.0,
         first_parameters=model.vocabulary_parameters,
         last_parameters=model.vocabulary_parameters,
         states=STATES,
         host_bytes_per_second=device.host_bytes_per_second,
+        token_dispatcher=moe_token_dispatcher_type,
         layer_kind=first,
         other_kinds=dict(others),
     )
+
+
+def _rates_by_size(device: Device) -> dict[int, float]:
+    """All-to-all bandwidth by a group's size alone, a device's own copies included."""
+    if not device.memory_efficiency:
+        return dict(device.group_bytes_per_second)
+    network = Network.of(TOPOLOGIES["nodes"], device)
+    sizes = (2**power for power in range(1, 7))
+    return {size: 1 / (1 / network.all_to_all(size) + network.copy_seconds(1.0)) for size in sizes}
 
 
 def head_block_tokens(words: int) -> int:
@@ -183,16 +202,24 @@ def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
     return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
 
-def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficients:
+def _coefficients(
+    layer: Layer, device: Device, kv_read: bool, token_dispatcher: str
+) -> LayerCoefficients:
     """Coefficients of one layer, by flops and bytes."""
-    linear = layer.flops_per_token / device.linear_flops
+    linear = _product_flops(layer, device) / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
     weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
     launch = device.launch_seconds * layer.launches
     kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
-    layer_cost = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
+    rate = device.memory_efficiency * device.memory_bytes_per_second
+    # DeepEP and HybridEP sort tokens while they send them.
+    moved = layer.moved + (layer.routed.permuted if token_dispatcher == ALLTOALL else 0.0)
+    light = ELEMENT_BYTES * moved / rate if rate else 0.0
+    layer_cost = _layer(
+        layer, linear, attention, launch, gather, float(kept), float(weight_inputs), light
+    )
     columns = {
         column: _column_seconds(layer, work, device, attention)
         for column, work in layer.work.items()
@@ -210,7 +237,25 @@ def _coefficients(layer: Layer, device: Device, kv_read: bool) -> LayerCoefficie
         layer_cost,
         column_seconds=columns,
         workspace_bytes={**layer_cost.workspace_bytes, **workspaces},
+        weight_seconds=_weight_seconds(layer.parameters, device),
+        expert_weight_seconds=_weight_seconds(layer.expert_parameters, device),
+        host_seconds=device.host_seconds,
     )
+
+
+def _product_flops(layer: Layer, device: Device) -> float:
+    """Flops of a token's products and scans, as many more of narrow experts as they take longer."""
+    return layer.flops_per_token + (layer.routed.narrow_flops if device.memory_efficiency else 0.0)
+
+
+def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
+    """Seconds of a chunk's ops to read weights, and to add their gradients up in float32."""
+    if not device.memory_efficiency or not parameters:
+        return {}
+    read = WEIGHT_READ * parameters / device.memory_bytes_per_second
+    forward, weight = ELEMENT_BYTES * read, 2 * GRADIENT_BYTES * read
+    seconds = (forward, forward + weight, forward, weight)
+    return dict(zip(_COMPUTE, seconds, strict=True))
 
 
 def _column_seconds(
@@ -233,18 +278,21 @@ def _layer(
     gather: float,
     kept: float,
     weight_inputs: float,
+    light: float = 0.0,
 ) -> LayerCoefficients:
     """Coefficients from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's
-    gathers, and bytes per token from F to B and from I to W."""
+    gathers, bytes per token from F to B and from I to W, and forward seconds per token of kernels
+    beside products and attention."""
     saved, carried = _saved_bytes(layer, kept), layer.carried
+    back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
     return LayerCoefficients(
         layer_seconds={
-            Kind.FORWARD: Seconds(linear, attention, launch),
-            Kind.BACKWARD: Seconds(2 * linear, ATTENTION_BACKWARD * attention, 2 * launch),
-            Kind.INPUT: Seconds(linear, ATTENTION_BACKWARD * attention, launch),
+            Kind.FORWARD: Seconds(linear + light, attention, launch),
+            Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch),
+            Kind.INPUT: Seconds(linear + back, pairs, launch),
             Kind.WEIGHT: Seconds(linear, 0.0, launch),
         },
-        recompute_seconds=_recompute_seconds(layer, linear, attention, launch),
+        recompute_seconds=_recompute_seconds(layer, linear, attention, launch, light),
         gather_seconds={
             Kind.FORWARD: gather / 3,
             Kind.BACKWARD: 2 * gather / 3,
@@ -263,9 +311,11 @@ def _layer(
         window=layer.window,
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
-        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
+        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
         expert_parameters=float(layer.expert_parameters),
         heads=float(layer.heads),
+        tensor_gathers=2.0 * layer.gathers,
+        expert_copies=float(layer.routed.copies),
     )
 
 
@@ -339,7 +389,7 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
 
 
 def _recompute_seconds(
-    layer: Layer, linear: float, attention: float, launch: float
+    layer: Layer, linear: float, attention: float, launch: float, light: float
 ) -> dict[str, Seconds]:
     """Seconds that one layer adds to B or I, by recompute letter: none where it has no such module,
     and keeps everything."""
@@ -353,7 +403,7 @@ def _recompute_seconds(
         return tokens, attention if any(each.pairs for each in again) else 0.0
 
     again = layer.active_parameters - sum(part.parameters for part in layer.before_layer)
-    full = linear * (again / layer.active_parameters)
+    full = linear * (again / layer.active_parameters) + light
     seconds = {KEEP: Seconds(), FULL: Seconds(full, attention, launch)}
     for mode, modules in SELECTIVE.items():
         seconds[mode] = Seconds()

@@ -28,7 +28,7 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def named_cost(
-    model_name: str,
+    model_name: str | Model,
     device_name: str,
     *,
     pp: int,
@@ -46,7 +46,7 @@ def named_cost(
     place: tuple[int, ...] = (),
     **assumptions: Any,
 ) -> Cost:
-    """The cost of a model on devices, both by name or file.
+    """The cost of a model on devices, both by name or file, or a model as it is.
 
     Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
     1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
@@ -60,7 +60,7 @@ def named_cost(
     longest of all. Papers' constants and reading of K and V, which not all devices have, are then
     left out where one lacks them.
     """
-    the_model = model(model_name)
+    the_model = model(model_name) if isinstance(model_name, str) else model_name
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
     if cp > 1 and not all(layer.cp for layer in the_model.shapes.values()):
@@ -76,7 +76,7 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
             f"{the_model.layers}"
         )
-    if mtp_layers >= stage_layers[-1]:
+    if mtp_layers and mtp_layers >= stage_layers[-1]:
         raise ValueError(
             f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} predict further "
             "tokens and lie on the last stage, with one in front of them or more"

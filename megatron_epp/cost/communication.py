@@ -2,7 +2,7 @@
 
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.network.topology import at_most
-from megatron_epp.cost.profile import LayerCoefficients
+from megatron_epp.cost.profile import FLEX, LayerCoefficients
 
 
 def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
@@ -19,23 +19,31 @@ def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
     """Return those of one layer's forward to exchange rows for heads: eq. 3."""
     if layout.cp == 1 or not of.all_to_all_bytes_per_token:
         return 0.0
+    moved = of.all_to_all_bytes_per_token / (layout.cp * layout.tp)
     if layout.network is not None:
         rate = layout.network.all_to_all(layout.cp, layout.tp)
-    else:
-        rate = at_most(layout.profile.all_to_all_bytes_per_second, layout.cp)
-    return of.all_to_all_bytes_per_token / (layout.cp * layout.tp * rate)
+        return moved / rate + layout.network.copy_seconds(moved)
+    return moved / at_most(layout.profile.all_to_all_bytes_per_second, layout.cp)
 
 
 def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
     """Return those of one layer's forward to the experts' devices and back."""
     if layout.ep == 1 or not of.expert_bytes_per_token:
         return 0.0
+    moved = of.expert_bytes_per_token / (layout.cp * layout.tp)
     if layout.network is not None:
-        rate = layout.network.all_to_all(layout.ep)
-    else:
-        rate = at_most(layout.profile.all_to_all_bytes_per_second, layout.ep)
-    moved = of.expert_bytes_per_token * (layout.ep - 1) / layout.ep
-    return moved / (layout.cp * layout.tp * rate)
+        copies = round(of.expert_copies) or 1
+        once = layout.profile.token_dispatcher == FLEX
+        return layout.network.dispatch_seconds(moved / copies, copies, layout.ep, once)
+    moved *= (layout.ep - 1) / layout.ep
+    return moved / at_most(layout.profile.all_to_all_bytes_per_second, layout.ep)
+
+
+def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
+    """Return the seconds of one layer's gathers and scatters in forward besides their bytes'."""
+    if layout.tp == 1 or layout.network is None:
+        return 0.0
+    return of.tensor_gathers * layout.network.gather_latency(layout.tp)
 
 
 def exposed_seconds(layout: StageLayout, of: LayerCoefficients) -> float:

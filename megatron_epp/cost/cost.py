@@ -167,6 +167,7 @@ class Cost:
         for choice, count in counts.items():
             if choice[1] not in (KEEP, OFFLOAD):
                 recompute += count * self.seconds.recompute(choice, loads)
+        recompute = self.seconds.exposed_recompute(loads, counts, recompute)
         memory, ends = self.memory, self.ends
         workspace = {kind: memory.workspace_bytes(kind, loads) for kind in OF_LAYERS}
         workspace[Kind.FORWARD] = memory.forward_workspace_bytes(loads, counts)

@@ -7,18 +7,20 @@ the tokens before it. Its coefficients are of one device where a layer is spread
 devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured ones from :mod:`megatron_epp.cost.fitting.fit`.
 
-As JSON, version 4, every field is written: the coefficients of the first kind beside those of the
+As JSON, version 5, every field is written: the coefficients of the first kind beside those of the
 ends, those of each further kind in an object of ``other_kinds``.
 """
 
 import dataclasses
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from megatron_epp.cost.catalogue.devices import device_like
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
@@ -27,7 +29,11 @@ from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 from megatron_epp.ir.errors import quoted, require_line
 from megatron_epp.safe_files import write_whole
 
-VERSION = 4
+logger = logging.getLogger(__name__)
+
+VERSION = 5
+BEFORE = 4  # without what the host takes, reads of weights, latencies: read all the same
+ALLTOALL, FLEX = DISPATCHERS = ("alltoall", "flex")  # as Megatron calls them
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 MODES = (KEEP, FULL, *SELECTIVE)
@@ -177,6 +183,14 @@ class LayerCoefficients:
                                   for heads over the CP ranks: rows of documents that one rank
                                   computes alone do without. Of what is not measured, the bytes of
                                   all_to_all_bytes_per_token tell
+    weight_seconds[kind]          per chunk, of one layer: weights are read once, and a weight's
+                                  gradient written; sharded over TP
+    expert_weight_seconds[kind]   those of all experts; sharded over EP
+    host_seconds[kind]            that the host takes to issue one layer's op, which takes at least
+                                  as long, whatever the chunk
+    tensor_gathers                gathers and scatters of a forward inside a TP group; backward as
+                                  many
+    expert_copies                 of a token that go to experts: those it is routed to
     heads                         how often more the output layer runs for a layer that predicts a
                                   further token: 1, of all others 0. From the first such layer on
                                   all lie on the last stage
@@ -204,6 +218,11 @@ class LayerCoefficients:
     expert_parameters: float = 0.0
     exchange_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     heads: float = 0.0
+    weight_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    expert_weight_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    tensor_gathers: float = 0.0
+    expert_copies: float = 0.0
 
 
 LAYER_KIND = "layer"  # where a model has one kind, and nobody named it
@@ -239,6 +258,8 @@ class Profile(LayerCoefficients):
     routing                       tokens that the experts of the fullest device get, over an even
                                   share: what training learnt of it, by which memory that routing
                                   decides is multiplied
+    token_dispatcher              alltoall: every copy of a token is sent; flex: one for each node
+                                  and device that wants any
     layer_kind                    the name of the first kind
     other_kinds                   the coefficients of further kinds, by name
     rank_slowness                 of every pipeline rank, where devices were measured that differ:
@@ -266,6 +287,7 @@ class Profile(LayerCoefficients):
     states: States
     host_bytes_per_second: float = 0.0
     routing: float = 1.0
+    token_dispatcher: str = ALLTOALL
     layer_kind: str = LAYER_KIND
     head_seconds: Mapping[Kind, Seconds] = dataclasses.field(default_factory=dict)
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
@@ -350,6 +372,8 @@ _LAYER_SECONDS = (
     "recompute_seconds",
     "column_seconds",
     "exchange_seconds",
+    "weight_seconds",
+    "expert_weight_seconds",
 )
 _END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
 
@@ -436,8 +460,16 @@ _LATER: Mapping[str, Any] = {
     "chosen": 0,
     "chosen_seconds": {},
     "column_seconds": {},
+    "weight_seconds": {},
+    "expert_weight_seconds": {},
+    "host_seconds": {},
+    "tensor_gathers": 0.0,
+    "expert_copies": 0.0,
+    "token_dispatcher": ALLTOALL,
 }
-_SOME_KEYS = re.compile("(context|exchange|head|forward|chosen)_.*")  # of a mapping, not all
+_SOME_KEYS = re.compile(
+    "(context|exchange|head|forward|chosen|weight|expert_weight|host)_.*"
+)  # of a mapping, not all
 # The most of any coefficient, by the end of its name: far above what a machine does, and so far
 # below what a float holds that sums over a batch stay finite. Rates, parameters, others: _MOST.
 _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
@@ -503,10 +535,25 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     return values
 
 
+def _with_host(profile: Profile, where: str) -> Profile:
+    """A profile of version 4 with the host time of its device in the catalogue; what reads of
+    weights and latencies take is in its constants."""
+    device = device_like(profile.provenance.device)
+    if device is None or not device.host_seconds:
+        return profile
+    logger.warning(
+        "profile file %s: version %d has no host time of a layer; the catalogue's of %s are taken, "
+        "%.3g ms forward and %.3g ms backward",
+        *(where, BEFORE, device.name),
+        *(1e3 * device.host_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)),
+    )
+    return profile.each_kind(host_seconds=device.host_seconds)
+
+
 def _profile(value: Any, where: str) -> Profile:
     if not isinstance(value, dict) or "profile" not in value:
         raise ValueError(f"profile file {where}: expected an object with 'profile': {VERSION}")
-    if value["profile"] != VERSION or isinstance(value["profile"], bool):
+    if value["profile"] not in (BEFORE, VERSION) or isinstance(value["profile"], bool):
         raise ValueError(
             f"profile file {where}: version {quoted(value['profile'])}; this program reads "
             f"{VERSION}: measure again with `python -m megatron_epp profile`"
@@ -515,6 +562,13 @@ def _profile(value: Any, where: str) -> Profile:
     try:
         profile = Profile(**_read(Profile, coefficients, ""))
         kind_name(profile.layer_kind)
+        if profile.token_dispatcher not in DISPATCHERS:
+            raise ValueError(
+                f"token_dispatcher {profile.token_dispatcher!r}: expected one of "
+                f"{', '.join(DISPATCHERS)}"
+            )
+        if value["profile"] == BEFORE:
+            profile = _with_host(profile, where)
         if profile.layer_kind in profile.other_kinds:
             raise ValueError(f"other_kinds: {profile.layer_kind} is the name of the first kind")
     except ValueError as error:

@@ -22,16 +22,20 @@ from megatron_epp.cost.communication import (
     all_to_all_seconds,
     expert_seconds,
     exposed_seconds,
+    gather_latency,
     tensor_seconds,
 )
 from megatron_epp.cost.ends import Ends, ends_of
-from megatron_epp.cost.layer_kinds import Choice
+from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
-from megatron_epp.ir import BACKWARDS, FULL, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
+from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
 
 _EXCHANGING = (Kind.FORWARD, *BACKWARDS)
+# Host time of what a backward recomputes over that of a layer's forward: a whole layer (measured on
+# the host of an H100: 4.1 ms with and 1.65 ms without, where a forward takes 2.1), or modules.
+HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 
 @dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
@@ -42,11 +46,12 @@ class OpSeconds:
     ends: Ends
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: alone, without recompute."""
+        """[stages, chunks]: alone, without recompute; at least what the host takes to issue it."""
         taken = self.per(kind) @ self.layout.features(loads)
         if kind in OF_HEAD:  # which exchanges no rows for heads
             return taken
-        return taken - _unexchanged(self.exchange_per_token[kind], loads)
+        taken = taken - _unexchanged(self.exchange_per_token[kind], loads)
+        return np.maximum(taken, self.host[kind][:, None])
 
     def per(self, kind: Kind) -> np.ndarray:
         """[stages, columns]: seconds of ``kind`` per token, per query-key pair, per chunk, and per
@@ -71,7 +76,9 @@ class OpSeconds:
         layout, result = self.layout, {}
         for kind in OF_LAYERS:
             rows = [
-                layout.row(each.layer_seconds[kind], each) + layout.extra_columns_row(each, kind)
+                layout.row(each.layer_seconds[kind], each)
+                + layout.extra_columns_row(each, kind)
+                + _weights_row(layout, each, kind)
                 for each in layout.coefficients
             ]
             result[kind] = layout.over_stages(rows)
@@ -89,8 +96,9 @@ class OpSeconds:
                 layer = np.zeros(self.layout.width)
                 if kind is not Kind.WEIGHT:
                     layer[TOKENS] = exposed_seconds(self.layout, each)
+                    layer[CHUNKS] = gather_latency(self.layout, each)
                 if self.layout.zero == 3:
-                    layer[CHUNKS] = each.gather_seconds[kind]
+                    layer[CHUNKS] += each.gather_seconds[kind]
                 rows.append(layer)
             result[kind] = self.layout.over_stages(rows)
         return {**result, **self.ends.head_comm_seconds()}
@@ -108,6 +116,37 @@ class OpSeconds:
             kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
             for kind in (*OF_LAYERS, *OF_HEAD)
         }
+
+    # --- the host --------------------------------------------------------------------------------
+
+    @cached_property
+    def host(self) -> Mapping[Kind, np.ndarray]:
+        """[stages] by kind: seconds that the host takes to issue an op, without recompute."""
+        if self.layout.unlike_devices:
+            return self._of_devices(lambda each, kind: each.host[kind])
+        none = np.zeros(self.layout.stages)
+        return dict.fromkeys(OF_HEAD, none) | {
+            kind: self.layout.over_stages(
+                [np.array([each.host_seconds.get(kind, 0.0)]) for each in self.layout.coefficients]
+            )[:, 0]
+            for kind in OF_LAYERS
+        }
+
+    def exposed_recompute(self, loads: Loads, counts: Counts, recompute: np.ndarray) -> np.ndarray:
+        """[stages, chunks]: what recompute of so many seconds adds to a B, where the host may take
+        longer than the device for one of the two, or for both together."""
+        if not self.host[Kind.BACKWARD].any():
+            return recompute
+        again = np.zeros_like(recompute)
+        for (kind, mode), count in counts.items():
+            fraction = HOST_AGAIN if mode == FULL else HOST_AGAIN_PART
+            if mode not in (KEEP, OFFLOAD):
+                of = self.layout.coefficients[kind].host_seconds.get(Kind.FORWARD, 0.0)
+                again += fraction * of * count
+        device = self.per(Kind.BACKWARD) @ self.layout.features(loads)
+        device = device - _unexchanged(self.exchange_per_token[Kind.BACKWARD], loads)
+        both = np.maximum(device + recompute, self.host[Kind.BACKWARD][:, None] + again)
+        return np.maximum(both - self.of(Kind.BACKWARD, loads), 0.0)
 
     # --- of local documents ----------------------------------------------------------------------
 
@@ -145,7 +184,9 @@ class OpSeconds:
         if mode == FULL or "core_attn" in modules:
             row += layout.extra_columns_row(of, Kind.FORWARD)
         if mode == FULL:
+            row += _weights_row(layout, of, Kind.FORWARD)
             row[TOKENS] += exposed_seconds(layout, of)
+            row[CHUNKS] += gather_latency(layout, of)
         elif _exchanges(mode):
             row[TOKENS] += all_to_all_seconds(layout, of)
         elif "mlp" in modules:
@@ -186,6 +227,14 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
     """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
+
+
+def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+    """[columns] of one layer's op: what its weights take for every chunk."""
+    row = np.zeros(layout.width)
+    row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
+    row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep
+    return row
 
 
 def _exchanges(mode: str) -> bool:

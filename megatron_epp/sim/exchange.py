@@ -45,7 +45,7 @@ def exchange(cost: Cost, played: Simulation) -> Exchange:
     ops, and without a network, of which nothing is known.
     """
     rank_of = played.plan.rank_of
-    reduce, gather = (np.bincount(rank_of, weights=each) for each in _seconds(cost))
+    reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))
     if not reduce.any():
         return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), 0.0)
     end = np.zeros(len(reduce))
@@ -84,7 +84,7 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
     return Messages(float(on_links), max(0.0, played.seconds - without.seconds))
 
 
-def _seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
+def alone_seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages] of reducing gradients and of gathering weights, alone."""
     layout = cost.layout
     nothing = np.zeros(layout.stages)

@@ -27,6 +27,7 @@ from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play
+from tests.cost.simple_device import SIMPLE
 
 KINDS = {
     "dense": LayerShape(),
@@ -41,7 +42,7 @@ KINDS = {
     "mlp": LayerShape(attention=False),
 }
 MODEL = Model("small", 8, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=" ".join(KINDS))
-PROFILE = profile(MODEL, DEVICES["h100-80g"])
+PROFILE = profile(MODEL, SIMPLE)
 INDEX = {
     "kv_rank": 24, "rotary_size": 8, "index_heads": 6, "index_size": 10, "chosen_keys": 9
 }  # fmt: skip
@@ -482,7 +483,7 @@ def test_flops_by_hand() -> None:
     narrow = dataclasses.replace(qwen, shape=dataclasses.replace(qwen.shape, expert_latent=512))
     routed = 8 * 3 * 512 * 768 + 2048 * 128 + 2 * 2048 * 512  # both projections
     assert narrow.flops_per_token == 2 * (attention + routed + 2 * 2048)
-    assert narrow.expert_exchanged == 8 * 512 and qwen.expert_exchanged == 8 * 2048
+    assert narrow.routed.exchanged == 8 * 512 and qwen.routed.exchanged == 8 * 2048
     assert qwen.saved - narrow.saved == 8 * (2048 - 512) - 512
     deepseek = model("deepseek-v3").shapes["experts"]
     queries = 7168 * 1536 + 1536 + 1536 * 128 * 192
@@ -658,8 +659,9 @@ def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"profile": 4', '"profile": 3', "version 3; this program reads 4: measure again"),
-        ('"profile": 4', '"version": 3', "expected an object with 'profile': 4"),
+        ('"profile": 5', '"profile": 3', "version 3; this program reads 5: measure again"),
+        ('"profile": 5', '"version": 3', "expected an object with 'profile': 5"),
+        ('"alltoall"', '"allgather"', "token_dispatcher 'allgather': expected"),
         ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),
         ('"tp": 1,', "", "lacks tp"),
         ('"tp": 1', '"tq": 1, "tp": 1', "unknown 'tq'"),
@@ -790,7 +792,7 @@ def test_only_latents_have_an_up_projection_to_recompute() -> None:
     for carries in (True, False):
         dense = dataclasses.replace(shape.kinds["dense"], carries_latents=carries)
         one = dataclasses.replace(shape, kinds={"dense": dense})
-        made = profile(one, DEVICES["h100-80g"])
+        made = profile(one, SIMPLE)
         kept, again = made.saved_bytes["k"], made.saved_bytes["u"]
         assert kept.per_token - again.per_token == queries + keys + values
         in_store = 0 if carries else keys + values

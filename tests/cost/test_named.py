@@ -21,7 +21,8 @@ def test_the_promised_names() -> None:
     experts = {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
     states = {"nemotron-h-8b", "nemotron-3-nano", "nemotron-3-super", "qwen3-next-80b"}
     assert set(MODELS) == {*dense, *experts, *states, "gemma3-27b"}
-    assert set(DEVICES) == {"a100-40g", "a100-80g", "h100-80g", "h200-141g", "cpu"}
+    gpus = "a100-40g a100-80g h100-80g h200-141g h800-80g h20-96g b200-180g gb200-186g l40s-48g"
+    assert set(DEVICES) == {*gpus.split(), "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,10 @@ def test_damaged_profiles() -> None:
         ({"group_bytes_per_second": {"0": 1e9}}, "group_bytes_per_second of a group of '0': "),
         ({"group_bytes_per_second": {"-4": 1e9}}, "group_bytes_per_second of a group of '-4': "),
         ({"group_bytes_per_second": {"8": True}}, "group_bytes_per_second of a group of '8' True"),
+        ({"memory_efficiency": 1.5}, "memory_efficiency 1.5: expected from 0 to 1"),
+        ({"host_forward_seconds": -1}, "host_forward_seconds -1: expected from 0 to 1000"),
+        ({"host_backward_seconds": "1"}, "host_backward_seconds '1': expected a number"),
+        ({"gather_latency_seconds": {"2": -1}}, "gather_latency_seconds of a group of '2' -1: "),
         ({"group_bytes_per_second": {}}, "group_bytes_per_second: expected a rate for one size"),
     ],
 )

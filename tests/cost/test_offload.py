@@ -13,6 +13,7 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.sim.play import play
+from tests.cost.simple_device import SIMPLE
 
 # Per token of a layer: bytes it saves (7 of a slice whose K and V lie in their buffer), and leaves
 # for W; bytes of its K and V; and of what F and B work with besides.
@@ -25,7 +26,7 @@ INPUT_BYTES, LIVES_AGAIN = 2.0, 8.0
 
 def cost(rate: float, layers: tuple[int, ...] = (4,)) -> Cost:
     """Bytes per second to the host: ``rate``. One device, nothing but layers."""
-    made = without_states(profile(MODELS["llama3-8b"], DEVICES["h100-80g"]))
+    made = without_states(profile(MODELS["llama3-8b"], SIMPLE))
     none = {kind: Seconds() for kind in OF_LAYERS}
     around = {kind: Workspace(AROUND, AROUND) for kind in OF_LAYERS}
     made = dataclasses.replace(

@@ -27,7 +27,7 @@ def test_the_exchange_is_the_bytes_over_the_ring() -> None:
     assert cost.layout.network is not None
     dense, _ = cost.memory.parameters
     # 16 copies of every weight, 8 to a node: a ring that enters and leaves two nodes.
-    rate = min(350e9, 8 * cost.layout.network.share_bytes_per_second)
+    rate = min(360e9, 8 * cost.layout.network.share_bytes_per_second)
     assert told.reduce_seconds == pytest.approx(dense * 4 * 15 / 16 / rate)
     assert told.gather_seconds == pytest.approx(dense * 2 * 15 / 16 / rate)
     assert told.seconds == pytest.approx(float(dense.max()) * 6 * 15 / 16 / rate)

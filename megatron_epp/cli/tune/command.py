@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from megatron_epp.cli import machine
+from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.flags import ASSUMPTIONS
@@ -17,6 +19,7 @@ from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
 from megatron_epp.cost.catalogue.devices import device, differ_by_rank
 from megatron_epp.cost.catalogue.models import model
+from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.frameworks.settings import require_framework, settings_of
@@ -111,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(f"    {line}" for line in settings_lines))
     if played:
         print(spread(played), end="")
+    for line in accuracy_lines(cost_for(first.layout).layout.profile):
+        print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
     return 0

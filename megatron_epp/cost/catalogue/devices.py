@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted, require_name
 
+# Host time of the halves of a backward over that of the whole: an assumption.
+HOST_INPUT, HOST_WEIGHT = 0.8, 0.45
 # The most and, inverted, the least GiB that anybody means.
 MOST_GIB = 1e6
 GIB = 2**30
@@ -31,6 +34,9 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "node_devices": (1, MOST_DEVICES),
     "host_bytes_per_second": (0.0, 1e24),
     "memory_bytes_per_second": (0.0, 1e24),
+    "memory_efficiency": (0.0, 1.0),
+    "host_forward_seconds": (0.0, 1e3),
+    "host_backward_seconds": (0.0, 1e3),
 }
 
 
@@ -43,17 +49,17 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
     return float(value)
 
 
-def _by_size(name: str, table: Any) -> dict[int, float]:
-    """Rates by group size; JSON has its sizes as texts."""
+def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict[int, float]:
+    """Rates, or seconds, by group size; JSON has its sizes as texts."""
     if not isinstance(table, Mapping):
-        raise ValueError(f"{name}: expected a rate by group size")
+        raise ValueError(f"{name}: expected a number by group size")
     rates = {}
     for size, rate in table.items():
         where = f"{name} of a group of {quoted(size)}"
         devices = int(size) if str(size).isdecimal() else 0
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
-        rates[devices] = _number(where, rate, *_RATE)
+        rates[devices] = _number(where, rate, *limits)
     return rates
 
 
@@ -66,7 +72,8 @@ class Device:
     attention_flops         reached by attention's kernels
     launch_seconds          per layer and chunk, forward; backward twice that
     group_bytes_per_second  all-to-all bandwidth of one device inside a group, by group size: the
-                            first eight devices share a node
+                            first ``node_devices`` share a node. With a memory_efficiency the
+                            wire's, of what leaves a device; else of all bytes, copies included
     link_bytes_per_second   between neighbouring stages, one direction, per node
     node_devices            devices of a node, which share its link
     link_latency_seconds    of one message
@@ -75,6 +82,11 @@ class Device:
     memory_bytes_per_second its own memory's; 0: not known, so that reading K and V costs nothing
     tensor_bytes_per_second of gathers and scatters inside a node, by group size, as nccl-tests
                             counts bus bandwidth; none: as all-to-all
+    gather_latency_seconds  of one gather or scatter besides, by group size
+    memory_efficiency       share of the memory's rate that element-wise kernels reach, and reads
+                            of weights; 0: what these take is contained in linear_flops
+    host_forward_seconds    that the host takes to issue a layer's forward: no op is faster
+    host_backward_seconds   its backward
     """
 
     name: str
@@ -89,11 +101,17 @@ class Device:
     host_bytes_per_second: float = 0.0
     memory_bytes_per_second: float = 0.0
     tensor_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
+    gather_latency_seconds: Mapping[int, float] = field(default_factory=dict)
+    memory_efficiency: float = 0.0
+    host_forward_seconds: float = 0.0
+    host_backward_seconds: float = 0.0
 
     def __post_init__(self):
         require_name("device name", self.name)
         for name in ("group_bytes_per_second", "tensor_bytes_per_second"):
             object.__setattr__(self, name, _by_size(name, getattr(self, name)))
+        latency = _by_size("gather_latency_seconds", self.gather_latency_seconds, (0.0, 1e3))
+        object.__setattr__(self, "gather_latency_seconds", latency)
         if not self.group_bytes_per_second:
             raise ValueError("group_bytes_per_second: expected a rate for one size at least")
         for name, limits in _LIMITS.items():
@@ -102,37 +120,68 @@ class Device:
             raise ValueError(f"node_devices {quoted(self.node_devices)}: expected a whole number")
 
     @property
+    def host_seconds(self) -> dict[Kind, float]:
+        """Return the seconds that the host takes to issue the ops of one layer."""
+        forward, backward = self.host_forward_seconds, self.host_backward_seconds
+        if not forward:
+            return {}
+        halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
+        return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
+
+    @property
     def budget_bytes(self) -> float:
         return self.budget_gib * GIB
 
 
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
-# Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
-# coefficients in those ratios. An assumption; a measured profile replaces it.
-_HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
-# Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight H100 is 350 GB/s (gather)
-# and 360 (scatter; NVIDIA/nccl issue 1281), on eight A100 about 200 (NVIDIA/nccl-tests issue 149).
-_A100_RINGS, _HOPPER_RINGS = {2: 200e9}, {2: 350e9}
+# Wires inside a node, fitted: of Hopper's NVLink of 450 GB/s what layers of experts leave for an
+# exchange (`megatron-moe-layer` of the public measurements), of H800's 200 `pai-h800`, of
+# Blackwell's 900 `simumax-b200`. Over nodes a device has its part of the node's link.
+_HOPPER_WIRE, _H800_WIRE, _BLACKWELL_WIRE = {2: 430e9}, {2: 120e9}, {2: 520e9}
+# Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight A100 is about 200 (NVIDIA/
+# nccl-tests issue 149). On eight H100 360 after a latency that grows with the group, as
+# `nccl-all-gather-*` and `nccl-reduce-scatter-*` of the public measurements have it; others in the
+# ratio of their NVLink.
+_A100_RINGS, _HOPPER_RINGS, _H800_RINGS = {2: 200e9}, {2: 360e9}, {2: 160e9}
+_BLACKWELL_RINGS, _PCIE_RINGS = {2: 560e9}, {2: 20e9}
+_LATENCY = {2: 27e-6, 4: 33e-6, 8: 45e-6}
 # PCIe 4 and 5 with 16 lanes reach about 25 and 50 GB/s; less is taken, since a host's memory serves
 # all devices of a node. An assumption: 20 is our study's, which says what 10 and 5 would change.
 _PCIE_4, _PCIE_5 = 20e9, 40e9
 
 # Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
-# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312); Hopper's are taken
-# at 60% of its 989 for products and 50% for attention; one core of a server reaches about 30
-# Gflops in float32. Assumptions, all of them, unless a profile was measured. Memory's rates are the
-# data sheets': read at that rate, K and V explain FlashAttention-3's published times
-# (tests/cost/test_published_attention.py).
+# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312), with all that a layer
+# does besides; Hopper's and B200's are fitted to public measurements that are not held out, as
+# docs/public_measurements.md has them: products to `own-h100-layer`, `megatron-moe-layer` and
+# `simumax-b200`, attention to `trl-long` and `simumax-b200`. Others follow in the shares of their
+# data sheets: H800 is an H100 with 400 GB/s of NVLink, H20 has 148 Tflops, GB200 2,450 and NVLink
+# over racks (64 of 72 devices counted), L40S 362 and PCIe 4 alone. One core of a server reaches
+# about 30 Gflops in float32. Memory's rates are the data sheets': read at that rate, K and V
+# explain FlashAttention-3's published times (tests/cost/test_published_attention.py).
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
-_HOPPER = (593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
+_HOPPER = (760e12, 530e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
+_H800 = (760e12, 530e12, 1e-4, _H800_WIRE, 400e9, 1e-5, 8, _PCIE_5)
+_H20 = (114e12, 79e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
+_B200 = (1000e12, 880e12, 1e-4, _BLACKWELL_WIRE, 400e9, 1e-5, 8, _PCIE_5)
+_GB200 = (1090e12, 960e12, 1e-4, _BLACKWELL_WIRE, 3200e9, 1e-5, 64, 200e9)
+_L40S = (217e12, 181e12, 1e-4, {2: 20e9}, 200e9, 1e-5, 8, _PCIE_4)
+# Host time of a layer, measured on the host of an H100: `own-h100-layer`, few tokens. A host issues
+# the same to any GPU.
+_HOST: dict[str, Any] = {"host_forward_seconds": 2.1e-3, "host_backward_seconds": 1.65e-3}
+_FAST: dict[str, Any] = {**_HOST, "gather_latency_seconds": _LATENCY, "memory_efficiency": 0.8}
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS),
-        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS),
-        Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS),
-        Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS),
+        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS, **_HOST),
+        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS, **_HOST),
+        Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS, **_FAST),
+        Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS, **_FAST),
+        Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS, **_FAST),
+        Device("h20-96g", 89.0, *_H20, 4.0e12, _HOPPER_RINGS, **_FAST),
+        Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, **_FAST),
+        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, **_FAST),
+        Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, **_FAST),
         # One core packs K and V for its kernels and adds up their gradients: 6 to 8 us were
         # measured for a token of 256 channels, at this rate 7.
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
@@ -142,6 +191,7 @@ DEVICES: Mapping[str, Device] = {
 
 # GPUs of the catalogue, by the least memory and compute capability that they have.
 _GPUS = (
+    ("b200-180g", 100 * GIB, 10),
     ("h200-141g", 100 * GIB, 0),
     ("h100-80g", 0, 9),
     ("a100-80g", 50 * GIB, 0),
@@ -159,6 +209,14 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
     return next(
         name for name, least, major in _GPUS if memory_bytes > least and capability >= major
     )
+
+
+def device_like(text: str) -> Device | None:
+    """Return the device of the catalogue of that name, or of that chip: ``NVIDIA H100 80GB HBM3``,
+    as torch has it, is an ``h100-80g``; None where the catalogue has no such chip."""
+    words = set(re.split(r"[^a-z0-9]+", text.lower()))
+    chips = (each for name, each in DEVICES.items() if name.partition("-")[0] in words)
+    return DEVICES.get(text) or (None if "cpu" in words else next(chips, None))
 
 
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")

@@ -118,7 +118,10 @@ def _fitted(
         last_workspace_tokens=float(where.head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
-        expert_bytes_per_token=0.0,  # part of what was measured
+        expert_bytes_per_token=0.0,  # part of what was measured, as are weights and latencies
+        weight_seconds={},
+        expert_weight_seconds={},
+        tensor_gathers=0.0,
         exchange_seconds=_exchange_seconds(every),
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,

@@ -18,6 +18,7 @@ from megatron_epp.cost.kinds.base import (
     Decoder,
     Part,
     RecomputedModule,
+    RoutedExperts,
     Work,
     require_flags,
     require_sizes,
@@ -135,12 +136,17 @@ class Layer:
     @property
     def expert_parameters(self) -> int:
         """All experts' but the shared one's."""
-        return self._sum(lambda part: part.expert_parameters)
+        return self.routed.parameters
+
+    @cached_property
+    def routed(self) -> RoutedExperts:
+        """Of the one part that has experts."""
+        return next((part.routed for part in self.parts if part.routed.copies), RoutedExperts())
 
     @property
     def active_parameters(self) -> int:
         """Those that a token meets."""
-        return self.parameters + self._sum(lambda part: part.active_expert_parameters)
+        return self.parameters + self.routed.active
 
     @property
     def flops_per_token(self) -> float:
@@ -166,6 +172,11 @@ class Layer:
     def cp(self) -> bool:
         """Whether it runs under context parallelism."""
         return all(part.CP for part in self.parts)
+
+    @property
+    def moved(self) -> float:
+        """Channels that kernels beside products and attention read or write in a forward."""
+        return sum(part.moved for part in self.parts)
 
     @property
     def saved(self) -> int:
@@ -204,7 +215,3 @@ class Layer:
     def gathers(self) -> int:
         """Parts around which the hidden state is gathered inside a TP group."""
         return self._sum(lambda part: part.gathers)
-
-    @property
-    def expert_exchanged(self) -> int:
-        return self._sum(lambda part: part.expert_exchanged)

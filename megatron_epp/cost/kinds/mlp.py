@@ -53,7 +53,7 @@ class MLPPart(Part):
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
         norm = RecomputedModule(self.model.hidden, light=True)
-        products = self.parameters - self.model.hidden + self.active_expert_parameters
+        products = self.parameters - self.model.hidden + self.routed.active
         return {"mlp": RecomputedModule(self._inside, products), "layernorm": norm}
 
     @property

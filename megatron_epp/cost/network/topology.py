@@ -12,6 +12,7 @@ with all that lie there: of ``size`` members ``here`` on each node, each sends t
 (size - here) / size of its bytes away, at the rate that a device has of its node's link.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
@@ -86,6 +87,9 @@ class Network:
     across_bytes_per_second   by group size, of an all-to-all over whole nodes: what was measured
     ring_bytes_per_second     by group size, of gathers and scatters inside a node
     share_bytes_per_second    a device's of its node's link
+    gather_latency_seconds    of a gather or scatter besides, by group size
+    copy_bytes_per_second     of a device's own memory, where an all-to-all's rate is the wire's
+                              alone; 0: copies are contained in it
     """
 
     topology: Topology
@@ -94,6 +98,8 @@ class Network:
     across_bytes_per_second: Mapping[int, float]
     ring_bytes_per_second: Mapping[int, float]
     share_bytes_per_second: float
+    gather_latency_seconds: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    copy_bytes_per_second: float = 0.0
 
     @classmethod
     def of(cls, topology: Topology, device: Device) -> "Network":
@@ -117,6 +123,8 @@ class Network:
             across if as_measured else {},
             dict(device.tensor_bytes_per_second) or inside,
             link / devices,
+            device.gather_latency_seconds,
+            device.memory_efficiency * device.memory_bytes_per_second,
         )
 
     def placed(self, size: int, stride: int) -> tuple[int, int]:
@@ -129,7 +137,8 @@ class Network:
         here, nodes = self.placed(size, stride)
         if nodes == 1:
             rate = at_most(self.inside_bytes_per_second, size)
-            return rate / sqrt(size) if self.topology.inside == MESH else rate
+            rate = rate / sqrt(size) if self.topology.inside == MESH else rate
+            return rate * size / (size - 1) if self.copy_bytes_per_second and size > 1 else rate
         leaves = (size - here) / size
         rate = self._away(nodes) / leaves
         if here > 1:  # what stays goes beside it
@@ -147,6 +156,28 @@ class Network:
             return self.share_bytes_per_second / max(1.0, nodes / 4)
         return self.share_bytes_per_second
 
+    def gather_latency(self, size: int) -> float:
+        """Return the seconds that a gather or scatter takes whatever its bytes."""
+        return at_most(self.gather_latency_seconds, size) if self.gather_latency_seconds else 0.0
+
+    def copy_seconds(self, moved: float) -> float:
+        """Return the seconds that a device's own copies of so many bytes take, before and after an
+        exchange: each is read and written."""
+        return 4 * moved / self.copy_bytes_per_second if self.copy_bytes_per_second else 0.0
+
+    def dispatch_seconds(self, copy: float, copies: int, size: int, once: bool) -> float:
+        """Return the seconds of handing ``copies`` of a token, of so many bytes each, to experts on
+        ``size`` devices; ``once``: one for each node and device that wants any."""
+        here, nodes = self.placed(size, 1)
+        inside = at_most(self.inside_bytes_per_second, min(size, here))
+        sent = distinct(size, copies) if once else float(copies)
+        seconds = copy * sent * (here - 1) / here / inside if here > 1 else 0.0
+        if nodes > 1:
+            leaving = distinct(nodes, copies) if once else float(copies)
+            away = copy * leaving * (nodes - 1) / nodes / self._away(nodes)
+            seconds = max(seconds, away)
+        return seconds
+
     def ring(self, size: int, stride: int = 1) -> float:
         """Bytes per second of gathers and scatters, as nccl-tests counts bus bandwidth: bytes *
         (size - 1) / size over seconds. A ring over nodes enters and leaves each once for all that
@@ -161,6 +192,11 @@ class Network:
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
         return devices * self.share_bytes_per_second
+
+
+def distinct(places: int, copies: int) -> float:
+    """Return how many of so many places ``copies`` go to, if all are alike."""
+    return places * (1 - (1 - 1 / places) ** copies)
 
 
 def at_most(rates: Mapping[int, float], size: int) -> float:

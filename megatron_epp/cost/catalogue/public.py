@@ -1,0 +1,189 @@
+"""Public measurements of training and its parts, and how far the analytic model is off them.
+
+``public_measurements.json`` has the measurements, table by table, as their authors published them;
+``public_scores.json`` what the analytic model predicts of each (``scripts/bench/public.py`` writes
+it). Two properties of a row follow from a rule, which was fixed before the first constant of the
+model was fitted to any of them:
+
+comparable   bf16, kernels of 2024 or later, no exchange inside a layer hidden behind computation
+             (what replicas exchange may be), and a device of the catalogue
+held out     of every table each third row, from the second on: no constant is fitted to these
+"""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
+from megatron_epp.cost.catalogue.models import MODELS, Model
+from megatron_epp.cost.profile import ANALYTIC, Profile
+
+KERNELS = 2024
+# What a row may say was measured; of rates more is faster.
+SECONDS, RATES, BYTES = "seconds", ("tflops", "tokens_per_second", "bus_gb_per_second"), "gib"
+GIB_OF_GB = 1e9 / 2**30
+_FOLDER = Path(__file__).parent
+_MEASUREMENTS, SCORES = _FOLDER / "public_measurements.json", _FOLDER / "public_scores.json"
+
+
+Scores = dict[str, dict[str, float]]  # predicted numbers by the name of a row
+
+
+@dataclass(frozen=True, slots=True)
+class PublicRow:
+    """A row of a public table.
+
+    number   of the row in its table, from 0
+    facts    what was measured, and on what: the fields of the row, and those of all its table
+    """
+
+    table: str
+    source: str
+    number: int
+    facts: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Return its name in the file of scores."""
+        return f"{self.table} {self.number + 1}"
+
+    @property
+    def what(self) -> str:
+        """Return what was measured: step, layer, gather, product, experts or attention."""
+        return self.facts["what"]
+
+    @property
+    def held_out(self) -> bool:
+        """Return whether no constant may be fitted to the row."""
+        return self.number % 3 == 1
+
+    @property
+    def comparable(self) -> bool:
+        """Return whether the model predicts what the row measured, by the rule of the module."""
+        facts = self.facts
+        return (
+            facts["precision"] == "bf16"
+            and facts["kernels"] >= KERNELS
+            and facts["hidden"] == "no"
+            and facts["device"] in DEVICES
+        )
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Return the numbers that were measured, bytes in GiB."""
+        values = {name: self.facts[name] for name in (SECONDS, *RATES, BYTES) if name in self.facts}
+        if "gb" in self.facts:
+            values[BYTES] = round(self.facts["gb"] * GIB_OF_GB, 2)
+        return values
+
+    @property
+    def model(self) -> Model | None:
+        """Return the model that was measured; None of a part without one."""
+        name = self.facts.get("model")
+        return None if name is None else _models()[name]
+
+    @property
+    def own(self) -> bool:
+        """Return whether this project measured it."""
+        return self.source.startswith("scripts/")
+
+    @property
+    def kind(self) -> str:
+        """Return "dense" or "MoE" of steps and layers of models, else what was measured."""
+        model = self.model
+        if model is None:
+            return self.what
+        return "MoE" if model.most_experts else "dense"
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return json.loads(_MEASUREMENTS.read_text(encoding="utf-8"))
+
+
+@cache
+def _models() -> dict[str, Model]:
+    return {**MODELS, **{each["name"]: Model(**each) for each in _file()["models"]}}
+
+
+@cache
+def measurements() -> tuple[PublicRow, ...]:
+    """Return all rows of all tables."""
+    return tuple(
+        PublicRow(table["table"], table["source"], number, {**table["common"], **row})
+        for table in _file()["tables"]
+        for number, row in enumerate(table["rows"])
+    )
+
+
+@cache
+def scores() -> Scores:
+    """Return what the analytic model predicts of each measurement, by its key."""
+    return json.loads(SCORES.read_text(encoding="utf-8"))
+
+
+def error(name: str, measured: float, predicted: float) -> float:
+    """Return how much longer, or larger, than measured ``predicted`` is, as a fraction."""
+    ratio = measured / predicted if name in RATES else predicted / measured
+    return ratio - 1
+
+
+def errors_of(rows: Iterable[PublicRow], scores: Scores, *, memory: bool = False) -> list[float]:
+    """Return the errors of the predicted seconds, or bytes, of ``rows``."""
+    values = []
+    for row in rows:
+        predicted = scores[row.key]
+        values += [
+            error(name, measured, predicted[name])
+            for name, measured in row.measured.items()
+            if name in predicted and (name == BYTES) == memory
+        ]
+    return values
+
+
+def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
+    """Return the median and the largest of the errors' sizes."""
+    sizes = [abs(each) for each in values]
+    return statistics.median(sizes), max(sizes)
+
+
+def accuracy_lines(profile: Profile) -> list[str]:
+    """Return a line for each device of an analytic ``profile``: how far the model is off there.
+
+    None for a measured profile, and for devices that the catalogue lacks.
+    """
+    if profile.provenance.kind != ANALYTIC:
+        return []
+    names = dict.fromkeys(name for name, _ in device_runs(profile.provenance.device))
+    return [_accuracy(name) for name in names if name in DEVICES]
+
+
+def _accuracy(device: str) -> str:
+    rows = [
+        row
+        for row in measurements()
+        if row.comparable and row.facts["device"] == device and row.model and not row.own
+    ]
+    parts: list[str] = []
+    for what, of in (
+        ("public measurements of dense models", errors_of(_of_kind(rows, "dense"), scores())),
+        ("of MoE", errors_of(_of_kind(rows, "MoE"), scores())),
+        ("of memory", errors_of(rows, scores(), memory=True)),
+    ):
+        if of:
+            median, worst = median_and_worst(of)
+            words = ("median ", "worst ") if not parts else ("", "")
+            joined = ", " if not parts else " and "
+            parts.append(
+                f"{words[0]}{median:.0%}{joined}{words[1]}{worst:.0%} of {len(of)} "
+                + (what if parts else what.replace("of MoE", "public measurements of MoE"))
+            )
+    return f"analytic model of {device}: " + ("; ".join(parts) or "no public measurement scores it")
+
+
+def _of_kind(rows: Iterable[PublicRow], kind: str) -> list[PublicRow]:
+    return [row for row in rows if row.kind == kind]

@@ -1,0 +1,119 @@
+"""An op takes at least what the host needs to issue it, and files of version 4 get that time."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES, device_like
+from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Span
+
+H100 = DEVICES["h100-80g"]
+PROFILE = profile(MODELS["llama3-8b"], H100)
+FORWARD, BACKWARD = H100.host_forward_seconds, H100.host_backward_seconds
+
+
+# One of the stages in between: nothing but layers is on it.
+STAGE, LAYERS = 1, 8
+
+
+def middle(**layout: int) -> Cost:
+    return named_cost("llama3-8b", "h100-80g", pp=4, **layout)
+
+
+def loads(cost: Cost, tokens: int) -> Loads:
+    return cost.loads([Chunk((Span(0, 0, tokens),))], [tokens])
+
+
+def forward(cost: Cost, tokens: int) -> float:
+    return float(cost.seconds.of(Kind.FORWARD, loads(cost, tokens))[STAGE, 0])
+
+
+def test_small_chunks_take_the_hosts_time_and_large_ones_the_devices() -> None:
+    cost = middle()
+    assert forward(cost, 64) == forward(cost, 512) == pytest.approx(LAYERS * FORWARD)
+    device = cost.seconds.per(Kind.FORWARD) @ cost.layout.features(loads(cost, 16384))
+    assert forward(cost, 16384) == device[STAGE, 0] > LAYERS * FORWARD
+    # About 2,560 tokens of a layer of these sizes were measured to take as long as the host.
+    more = (n for n in range(256, 8192, 64) if forward(cost, n) > 1.0001 * LAYERS * FORWARD)
+    assert 2000 < next(more) < 4000
+
+
+def test_more_devices_do_not_speed_the_host_up() -> None:
+    alone, parted = middle(), middle(tp=4, cp=2)
+    for kind in OF_LAYERS:
+        assert alone.seconds.host[kind] == pytest.approx(parted.seconds.host[kind])
+    assert forward(parted, 4096) == pytest.approx(LAYERS * FORWARD)
+
+
+def test_recompute_of_a_small_chunk_takes_the_host_as_long_as_was_measured() -> None:
+    """4.1 ms of a layer's backward with, and 1.65 ms without."""
+    cost = middle()
+    load = loads(cost, 256)
+    again = cost.seconds.recompute((0, FULL), load)
+    counts = {(0, FULL): np.full((4, 1), float(LAYERS))}
+    added = cost.seconds.exposed_recompute(load, counts, np.tile(LAYERS * again, (4, 1)))
+    alone = cost.seconds.of(Kind.BACKWARD, load)[STAGE, 0]
+    assert alone == pytest.approx(LAYERS * BACKWARD)
+    assert alone + added[STAGE, 0] == pytest.approx(LAYERS * 4.1e-3, rel=0.03)
+
+
+def of_version_4(device: str) -> str:
+    """The file of a measured profile as programs before version 5 wrote it."""
+    made = dataclasses.replace(
+        PROFILE, provenance=dataclasses.replace(PROFILE.provenance, device=device)
+    )
+    value = json.loads(made.to_json())
+    later = ("weight_seconds", "expert_weight_seconds", "host_seconds", "tensor_gathers")
+    for name in (*later, "expert_copies", "token_dispatcher"):
+        value.pop(name, None)
+    return json.dumps(value | {"profile": 4})
+
+
+@pytest.mark.parametrize("device", ["h100-80g", "NVIDIA H100 80GB HBM3"])
+def test_a_file_of_version_4_gets_the_catalogues_host_time(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = Profile.from_json(of_version_4(device), "old.json")
+    assert read.host_seconds == H100.host_seconds
+    assert not read.weight_seconds and read.token_dispatcher == "alltoall"
+    (line,) = caplog.messages
+    assert line == (
+        "profile file old.json: version 4 has no host time of a layer; the catalogue's of h100-80g "
+        "are taken, 2.1 ms forward and 1.65 ms backward"
+    )
+    assert json.loads(read.to_json())["profile"] == 5
+    assert Profile.from_json(read.to_json()) == read
+
+
+def test_a_file_of_version_4_of_another_device_is_read_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = Profile.from_json(of_version_4("cpu: AMD EPYC 7A100, 1 threads a rank"), "old.json")
+    assert not read.host_seconds and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-40g"),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA GB200", "gb200-186g"),
+        ("NVIDIA H800", "h800-80g"),
+        ("cpu", "cpu"),
+        ("cpu: Some H100, 4 threads a rank", None),
+        ("Tesla V100", None),
+    ],
+)
+def test_torchs_names_of_devices(text: str, name: str | None) -> None:
+    found = device_like(text)
+    assert (found and found.name) == name
