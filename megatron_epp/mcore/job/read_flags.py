@@ -28,6 +28,7 @@ def read_flags() -> Namespace:
 
     ValueError: a flag that is unknown, or that Megatron or this host refuses.
     """
+    from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
@@ -55,7 +56,13 @@ def read_flags() -> Namespace:
 
         # Megatron warns of a default that is overridden, so only where it will be used.
         defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
-        return parse_and_validate_args(prepare, args_defaults=defaults)
+        args = parse_and_validate_args(prepare, args_defaults=defaults)
+        # Later Megatrons (#7418) leave tokenizer, timers and writers to the caller, who may build
+        # the configuration before: here it needs the vocabulary's size.
+        start = getattr(global_vars, "initialize_runtime_services", None)
+        if start is not None:
+            start(args)
+        return args
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:

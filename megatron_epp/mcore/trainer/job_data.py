@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, print_rank_0
+from megatron.training import get_args, global_vars, print_rank_0
 
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
@@ -48,7 +48,9 @@ class JobData:
             samples = (scheduled_samples(args.train_iters or 0, of_training), *samples[1:])
         documents = self._documents(args, samples, group)
         sizes = (of_training, args.eval_global_batch_size, args.eval_global_batch_size)
-        consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+        # Later Megatrons (#7447) count in a state of their own, no longer in their arguments.
+        progress = getattr(global_vars, "get_train_state", get_args)()
+        consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
         batches: list[GlobalBatches | None] = []
         megatron_gpt.require_validation(args, documents[1] is not None)
         for docs, size, start in zip(documents, sizes, consumed, strict=True):
