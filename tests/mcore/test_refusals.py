@@ -228,8 +228,12 @@ def test_gated_delta_nets_by_both_names(variant):
 
     nets = next(kind for kind in LAYER_KINDS if isinstance(kind, GatedDeltaNetKind))
     wanted = Wanted(
-        **{"experimental_attention_variant": variant, "num_layers": 4, "linear_attention_freq": 2},
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "multi_latent_attention": True},
+        experimental_attention_variant=variant,
+        num_layers=4,
+        linear_attention_freq=2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        multi_latent_attention=True,
     )
     assert nets.asked(wanted) and nets.layers(wanted) == (True, False, True, False)
     assert nets.in_layers(wanted, [True, False]) == {"linear_attention_freq": [1, 0]}
