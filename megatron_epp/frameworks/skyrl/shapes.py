@@ -10,12 +10,25 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import beside, in_a_row, kept, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+_MEGATRON = "skyrl.backends.skyrl_train"
+RELIES_ON = (
+    f"{_MEGATRON}.distributed.megatron.megatron_utils.preprocess_packed_seqs",
+    f"{_MEGATRON}.distributed.megatron.megatron_utils.remove_left_padding",
+    f"{_MEGATRON}.distributed.megatron.packing_utils._fp8_token_align",
+    f"{_MEGATRON}.distributed.megatron.packing_utils.get_packed_seq_align_size",
+    f"{_MEGATRON}.distributed.megatron.packing_utils.get_unpacked_seq_align_size",
+    f"{_MEGATRON}.distributed.megatron.quantization_utils.is_mxfp8_recipe",
+    f"{_MEGATRON}.workers.megatron.megatron_model_wrapper.MegatronModelWrapper.forward",
+    f"{_MEGATRON}.workers.megatron.megatron_model_wrapper.MegatronModelWrapper"
+    ".forward_backward_mini_batch",
+)
+
 
 def skyrl_reader(caller: Caller) -> Reader | None:
     wrapper = caller.brings("self")
     if wrapper is None:
         return None
-    each = math.lcm(caller.aligned, 16 * caller.cp) if caller.fp8 else caller.aligned
+    each = math.lcm(caller.aligned, _tiles(caller)) if caller.fp8 else caller.aligned
     packed = wrapper.remove_microbatch_padding
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
@@ -28,3 +41,11 @@ def skyrl_reader(caller: Caller) -> Reader | None:
         return in_a_row(lengths, each)
 
     return read
+
+
+def _tiles(caller: Caller) -> int:
+    """Return what all ranks' rows are a multiple of in fp8: tiles of its recipe on each rank."""
+    recipe = getattr(caller.config, "fp8_recipe", None)
+    if isinstance(recipe, str) and recipe.strip().lower() == "mxfp8":
+        return 32 * caller.tp * caller.cp
+    return (128 * caller.tp if caller.tp > 1 else 16) * caller.cp

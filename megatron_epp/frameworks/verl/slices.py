@@ -23,6 +23,13 @@ from megatron_epp.mcore.loops.install import install_where_none
 from megatron_epp.mcore.model.attention import this_device
 
 VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
+_ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngine"
+RELIES_ON = (
+    "verl.workers.engine.base.EngineRegistry",
+    f"{_ENGINE}.initialize",
+    f"{_ENGINE}WithLMHead.forward_step",
+    f"{_ENGINE}WithLMHead.postprocess_micro_batch_func",
+)
 
 
 class VerlSamples(TokenSamples):
@@ -34,14 +41,13 @@ class VerlSamples(TokenSamples):
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """As verl shifts labels along a pack: padding, or the next sample's first token; the
-        sample's own first one where context-parallel ranks share it, unless it is short."""
-        length = len(samples[number])
-        if self._context_ranks > 1:
-            short = length < 2 * self._tensor_ranks * self._context_ranks
-            return 0 if short else int(samples[number][0])
-        padded = length % self._tensor_ranks
-        return 0 if padded else int(samples[(number + 1) % len(samples)][0])
+        """As verl shifts labels along a pack: padding, where there is any, or the next sample's
+        first token; the sample's own first one where context-parallel ranks share it."""
+        shared = self._context_ranks > 1
+        each = self._tensor_ranks * (2 * self._context_ranks if shared else 1)
+        if len(samples[number]) % each:
+            return 0
+        return int(samples[number if shared else (number + 1) % len(samples)][0])
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
         _require_text(micro_batch)

@@ -20,6 +20,12 @@ _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
 _VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
+# Whose new fields may be features that have no row yet (scripts/upstream/canary.py shows them).
+RELIES_ON = (
+    "megatron.core.model_parallel_config.ModelParallelConfig",
+    "megatron.core.transformer.transformer_config.MLATransformerConfig",
+    "megatron.core.transformer.transformer_config.TransformerConfig",
+)
 
 
 def _needs_gpu(

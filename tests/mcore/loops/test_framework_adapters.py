@@ -256,10 +256,13 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
 
 
 def test_verls_context_parallel_ranks_count_a_sample_once() -> None:
-    """A sample's last label is its first token, or padding of a short one; each of its ranks tells
-    a share of the tokens."""
+    """A sample's last label is its first token, or padding where it has any; each of its ranks
+    tells a share of the tokens."""
     batch, adapter = verls_batch(), VerlSamples(context_ranks=2)
-    assert spans(adapter, batch)[1] == [[1, 2, 3, 7]]
+    assert spans(adapter, batch)[1] == [[1, 2, 3, 0]]  # of 8 rows
+    full = torch.nested.as_nested_tensor([TOKENS[1][:4]], layout=torch.jagged)
+    alone = Batch({**batch, "input_ids": full})
+    assert adapter.rows(alone, 0, 3, 4)["labels"].tolist() == [TOKENS[1][:1].tolist()]
     assert adapter.rows(batch, 0, 2, 3)["labels"].tolist() == [[0]]
     assert adapter.lengths(batch) == LENGTHS
 
