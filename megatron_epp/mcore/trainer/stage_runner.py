@@ -16,6 +16,8 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.mtp_targets import Predictions
 from megatron_epp.mcore.data.row_shard import RowShard
+from megatron_epp.mcore.kinds.moe.exchange import share_rows
+from megatron_epp.mcore.kinds.moe.router import moe_layers
 from megatron_epp.mcore.lm_head.head import head_for
 from megatron_epp.mcore.lm_head.messages import MessageShapes
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
@@ -83,14 +85,16 @@ class StageRunner:
         """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
         replica, device = self.replica, self.programs.device
         plan, samples = step.plans[replica], batch.samples[list(step.assignments[replica])]
+        block = step.block(replica)
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if any(other.splits_backward for other in step.plans):
                 early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
+            share_rows([layer for _, layer in moe_layers(model)], block, self.row_shard)
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
-        program = lower_rank(plan, rank, step.block(replica))
+        program = lower_rank(plan, rank, block)
         predictions = Predictions.of(config, not plan.forward_only)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
