@@ -20,8 +20,6 @@ from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.kinds.moe.exchange import share_rows
-from megatron_epp.mcore.kinds.moe.router import moe_layers
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
@@ -62,7 +60,6 @@ class SliceStage(ModelStage):
         if (sliced := getattr(attached.adapter, "sliced", None)) is not None:
             step = sliced(step, call.one_model)
         super().__init__(call.one_model, call.config, step, builder, plan, store)
-        share_rows([layer for _, layer in moe_layers(self.layers_model)], (plan,), row_shard)
         self.batches, self.groups, self.row_shard = batches, groups, row_shard
         self._partial = row_shard.parts > 1 and getattr(attached.adapter, "partial_loss", False)
         self.data: dict[int, list[Any]] = {}

@@ -16,8 +16,6 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.mtp_targets import Predictions
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.kinds.moe.exchange import share_rows
-from megatron_epp.mcore.kinds.moe.router import moe_layers
 from megatron_epp.mcore.lm_head.head import head_for
 from megatron_epp.mcore.lm_head.messages import MessageShapes
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
@@ -26,6 +24,7 @@ from megatron_epp.mcore.model.stage import (
     ForwardStep,
     ModelStage,
     reduce_in_turn,
+    reserve_exchange,
     sum_reports,
 )
 from megatron_epp.mcore.placing.part_config import config_of_part
@@ -91,7 +90,6 @@ class StageRunner:
             if any(other.splits_backward for other in step.plans):
                 early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
-            share_rows([layer for _, layer in moe_layers(model)], block, self.row_shard)
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
         program = lower_rank(plan, rank, block)
@@ -123,6 +121,7 @@ class StageRunner:
                     host,
                     head_for(model, plan, stage, shapes, self.meter),
                 )
+                reserve_exchange(stage_object, block, self.row_shard)
                 computes[stage] = stack.enter_context(stage_object)
             reduce_in_turn(computes, plan.rank_orders[rank])
             store = StageStores([compute.store for compute in computes.values()])

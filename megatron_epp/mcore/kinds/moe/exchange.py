@@ -36,8 +36,8 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
     if manager is None or not hasattr(manager, "_padded_num_tokens"):  # HybridEP's alone
         return
     setup = manager.setup_metadata
-    told, asking = copy.copy(manager.config), copy.copy(manager.config)
-    told.moe_hybridep_pad_uneven_dispatch_inputs = False
+    known, asking = copy.copy(manager.config), copy.copy(manager.config)
+    known.moe_hybridep_pad_uneven_dispatch_inputs = False
     asking.moe_hybridep_pad_uneven_dispatch_inputs = True
 
     @torch.compiler.disable
@@ -47,7 +47,7 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
             manager.config = asking
             setup(routing_map, probs)
             return
-        manager.config = told
+        manager.config = known
         setup(routing_map, probs)
         manager._padded_num_tokens = rows[state.chunk]
         padding = rows[state.chunk] - len(manager.routing_map)
@@ -59,7 +59,7 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
     manager.setup_metadata = setup_metadata
 
 
-def share_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowShard) -> None:
+def reserve_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowShard) -> None:
     """Tell the MoE ``layers`` of a rank the rows of every chunk, and make buffers for the most.
 
     Every rank that holds a part of their experts calls it before the plans run.
