@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_epp.mcore.capabilities.table import TABLE
 
 FILE = Path(__file__).with_name("what_works.md")
+UNTYPED = "`--epp` in scripts"
 BEGIN, END = "<!-- written by docs/write_limits.py -->\n", "<!-- end -->\n"
 PLACES = {"epp": "`--epp`", "slices": "slices", "calls": "calls", "no_gpu": "no GPU"}
 
@@ -28,7 +29,8 @@ def page(kept: str) -> str:
     """The page ``kept``, with the table as it is now."""
     table = "| what | where not | instead |\n|---|---|---|\n"
     for row in TABLE:
-        where = ", ".join(name for place, name in PLACES.items() if getattr(row, place) is not None)
+        places = {**PLACES, "epp": PLACES["epp"] if row.typed else UNTYPED}
+        where = ", ".join(name for place, name in places.items() if getattr(row, place) is not None)
         table += f"| {as_code(row.what)} | {where} | {as_code(row.instead)} |\n"
     before, rest = kept.split(BEGIN)
     return before + BEGIN + table + END + rest.split(END)[1]

@@ -67,6 +67,7 @@ training=(
     --bf16
     --accumulate-allreduce-grads-in-fp32 # raw token sums are reduced
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --dist-ckpt-optim-fully-reshardable # checkpoints resume with other degrees, too
 )
 parallel=(--pipeline-model-parallel-size "$PP" --tensor-model-parallel-size "$TP")
 ((TP > 1)) && parallel+=(--sequence-parallel)

@@ -17,7 +17,7 @@ def add_arguments(parser: Any) -> Any:
 def install(
     args: Any,
     model_config: Any,
-    items: Callable[[Sequence[int]], Sequence[Any]] | None = None,
+    items: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
 ) -> tuple[Any, Any]:
     """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
 
@@ -28,9 +28,9 @@ def install(
     Megatron. A ValueError says in one line what cannot run.
 
     ``items`` gives documents of your own in the place of --data-path: called with the samples that
-    training, validation and test want, it returns a dataset for each, or None. A dataset has a
-    length, ``original_seq_lens`` (the length of every item, known ahead), and items that are
-    mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
+    training, validation and test want (None: one epoch), it returns a dataset for each, or None. A
+    dataset has a length, ``original_seq_lens`` (the length of every item, known ahead), and items
+    that are mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
     """
     from megatron_epp.mcore.patching import patch_points
     from megatron_epp.mcore.trainer import setup

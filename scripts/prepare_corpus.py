@@ -358,12 +358,15 @@ def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> Non
             import transformers  # noqa: F401  it says that it is missing before the work
         except ImportError:
             raise ValueError("--chat needs the package transformers: pip install it") from None
-        from megatron_epp.mcore.data.conversations import read_lines, write_encoded
+        from megatron_epp.mcore.data.conversations import read_lines, unread_line, write_encoded
 
     path: Path = options.chat
     if not path.is_file():
         raise ValueError(f"{path}: no such file; expected a .jsonl of conversations")
-    lines = sum(1 for _ in read_lines(path))  # whatever is wrong with one is said at once
+    unread: set[tuple[str, str]] = set()
+    lines = sum(1 for _ in read_lines(path, unread))  # whatever is wrong with one is said at once
+    if (line := unread_line(path, unread, options.chat_format)) is not None:
+        print(line, file=sys.stderr)
     if not lines:
         raise ValueError(f"{path}: holds no line; expected one conversation per line")
     options.output.parent.mkdir(parents=True, exist_ok=True)

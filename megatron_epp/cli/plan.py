@@ -12,12 +12,15 @@ from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
+from megatron_epp.cost.catalogue.devices import device, device_runs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.cost.profile import Profile
 from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
+from megatron_epp.planner.options import default_levers
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_fraction, offloaded_ratio
@@ -113,7 +116,7 @@ def _read(counts: Counts) -> dict[str, int]:
 
 def options_of(arguments: argparse.Namespace) -> Options:
     """Options of the planner: stages' layers are open where --layers does not name them."""
-    levers = parse_levers(arguments.levers)
+    levers = levers_of(arguments)
     if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
         raise UsageError(
             "--layers names the layers of every stage and the lever uneven moves them; expected one"
@@ -146,6 +149,17 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options
+
+
+def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
+    """Return the levers of --levers, whose default is what training runs on that device."""
+    names = ["cpu"]  # where no machine is named
+    if arguments.cost_model:
+        names = [Profile.load(arguments.cost_model).provenance.device]
+    elif arguments.device:
+        names = [device(name).name for name, _ in device_runs(arguments.device)]
+    defaults = map(default_levers, names)
+    return parse_levers(arguments.levers, frozenset.intersection(*defaults))
 
 
 def _lockstep(arguments: argparse.Namespace) -> int:

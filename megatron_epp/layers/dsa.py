@@ -33,7 +33,9 @@ from torch import Tensor
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
-AT_ONCE = 2**24  # numbers of a block's widest tensor, about
+# Numbers of a block's widest tensor, about. A GPU is idle between the 30 to 40 launches of a block
+# that is small; half a gigabyte at once is what four of its tensors may take.
+AT_ONCE, GPU_AT_ONCE = 2**24, 2**27
 NONE = -1  # in the place of a chosen key where a row has fewer
 LEAST_PROBABILITY = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
 
@@ -299,7 +301,8 @@ def _blocks(
 ) -> Iterator[_Block]:
     keys, heads = len(seen[0]), max(q_THD.shape[1], iq_TJI.shape[1])
     widest = max(keys * heads, min(how.most, keys) * q_THD.shape[2])
-    step, context = max(1, AT_ONCE // widest), keys - (rows.stop - rows.start)
+    at_once = GPU_AT_ONCE if q_THD.is_cuda else AT_ONCE
+    step, context = max(1, at_once // widest), keys - (rows.stop - rows.start)
     for start in range(rows.start, rows.stop, step):
         yield _Block(slice(start, min(start + step, rows.stop)), context + start - rows.start)
 

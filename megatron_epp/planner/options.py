@@ -30,6 +30,9 @@ ALL = frozenset(LEVERS)
 # free nothing on a host without one. Layers that cannot split a backward do without `wsplit`,
 # which training finds out from its flags (mcore.job.job_cost.unusable_levers).
 TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
+# Left out, unless named, where layers are Transformer Engine's, as they are on GPUs: the halves of
+# their backwards are right and have not been timed.
+UNTIMED_ON_GPUS = frozenset({"wsplit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,11 @@ class Options:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
         for lever in sorted(self.levers - ALL):
             raise ValueError(_unknown(lever))
+
+
+def default_levers(device: str) -> frozenset[str]:
+    """Return what training runs by default on a device of that name; those of CPUs begin so."""
+    return TRAINING_LEVERS if device.startswith("cpu") else TRAINING_LEVERS - UNTIMED_ON_GPUS
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:

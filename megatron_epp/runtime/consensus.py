@@ -1,8 +1,10 @@
 """All ranks run one plan, or none does."""
 
 import hashlib
+import socket
 import struct
-from collections.abc import Buffer, Callable, Sequence
+from collections.abc import Buffer, Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +64,27 @@ def agree(
             f"{what}: ranks {' '.join(map(str, odd))} hold digest {digests[odd[0]][:12]}, rank 0 "
             f"holds {digests[0][:12]}; expected {expected}"
         )
+
+
+def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
+    """Raise a ValueError on every rank of ``group`` unless all have the same ``facts``.
+
+    Collective, on the host.
+
+    ``facts``: what this rank sees, by flag and folder.
+    """
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, (socket.gethostname(), dict(facts)), group=group)
+    first_host, first = every[0]
+    for where in dict.fromkeys(key for _, seen in every for key in seen):
+        odd = [n for n, (_, seen) in enumerate(every) if seen.get(where) != first.get(where)]
+        if odd:
+            host, seen = every[odd[0]]
+            ranks = f"rank{'s' * (len(odd) > 1)} {' '.join(map(str, odd[:8]))}"
+            raise ValueError(
+                f"{where}: {ranks}{' ...' * (len(odd) > 8)} on {host}: {seen.get(where)}; rank 0 "
+                f"on {first_host}: {first.get(where)}; expected {expected}"
+            )
 
 
 def digest(*data: Buffer) -> bytes:

@@ -4,8 +4,9 @@
 #   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list]
 #       [--dry-run] [--page FILE] [STEP...]
 #
-# First whether the numbers are right, on one GPU and over several, then what everything turns on (SMs that messages hold,
-# whole iterations), then whether predictions are right, what a host does, and levers, which are off by default.
+# First whether the numbers are right on one GPU, then what everything turns on (SMs that messages hold, host time, whole iterations against
+# predictions), then certificates, several GPUs, what a host does, and levers, which are off by default. On a machine lent for minutes make the
+# step corpus beforehand, on any host, and bring the folder of results.
 # No step takes more than eight minutes. One for which there is no time left is "not reached", unless it would be the first.
 # --state: a .tar.gz of logs, states and the page, taken up at the start and written anew after every step, for a host that
 #   forgets: bring it back, and the day goes on. The corpus is made again.
@@ -211,12 +212,27 @@ add first-iteration 1 150 "no gradient is lost in an iteration's first backward"
 add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the plain model's own errors" "$certified" \
     "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12
-add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
 shared() { # several ranks on one GPU
     add "shared-$1" 1 240 "pipelines of several ranks on one GPU (back end, stages, TP: $1): losses of one rank" "$tests" \
         "${test[@]}" tests/gpu/test_shared_gpu.py -k "$1"
 }
 shared nccl-2-1
+add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
+# What everything turns on: products beside messages that wait, the host's time; then whether predictions are right.
+add held-sms 1 300 "products and attention beside a message that waits, by its blocks and the SMs left free" '^margin|^products by|rror' \
+    "$python" scripts/gpu/held_sms.py
+add host-cost 1 90 "host time of a layer: below how many tokens the host is the bottleneck" '^(none|full|F,|B,)|rror' \
+    "$python" scripts/gpu/host_cost.py
+add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
+    "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+    --ddp-bucket-size 4000000
+add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
+    "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
+    --budget-gib 10 --repeats 1 --keep "$results/replayed" -o "$results/replay.md"
+add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
+    "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 9001 --contexts 0 32768 131072 --lengths 32768 131072 \
+    -o "$results/stage-llama-7b.md"
+# More of whether the numbers are right.
 add certificates 1 480 "random plans over NCCL, ranks sharing the GPU: every layer kind and degree of parallelism" "$tests" \
     "${test[@]}" tests/gpu/test_certificates.py
 # The same over several GPUs.
@@ -226,31 +242,21 @@ add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one G
     "${test[@]}" -rs tests/gpu/test_multi_gpu.py
 add certify-tp 4 480 "random plans with two-way tensor parallelism, reductions overlapped" "$certified" \
     "${certify[@]}" --pp 2 --tp 2 --overlap --batches 10
-# What everything turns on: products beside messages that wait; whole iterations, beside stock and stage by stage.
-add held-sms 1 300 "products and attention beside a message that waits, by its blocks and the SMs left free" '^margin|^products by|rror' \
-    "$python" scripts/gpu/held_sms.py
+# Whole iterations, beside stock.
 add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
     "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
 add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 \
     --no-gradient-accumulation-fusion
-add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
-    "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
-    --budget-gib 10 --repeats 1 --keep "$results/replayed" -o "$results/replay.md"
 add example 2 480 "examples/pretrain_gpt_epp.sh as it stands: time and memory, predicted and measured" "$lines" \
     "${example[@]}" bash examples/pretrain_gpt_epp.sh
 add example-tp 4 480 "the same with two-way tensor parallelism" "$lines" "${example[@]}" TP=2 bash examples/pretrain_gpt_epp.sh
 # Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
 add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
-    "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 9000 --contexts 0 32768 98304 --lengths 32768 \
+    "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 9001 --contexts 0 32768 98304 --lengths 32768 \
     -o "$results/stage-llama3-8b.md"
-add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
-    "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 9000 --contexts 0 32768 131072 --lengths 32768 131072 \
-    -o "$results/stage-llama-7b.md"
 # What a host and its kernels do.
 add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
     "$python" scripts/gpu/queues.py
-add host-cost 1 90 "host time of a layer: below how many tokens the host is the bottleneck" '^(none|full|F,|B,)|rror' \
-    "$python" scripts/gpu/host_cost.py
 add host-lazy 1 60 "what loading kernels when they are first used saves: memory of the context" '^(wrong|context)' \
     env CUDA_MODULE_LOADING=LAZY "$python" scripts/gpu/host.py
 add lazy-loading 2 300 "a pipeline with lazily loaded kernels: does it end?" "$lines" \
@@ -259,9 +265,6 @@ add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's
     "$python" scripts/gpu/first_calls.py
 add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
     env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
-add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
-    "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
-    --ddp-bucket-size 4000000
 add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
     "$python" scripts/gpu/heads.py --model llama-7b
 # Levers, which are off by default.

@@ -8,6 +8,7 @@ queue, an allocator without expandable segments.
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,6 +31,15 @@ def norms_run() -> str:
     except (ImportError, OSError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return ""
+
+
+def nvrtc() -> str:
+    """What compiles Transformer Engine's norms: the libraries that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return " ".join(sorted({line.split()[-1] for line in lines if "nvrtc" in line})) or "none"
 
 
 def main() -> int:
@@ -62,8 +72,18 @@ def main() -> int:
         if problem := norms_run():
             print(f"wrong: Transformer Engine's norms: {problem}")
             return 1
-    for program in ("cc", "nvcc"):  # Triton's and extensions' compilers
-        print(f"{program}: {shutil.which(program)}")
+    # Triton, and with it Megatron's compiled fusions, wants the first two.
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    found = {"cc": shutil.which("cc"), "Python.h": header.exists() and header}
+    for name, path in (*found.items(), ("nvcc", shutil.which("nvcc"))):
+        print(f"{name}: {path or None}")
+    print(f"NVTE_CUDA_INCLUDE_DIR={os.environ.get('NVTE_CUDA_INCLUDE_DIR')}, NVRTC {nvrtc()}")
+    if missing := [name for name, path in found.items() if not path]:
+        print(
+            f"wrong: {' and '.join(missing)} missing, which fusions are compiled with; install a C "
+            "compiler and Python's headers, or export TORCHDYNAMO_DISABLE=1 (slower)"
+        )
+        return 1
     if not all(expandable):
         print("wrong: the allocator's segments are not expandable")
         return 1

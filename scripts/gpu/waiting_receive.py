@@ -5,6 +5,7 @@
 
 Rank 1 posts receives of 64 MiB, multiplies, and only then is sent something; by the most thread
 blocks (``max_ctas``) that NCCL may take for a message, and by the SMs that products leave free.
+Products are Transformer Engine's: torch 2.11's own ask cuBLAS, which knows no such number.
 """
 
 import argparse
@@ -18,12 +19,19 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, cuda_host
 from megatron_epp.te_reference import reference_switch
 
 PRODUCTS, ROUNDS = 20, 3
 MOST_BLOCKS = (None, 1, 2, 4, 8, 16, 32)
 LEFT_FREE = (None, 8)
+
+
+def products(size: int) -> torch.nn.Module:
+    """A linear layer that leaves as many SMs free as the environment said when it was made."""
+    from transformer_engine.pytorch import Linear
+
+    return Linear(size, size, bias=False, params_dtype=torch.bfloat16, device="cuda")
 
 
 def main() -> None:
@@ -39,6 +47,8 @@ def main() -> None:
     x = torch.ones(wanted.size, wanted.size, device="cuda", dtype=torch.bfloat16)
     message = torch.zeros(wanted.elements, device="cuda", dtype=torch.bfloat16)
 
+    linear = products(wanted.size)
+
     def seconds(group: dist.ProcessGroup | None, receives: int) -> float:
         best = float("inf")
         for _ in range(ROUNDS):
@@ -49,7 +59,7 @@ def main() -> None:
             time.sleep(0.05)
             began, done = time.perf_counter(), torch.cuda.Event()
             for _ in range(PRODUCTS):
-                torch.mm(x, x)
+                linear(x)
             done.record()
             done.synchronize()
             best = min(best, time.perf_counter() - began)
@@ -76,7 +86,8 @@ def main() -> None:
         else:
             dist.recv(message, group_src=0, group=group)
         for left_free in LEFT_FREE:
-            torch._C._set_sm_carveout_experimental(left_free)
+            os.environ[cuda_host.MARGIN] = str(left_free or 0)
+            linear = products(wanted.size)
             for receives in (1, 2):
                 beside = seconds(group, receives)
                 if rank == 1:
@@ -85,7 +96,6 @@ def main() -> None:
                         f"receives wait: products take {beside / alone:.3f} of their time alone",
                         flush=True,
                     )
-        torch._C._set_sm_carveout_experimental(None)
         dist.destroy_process_group(group)
     dist.destroy_process_group()
 

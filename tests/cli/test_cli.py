@@ -16,8 +16,11 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import COMMANDS, DOING
 from megatron_epp.cli.serve import serve
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import DEVICES, device
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.ir import Plan, Step, check, parse_records
+from megatron_epp.planner import TRAINING_LEVERS
 from tests import programs
 from tests.cli.commands import LENGTHS, printed, refused
 from tests.corpus.test_idx_file import write_pair
@@ -209,15 +212,33 @@ def test_compare_says_that_nothing_fits(capsys, tmp_path):
 
 
 def test_the_levers_of_training_are_the_default(capsys, lengths, monkeypatch):
-    """In plan, compare and serve; what can only be simulated must be named."""
+    """In plan, compare and serve; what can only be simulated must be named, and on GPUs, where
+    training does without, the split backward."""
     from megatron_epp.cli.options import parse
     from megatron_epp.cli.plan import options_of
-    from megatron_epp.planner import TRAINING_LEVERS
 
     for command in ("plan", "compare", "serve"):
         words = ["--lengths", lengths] if command != "serve" else []
         found = parse([command, *words, "--pp", "2", *map(str, MACHINE)])
-        assert options_of(found).levers == TRAINING_LEVERS
+        assert options_of(found).levers == TRAINING_LEVERS - {"wsplit"}
+        on_a_cpu = parse([command, *words, "--pp", "2", "--model", "gpt-7b", "--device", "cpu"])
+        assert options_of(on_a_cpu).levers == TRAINING_LEVERS
+        named = parse([command, *words, "--pp", "2", *MACHINE, "--levers", "default,wsplit"])
+        assert options_of(named).levers == TRAINING_LEVERS
+
+
+def test_tune_and_measured_costs_take_the_levers_of_their_device(tmp_path):
+    from megatron_epp.cli.options import parse
+    from megatron_epp.cli.plan import levers_of
+
+    for name, without in (("h100-80g", {"wsplit"}), ("cpu", set())):
+        words = ["--nodes", "1", "--lengths", "wlb"]
+        found = parse(["tune", "--model", "gpt-7b", "--device", name, *words])
+        assert levers_of(found) == TRAINING_LEVERS - without
+        measured = profile(model("gpt-7b"), device(name), logits_held=False)
+        measured.save(str(tmp_path / "costs.json"))
+        words = ["--cost-model", str(tmp_path / "costs.json"), "--lengths", "wlb", "--pp", "2"]
+        assert levers_of(parse(["plan", *words])) == TRAINING_LEVERS - without
 
 
 # ------------------------------------------------------------------ the machine in a plan's comment

@@ -1,5 +1,8 @@
 """Pictures of the pages are what their scripts draw, and show what the pages say of them."""
 
+import re
+
+from megatron_epp.mcore.patching.releases import STABLE
 from tests.programs import ROOT, loaded
 
 
@@ -30,6 +33,13 @@ def test_what_does_not_run_is_written_from_what_is_refused() -> None:
     script = load("write_limits")
     kept = script.FILE.read_text()
     assert script.page(kept) == kept, "run python docs/write_limits.py"
+
+
+def test_pages_count_the_patch_points() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text()
+    counts = re.findall(r"\b(\d+) of (\d+)\b", page.split("## Flags")[0])
+    assert len(counts) >= 3
+    assert {int(count) for pair in counts for count in pair} == {len(STABLE.fingerprints)}
 
 
 def test_the_plan_is_faster_in_the_same_memory() -> None:

@@ -11,19 +11,18 @@ pytestmark = pytest.mark.gpu
 LENGTH, SLICES = 1024, 4
 
 
-def plan():
+def plan(boundaries=tuple(range(0, LENGTH + 1, LENGTH // SLICES))):
     from megatron_epp.ir import Chunk, Kind, Op, Plan, Span
 
-    size = LENGTH // SLICES
     count = range(SLICES)
     order = (
         *(Op(Kind.FORWARD, c) for c in count),
         *(Op(Kind.BACKWARD, c) for c in reversed(count)),
     )
     return Plan(
-        documents=(LENGTH,),
+        documents=(boundaries[-1],),
         layers=(1, 2, 1),
-        chunks=tuple(Chunk((Span(0, c * size, (c + 1) * size),)) for c in count),
+        chunks=tuple(Chunk((Span(0, *boundaries[c : c + 2]),)) for c in count),
         recompute=tuple(("k" * layers,) * SLICES for layers in (1, 2, 1)),
         orders=(order, order, order),
     )
@@ -85,3 +84,61 @@ def test_no_forward_is_taken_for_an_iterations_first(alone, engine) -> None:
         run(alone, model)
         run(alone, model)
     assert len(seen) == 2 * SLICES * 4 and set(seen) == {None}
+
+
+def test_norms_have_rows_that_their_fast_kernels_take(alone, engine) -> None:
+    """Of chunks of any size, on the stage with the LM head, too."""
+    import transformer_engine.pytorch.module.layernorm_linear as fused
+    import transformer_engine.pytorch.ops.basic.rmsnorm as alone_norm
+
+    from scripts.bench.single_stage import build_stage, run_stage
+
+    rows, apply = [], fused.apply_normalization
+
+    def counted(x, *others, **named):
+        rows.append(x.numel() // x.shape[-1])
+        return apply(x, *others, **named)
+
+    def forwarded(norm, context, x, *others, **named):
+        rows.append(x.numel() // x.shape[-1])
+        return op_forward(norm, context, x, *others, **named)
+
+    op_forward = alone_norm.RMSNorm.op_forward
+    model = build_stage(alone, 1, False, True)
+    odd = plan((0, 257, 300, 701, 1001))
+    with (
+        patch.object(fused, "apply_normalization", counted),
+        patch.object(alone_norm.RMSNorm, "op_forward", forwarded),
+    ):
+        run_stage(alone, model, odd, 2)
+        assert len(rows) >= 3 * SLICES and {count % 16 for count in rows} == {0}
+        rows.clear()
+        run_stage(replace(alone, share=replace(alone.share, block=1)), model, odd, 2)
+        assert {count % 16 for count in rows} != {0}  # the guard can fail
+
+
+def test_a_kernel_that_does_not_run_is_said_before_training(alone, engine) -> None:
+    """By every rank; and what runs leaves no trace."""
+    import torch
+
+    from megatron_epp.mcore.calibrate.first_run import run_every_kind
+    from megatron_epp.mcore.job.process_groups import make_groups
+    from scripts.bench.single_stage import build_stage
+
+    model, groups = build_stage(alone, 2, True, True), make_groups(alone.device)
+    ran, first = [], model.module.module.decoder.layers[0]
+    before = torch.random.get_rng_state()
+    handle = first.register_forward_hook(lambda *_: ran.append(first))
+    run_every_kind(alone.args, [model], groups, alone.share)
+    assert len(ran) == 2  # documents, and a slice behind its context
+    assert not any(p.main_grad.any() or p.grad is not None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), before)
+    handle.remove()
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("Triton < 9 is wrong on this device\nand more")
+
+    first.register_forward_hook(fails)
+    line = r"layers of attention and MLP cannot run: Triton < 9 is wrong on this device; expected"
+    with pytest.raises(ValueError, match=line):
+        run_every_kind(alone.args, [model], groups, alone.share)

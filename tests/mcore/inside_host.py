@@ -267,22 +267,28 @@ def test_consumed_samples_are_those_of_megatrons_train_state(monkeypatch):
     class Documents:
         counts = SimpleNamespace(truncated=0)
 
+        def __len__(self):
+            return 4
+
     starts = []
     hooks = TrainerHooks(make_batches=lambda documents, size, start: starts.append(start))
     data = job_data.JobData("drop", hooks)
     monkeypatch.setattr(data, "_documents", lambda *any: (Documents(), Documents(), Documents()))
-    monkeypatch.setattr(job_data, "scheduled_sizes", lambda: 4)
+    monkeypatch.setattr(job_data, "scheduled_sizes", lambda: lambda consumed: 4)
     args = SimpleNamespace(
-        train_samples=8, eval_global_batch_size=4, consumed_train_samples=5,
-        consumed_valid_samples=6, full_validation=False, multiple_validation_sets=False,
+        train_samples=8, eval_global_batch_size=4, global_batch_size=4, full_validation=False,
+        phase_transition_iterations=None, iteration=1, consumed_train_samples=5,
+        consumed_valid_samples=6,
     )  # fmt: skip
     monkeypatch.setattr(job_data, "get_args", lambda: args)
     monkeypatch.setattr(job_data.megatron_gpt, "require_validation", lambda *any: None)
     data.global_batches([8, 4, 4], None)
-    state = SimpleNamespace(consumed_train_samples=50, consumed_valid_samples=60)
+    state = SimpleNamespace(iteration=7, consumed_train_samples=50, consumed_valid_samples=60)
     monkeypatch.setattr(global_vars, "get_train_state", lambda: state, raising=False)
     data.global_batches([8, 4, 4], None)
     assert starts == [5, 6, 0, 50, 60, 0]
+    args.phase_transition_iterations = [5]
+    assert job_data.consumed_in_phase(args) == (7 - 5) * 4
 
 
 # ------------------------------------------------------------------ mistakes and bugs

@@ -13,7 +13,9 @@ from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
-from megatron_epp.mcore.data.row_shard import RowShard, quantised_rows
+from megatron_epp.mcore.data.row_shard import RowShard, row_block
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.planner.padding import gpu_row_multiple
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names, require_shown
 from tests.mcore.runs import flags, train, write_corpus
@@ -32,20 +34,37 @@ def test_rows_are_padded_and_every_rank_has_its_own() -> None:
 
 def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
     def rows(recipe: str, **others) -> int:
-        return quantised_rows(SimpleNamespace(
+        return row_block(SimpleNamespace(
             fp8="e4m3", fp8_recipe=recipe, sequence_parallel=False,
             tensor_model_parallel_size=2, **others,
         ))  # fmt: skip
 
-    assert quantised_rows(Wanted()) == 1
+    assert row_block(Wanted()) == 1
     assert (rows("blockwise"), rows("mxfp8")) == (16, 32)
     spread = SimpleNamespace(
         fp8="e4m3", fp8_recipe="blockwise", sequence_parallel=True, tensor_model_parallel_size=2
     )
-    assert quantised_rows(spread) == 128
+    assert row_block(spread) == 128
     share = RowShard(parts=2, part=1, splits=2, block=16)
     assert (share.multiple, share.padded(65), share.message(128)) == (64, 128, 32)
     assert share.local(128) == slice(64, 128)
+
+
+def test_rows_are_padded_to_what_gpus_like(monkeypatch) -> None:
+    def rows(**others) -> int:
+        return row_block(SimpleNamespace(**{"transformer_impl": "transformer_engine", **others}))
+
+    assert rows() == 1
+    monkeypatch.setattr(cpu_host, "has_gpu_kernels", lambda: True)
+    assert (rows(), rows(transformer_impl="local")) == (16, 1)
+    assert (rows(epp_row_multiple=1), rows(epp_row_multiple=4)) == (1, 4)
+    mxfp8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+    assert (rows(epp_row_multiple=24, **mxfp8), rows(epp_row_multiple=1, **mxfp8)) == (96, 32)
+    # 16 chunks of four stages, half a multiple each: 128 rows, of a rank.
+    assert gpu_row_multiple([[12_800]], 4, 1, 1) == 16
+    assert gpu_row_multiple([[12_700]], 4, 1, 1) == 4
+    assert gpu_row_multiple([[12_800], [0, 12_800]], 4, 1, 1) == 16
+    assert gpu_row_multiple([[12_800]], 4, 2, 1) == gpu_row_multiple([[12_800]], 4, 1, 2) == 4
 
 
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:

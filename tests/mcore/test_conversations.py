@@ -133,6 +133,45 @@ def test_planning_and_workers(folder: Path, tmp_path: Path) -> None:
         )
 
 
+def weighing(chat: list[dict[str, str]], *weights: object) -> list[dict[str, object]]:
+    """The conversation with a weight of each message, but where it is None."""
+    pairs = zip(chat, weights, strict=True)
+    return [{**one, **({} if weight is None else {"weight": weight})} for one, weight in pairs]
+
+
+@pytest.mark.parametrize("chat_format", [*FORMATS_THAT_MASK, "identity"])
+def test_a_message_of_weight_0_is_not_learnt(folder: Path, tmp_path: Path, chat_format) -> None:
+    chat = turns("a", "first answer", "b", "second answer", "c", "third answer")
+    weights = (None, None, 0, None, 1, None, 1)
+    path = write_chats(tmp_path / "w.jsonl", [weighing(chat, *weights), chat])
+    more = ("--chat-format", chat_format, "--tokenizer-model", folder / "made.tokenizer")
+    assert prepare(path, tmp_path / "w", *more) == 0
+    weighed, plain = stored(tmp_path / "w")
+    assert weighed == plain, "what is read stays"
+    tokenizer = SFTTokenizer(str(folder / "made.tokenizer"), chat_format)
+    learnt, whole = targets_of(tmp_path / "w", tokenizer)
+    assert "second" in learnt and "third" in learnt and "first" not in learnt
+    end = {"nemotron-nano-v2": "\n<SPECIAL_12>\n", "nemotron-h-aligned": "\n", "identity": ""}
+    assert whole.replace(f"first answer{end[chat_format]}", "") == learnt
+
+
+def test_weights_that_are_none_and_keys_that_nothing_reads(folder, tmp_path, capsys) -> None:
+    more = ("--tokenizer-model", folder / "made.tokenizer")
+    for weight in (0.5, "1", -1, [0]):
+        bad = write_chats(
+            tmp_path / "bad.jsonl", [CHATS[0], weighing(turns("a", "b"), 1, 1, weight)]
+        )
+        assert prepare(bad, tmp_path / "bad", *more) == 2
+        assert "bad.jsonl, line 2: message 2 has the weight" in capsys.readouterr().err
+    lines = [{"messages": weighing(turns("a", "b"), 1, None, 1), "id": 7, "tools": []}]
+    lines += [{"messages": [{**one, "name": "x"} for one in turns("c", "d")], "id": 8}]
+    path = tmp_path / "keys.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert prepare(path, tmp_path / "keys", *more) == 0
+    said = f"{path}: keys that are not read: 'id', 'name' of messages, 'tools'"
+    assert [line for line in capsys.readouterr().err.splitlines() if "not read" in line] == [said]
+
+
 # --- what can be wrong
 
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    _get_ltor_masks_and_position_ids,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_epp.corpus import overlong as overlong_rule
@@ -187,12 +192,13 @@ def test_order_is_pinned(tmp_path: Path) -> None:
 # --- blends and splits
 
 
-def test_blend_draws_as_megatron_does(tmp_path: Path) -> None:
+def test_blend_by_documents_draws_as_megatron_does(tmp_path: Path) -> None:
     prefixes = [
         write_corpus(tmp_path / "a", numbered([3] * 6)),
         write_corpus(tmp_path / "b", numbered([6] * 5)),
     ]
-    config = configure(prefixes, [0.25, 0.75], path_to_cache=str(tmp_path / "cache"))
+    changes = {"blend_by": "documents", "path_to_cache": str(tmp_path / "cache")}
+    config = configure(prefixes, [0.25, 0.75], **changes)
     documents = train(config, 40)
     assert isinstance(documents.dataset, BlendedDataset)
     corpora, items = documents.locate(range(len(documents)))
@@ -209,6 +215,61 @@ def test_blend_draws_as_megatron_does(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))
     again = train(config, 40)
     assert again.lengths(range(40)).tolist() == lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    ("means", "weights", "points"),
+    [
+        ((20, 120), (0.5, 0.5), 1.0),
+        ((20, 120), (0.9, 0.1), 1.0),
+        ((20, 120, 900), (0.5, 0.3, 0.2), 2.0),
+    ],
+)
+def test_a_blends_tokens_are_those_of_megatrons_own_samples(
+    tmp_path: Path, means: tuple[int, ...], weights: tuple[float, ...], points: float
+) -> None:
+    """In training, at resume and in validation; documents longer than the context are cut."""
+    random, prefixes = numpy.random.RandomState(0), []
+    for number, mean in enumerate(means):
+        lengths = numpy.maximum(2, random.lognormal(numpy.log(mean) - 0.5, 1, 3000).astype(int))
+        documents = [[10 + number] * length for length in lengths]
+        prefixes.append(write_corpus(tmp_path / str(number), documents, dtype=numpy.uint8))
+    common = {"split": "60,40,0", "sequence_length": 1000}
+    of_stock = GPTDatasetConfig(
+        **{
+            "random_seed": 7,
+            "blend": (prefixes, [*weights]),
+            "tokenizer": Tokenizer(),
+            "reset_position_ids": False,
+            "reset_attention_mask": False,
+            "eod_mask_loss": False,
+            "path_to_cache": str(tmp_path / "cache"),
+            **common,
+        }
+    )
+    sizes = [300, 300, 0]
+    stock = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, of_stock).build()
+    ours = build_documents(configure(prefixes, [*weights], **common), [20_000, 20_000, 0])
+    for theirs, documents in zip(stock[:2], ours[:2], strict=True):
+        text = numpy.concatenate([theirs[n]["tokens"].numpy() for n in range(300)])
+        expected = numpy.bincount(text - 10, minlength=len(means)) / len(text)
+        batches, drawn, corpora = GlobalBatches(documents, 2000, 0), [], []
+        for _ in range(10):
+            batch = next(batches)  # as a run that resumes there begins
+            again = next(GlobalBatches(documents, 2000, int(batch.samples[0])))
+            assert again.lengths.tolist() == batch.lengths.tolist()
+            drawn.append(batch.lengths)
+            corpora.append([documents.tokens(int(s), 0, 1)[0] - 10 for s in batch.samples])
+        tokens, of = numpy.concatenate(drawn), numpy.concatenate(corpora)
+        sums = numpy.stack([numpy.cumsum(tokens * (of == n)) for n in range(len(means))])
+        shares = 100 * sums / sums.sum(0)
+        assert numpy.abs(shares[:, -1] - 100 * expected).max() < points
+        assert numpy.abs(shares[:, 2000:] - 100 * expected[:, None]).max() < 5
+        parts = [
+            f"{100 * share:.1f}% of the tokens from {prefix}"
+            for share, prefix in zip(sums[:, -1] / sums[:, -1].sum(), prefixes, strict=True)
+        ]
+        assert all(part in documents.fractions for part in parts)
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:

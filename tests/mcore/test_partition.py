@@ -18,6 +18,7 @@ from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabulary
 from megatron_epp.mcore.choose.kept import (
+    BLEND_KEY,
     CHOICES_FILE,
     EARLIER_PARTITION,
     EARLIER_VOCABULARY,
@@ -78,10 +79,14 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
         rf"{costs} \(simulated\)",
         even.output,
     )
-    assert json.loads((spread / CHOICES_FILE).read_text()) == {"epp_vocab_parallel": "on"}
+    assert json.loads((spread / CHOICES_FILE).read_text()) == {
+        "epp_vocab_parallel": "on",
+        BLEND_KEY: "tokens",
+    }
     choices = json.loads((kept / CHOICES_FILE).read_text())
     layers = choices[STAGE_LAYERS]
-    assert choices == {"epp_vocab_parallel": "off", PLACE: [0, 1], STAGE_LAYERS: layers}
+    others = {"epp_vocab_parallel": "off", BLEND_KEY: "tokens"}
+    assert choices == {**others, PLACE: [0, 1], STAGE_LAYERS: layers}
     on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
     assert on_a_cpu in auto.output
     assert sum(layers) == 6 and 1 <= layers[0] < layers[1]

@@ -186,6 +186,8 @@ class Wanted:
         ({"fim_data": True, "sft": True}, "do not look at it"),
         ({"perform_rl_step": True}, "rollouts"),
         ({"iterations_to_skip": [3]}, "skipped iterations"),
+        ({"multiple_validation_sets": True}, "several validation sets"),
+        ({"freeze_all_layers": True}, "frozen layers"),
         ({"dataloader_type": "cyclic"}, "data loader"),
         ({"use_mamba_mem_eff_path": False}, "fused kernel"),
         ({"hybrid_layer_pattern": "G*-", "tensor_model_parallel_size": 2}, "norm's gradients"),

@@ -19,47 +19,45 @@ FOLDER = ROOT / "tests" / "golden"
 
 _LLAMA = "--model llama3-8b --device h100-80g"
 _GPT = "--model gpt-13b --device a100-80g"
+_SPLIT = "--levers default,wsplit"  # not by default on GPUs
 _LINES = (
-    f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --levers default",
-    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --levers default",
-    f"wikipedia 2 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default",
-    f"wlb 3 {_GPT} --pp 8 --cp 4 --context 98304 --global-batch-size 48 --levers default",
+    f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 {_SPLIT}",
+    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 {_SPLIT}",
+    f"wikipedia 2 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT}",
+    f"wlb 3 {_GPT} --pp 8 --cp 4 --context 98304 --global-batch-size 48 {_SPLIT}",
     f"wlb 4 {_GPT} --pp 2 --cp 8 --context 32768 --global-batch-size 64 --levers default,-wsplit",
     f"prolong 5 {_GPT} --pp 4 --cp 4 --context 65536 --global-batch-size 32 --levers none",
-    f"wlb 6 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1 --levers default",
+    f"wlb 6 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1 {_SPLIT}",
     f"wlb 7 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --memory-budget-gib 30"
-    " --levers default",
-    f"wlb 8 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default"
-    " --multiple 128",
-    f"wlb 9 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default"
-    " --effort 1",
-    f"wlb 0 {_LLAMA} --pp 4 --cp 8 --context 131072 --global-batch-size 64 --levers default",
-    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --levers default",
-    f"wikipedia 2 {_LLAMA} --pp 4 --tp 4 --context 32768 --global-batch-size 64 --levers default",
-    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 --levers default",
-    f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64 --levers default",
-    f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32 --levers default",
-    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --levers default",
-    f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64"
-    " --levers default",
-    f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers default"
+    f" {_SPLIT}",
+    f"wlb 8 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT} --multiple 128",
+    f"wlb 9 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT} --effort 1",
+    f"wlb 0 {_LLAMA} --pp 4 --cp 8 --context 131072 --global-batch-size 64 {_SPLIT}",
+    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 {_SPLIT}",
+    f"wikipedia 2 {_LLAMA} --pp 4 --tp 4 --context 32768 --global-batch-size 64 {_SPLIT}",
+    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 {_SPLIT}",
+    f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64 {_SPLIT}",
+    f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32 {_SPLIT}",
+    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64 {_SPLIT}",
+    f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64 {_SPLIT}",
+    f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 {_SPLIT}"
     " --layers 9 8 8 7",
     f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers all"
     " --layers 9 8 8 7",
-    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --levers default"
+    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 {_SPLIT}"
     " --overlong drop",
-    f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 --levers default"
+    f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 {_SPLIT}"
     " --overlong split",
     f"wlb 12 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --forward-only",
     f"wlb 13 {_LLAMA} --pp 2 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --forward-only",
     "wlb 0 --model gpt-7b --device a100-40g --pp 4 --cp 8 --context 98304 --global-batch-size 64"
-    " --levers default",
+    f" {_SPLIT}",
     "prolong 1 --model gpt-30b --device a100-80g --pp 8 --cp 4 --context 65536"
-    " --global-batch-size 64 --levers default",
+    f" --global-batch-size 64 {_SPLIT}",
     "wlb 2 --model llama3-70b --device h200-141g --pp 8 --tp 8 --context 131072"
-    " --global-batch-size 32 --levers default",
+    f" --global-batch-size 32 {_SPLIT}",
     "wlb 3 --model llama3-70b --device h100-80g --pp 8 --tp 8 --cp 2 --context 65536"
-    " --global-batch-size 32 --levers default",
+    f" --global-batch-size 32 {_SPLIT}",
     f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner infinipipe",
     f"prolong 1 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner infinipipe",
     f"wlb 2 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64"
@@ -72,12 +70,11 @@ _LINES = (
     f"wlb 7 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner chunkflow",
     f"wikipedia 8 {_LLAMA} --pp 8 --tp 4 --context 32768 --global-batch-size 64"
     " --planner chunkflow",
-    f"wlb 20 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 128 --levers default"
-    " --effort 0",
+    f"wlb 20 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 128 {_SPLIT} --effort 0",
     f"wlb 21 {_GPT} --pp 3 --cp 8 --context 49152 --global-batch-size 64 --levers"
     " chunks,bins,window,search --layers 14 13 13",
     f"wikipedia 22 {_GPT} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
-    " --levers default,-selective,-trim",
+    f" {_SPLIT},-selective,-trim",
     f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1 --levers"
     " chunks,bins,window,trim,selective,exact,search,local",
 )
@@ -129,7 +126,16 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
         lengths, batch, *others = line.split()
         yield (
             FOLDER / f"{number:02}-{lengths}-placed.plan",
-            ["plan", "--lengths", lengths, "--batch", batch, "--levers", "default,-lean", *others],
+            [
+                "plan",
+                "--lengths",
+                lengths,
+                "--batch",
+                batch,
+                "--levers",
+                "default,wsplit,-lean",
+                *others,
+            ],
         )
 
 

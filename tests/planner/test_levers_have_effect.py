@@ -72,7 +72,7 @@ def plan(lengths: Path, *arguments: str) -> list[str]:
 @pytest.mark.parametrize("lever", LEVERS)
 def test_every_lever_changes_a_plan(lever: str, lengths: Path) -> None:
     where = WHERE[lever]
-    levers = where[where.index("--levers") + 1] if "--levers" in where else "default"
+    levers = where[where.index("--levers") + 1] if "--levers" in where else f"default,{lever}"
     on = plan(lengths, *where, "--levers", levers)
     assert plan(lengths, *where, "--levers", f"{levers},-{lever}") != on
 

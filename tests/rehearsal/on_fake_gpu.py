@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,8 +38,11 @@ from megatron_epp.layers.attention import varlen  # noqa: E402
 from megatron_epp.layers.attention.flash import FlashKernel  # noqa: E402
 from megatron_epp.layers.chunk_state import chunk_rows  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
+from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
 from megatron_epp.mcore.kinds.attention.module import ElasticAttention  # noqa: E402
 from megatron_epp.mcore.lm_head.fused_head import block_tokens  # noqa: E402
+from megatron_epp.mcore.loops.adapters.token_samples import on_this_device  # noqa: E402
+from megatron_epp.mcore.loops.slice_stage import SliceStage  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
     forward,
@@ -322,3 +326,20 @@ def test_what_breaks_on_a_gpu_breaks_here(world) -> None:
         with inject(), pytest.raises((DeviceError, RuntimeError), match=says):
             run(world, model, plan, 0)
     run(world, model, plan, 0)
+
+
+@pytest.mark.parametrize("world", [ALONE], indirect=True)
+def test_slices_of_loops_reach_the_device_without_a_wait(world) -> None:
+    plan = Plan.parse(BROKEN_PLAN)
+    model = torch.nn.Linear(2, 2).to(DEVICE)
+    stage = SimpleNamespace(
+        row_shard=RowShard(), plan=plan, stage=0, store=Store({0: 8}, {0: 8}), training=True,
+        model=model, _slices=slices_of(plan), _router_stats=None,
+    )  # fmt: skip
+    with gpu.without_waiting():
+        params = SliceStage._params(stage, 0)
+        rows = on_this_device({"tokens": torch.ones(3, dtype=torch.int64), "positions": None})
+    assert params.positions.device == rows["tokens"].device == DEVICE
+    assert rows["positions"] is None
+    with gpu.without_waiting(), pytest.raises(DeviceError, match="from unpinned memory"):
+        torch.ones(3).to(DEVICE, non_blocking=True)  # the guard can fail

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.certify.batches import Frame, draw, modes_drawn
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
+from megatron_epp.ir import Plan
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.planner import PLANNERS, Options
 from tests.programs import BASH, ROOT, Done, run, stand_in
+from tests.te_reference.test_certificate import EVERY_DEGREE
 
 # Notes what it runs; one step fails, one takes for ever.
 PYTHON = """
@@ -138,3 +145,32 @@ def test_what_cannot_be_meant_is_one_line(tmp_path: Path, words: tuple, says: st
     assert done.returncode == 2
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_gpu_step_runs_every_op_and_recompute_mode_that_training_plans() -> None:
+    """Plans of the example's model over eight stages, with ample and with little memory; by the
+    plans that certificates on GPUs draw."""
+    cost = named_cost("llama3-8b", "h100-80g", pp=8, zero=1).with_vocabulary(True)
+    tight = cost.replace(device_budget_bytes=(0.35 * cost.device_budget_bytes[0],) * 8)
+    planned: tuple[set, set] = set(), set()
+    for lengths, machine in (("wikipedia", cost), ("prolong", tight)):
+        batch = open_corpus(lengths, 32_768).batch(0, 64)
+        plan = PLANNERS["epp"](batch, machine, Options(context=32_768, effort=0)).plan
+        _note(plan, planned)
+    drawn: tuple[set, set] = set(), set()
+    frame = Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), splits=True, vocabulary_parallel=True)
+    for number in range(12):
+        for plan in draw(1, number, frame).step.plans:
+            _note(plan, drawn)
+    assert {kind.value for kind in planned[0]} >= set("FBHG") and len(planned[1]) > 1
+    assert planned[0] <= drawn[0] and planned[1] <= drawn[1]
+    on_gpus = [trial for trial in EVERY_DEGREE.values() if trial.loop is None]
+    assert any("--epp-vocab-parallel" in words for trial in on_gpus for words in trial.models)
+    script = (ROOT / "scripts" / "gpu" / "gpu_day.sh").read_text()
+    assert "tests/gpu/test_certificates.py" in script
+
+
+def _note(plan: Plan, seen: tuple[set, set]) -> None:
+    kinds, modes = seen
+    kinds |= {op.kind for order in plan.orders for op in order}
+    modes |= {mode for stage in plan.recompute for choice in stage for mode in choice}

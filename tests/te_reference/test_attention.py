@@ -94,3 +94,73 @@ def test_kernels_are_chosen_inside_the_context_that_was_given(engine, monkeypatc
     kernel.backward(grad, call, kernel.forward(call, True)[1])
     assert seen == [[True], [True]]
     assert not open_now
+
+
+def passes(kernel, call, grad) -> list[Tensor]:
+    out, kept = kernel.forward(call, True)
+    return [out, *kernel.backward(grad, call, kept)]
+
+
+@pytest.mark.parametrize("buckets", [False, True], ids=["lengths", "lengths in buckets"])
+@pytest.mark.parametrize(("before", "sinks"), [(None, False), (4, False), (4, True)])
+def test_calls_that_are_alike_are_the_modules_to_the_last_bit(
+    engine, monkeypatch, before, sinks, buckets
+) -> None:
+    """The kernel is called alone, of other tensors and other lengths within the bucket."""
+    version = (9, 24, 0) if buckets else (9, 23, 9)
+    monkeypatch.setattr("transformer_engine.pytorch.utils.get_cudnn_version", lambda: version)
+    seen, attend = [], engine.DotProductAttention.forward
+    monkeypatch.setattr(
+        engine.DotProductAttention,
+        "forward",
+        lambda *args, **named: (seen.append(named["cu_seqlens_q"]), attend(*args, **named))[1],
+    )
+
+    def fresh() -> TransformerEngineKernel:
+        plain = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+        return plain.of_layers(before, sinks) if before is not None else plain
+
+    def drawn(lengths, keys):
+        q, k, v, grad = documents((sum(lengths),), HEADS, GROUPS, torch.bfloat16)[0]
+        longer = [x.repeat(2, 1, 1)[: sum(keys)].contiguous() for x in (k, v)]
+        offsets = torch.linspace(-1, 1, HEADS, dtype=torch.bfloat16) if sinks else None
+        device = torch.device("cpu")
+        return Operands(q, *longer, CuSeqlens.of(lengths, keys, device), offsets), grad
+
+    kernel = fresh()
+    passes(kernel, *drawn([9], [13]))
+    assert len(seen) == 1 and len(seen[0]) == (33 if buckets else 2)
+    for lengths, keys in (([9], [13]), ([12], [16]), ([10], [15])):
+        call, grad = drawn(lengths, keys)
+        direct = passes(kernel, call, grad)
+        inference = kernel.forward(call, False)[0]
+        calls = len(seen)
+        assert all(map(torch.equal, direct, passes(fresh(), call, grad)))
+        assert torch.equal(inference, direct[0])
+        assert len(seen) == calls + 1
+    assert len(seen) == 5  # of them one was the first without a backward
+    passes(kernel, *drawn([9, 5, 3], [9, 5, 3]))  # another bucket
+    assert len(seen) == 6
+
+
+def test_a_module_that_hands_over_more_is_called_every_time(engine, monkeypatch) -> None:
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    ran, attend = [], engine.DotProductAttention.forward
+    monkeypatch.setattr(
+        engine.DotProductAttention,
+        "forward",
+        lambda *args, **named: (ran.append(1), attend(*args, **named))[1],
+    )
+    fused = backends.fused_attn_fwd
+    monkeypatch.setattr(
+        backends,
+        "fused_attn_fwd",
+        lambda *args, rng_gen=None, **named: fused(*args, **named),
+    )
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+    q, k, v, grad = documents((9,), HEADS, GROUPS, torch.bfloat16)[0]
+    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
+    for _ in range(3):
+        passes(kernel, call, grad)
+    assert len(ran) == 3

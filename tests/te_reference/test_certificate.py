@@ -191,6 +191,31 @@ def test_local_layers_in_float64_have_no_norm_of_it(tmp_path) -> None:
     assert hidden.stdout.split()[-1] == "WrappedTorchNorm"
 
 
+ROTARY = """
+import torch
+from megatron_epp.mcore.patching import cpu_host
+cpu_host.install_cpu_host()
+from megatron_epp.mcore.certify.backend import rotate_in_double
+rotate_in_double()
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+torch.cuda.current_device = lambda: "meta"  # what is not made on the host has no numbers
+for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+    made = kind(kv_channels=16, rotary_percent=1.0, use_cpu_initialization=False)
+    print(kind.__name__, *(f"{name}={value.dtype}" for name, value in sorted(vars(made).items())
+                           if name.startswith("inv_freq") and value.device.type == "cpu"))
+"""
+
+
+def test_rotary_frequencies_of_gpus_are_the_hosts_in_float64() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    seen = python("-c", ROTARY, only=environment | {"PYTHONPATH": str(ROOT)})
+    assert seen.returncode == 0, seen.stderr
+    plain, yarn = (line for line in seen.stdout.splitlines() if "Embedding" in line)
+    assert plain == "RotaryEmbedding inv_freq=torch.float64"
+    assert yarn.startswith("YarnRotaryEmbedding inv_freq=torch.float64")
+
+
 def test_its_layers_in_float64_are_refused_on_gpus() -> None:
     trial = Trial(Degrees(1, 1, 1), models(DENSE), device="cuda")
     with pytest.raises(ValueError, match="do not compute in float64; give --dtype bf16"):

@@ -11,6 +11,7 @@ from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
+from megatron_epp.cli.plan import levers_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
@@ -20,7 +21,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import stock_choice
-from megatron_epp.planner.options import Options, parse_levers
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{documents} documents in a global batch; expected a --global-batch-size that many "
             "of the number's divisors divide, or another number of --nodes"
         )
-    options = Options(arguments.context, parse_levers(arguments.levers))
+    options = Options(arguments.context, levers_of(arguments))
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     result = survey(

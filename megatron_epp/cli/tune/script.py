@@ -114,6 +114,7 @@ def training_flags(documents: int) -> list[list[str]]:
         ["--train-iters", "1000", "--lr", "3e-4", "--min-lr", "3e-5", "--lr-decay-style", "cosine"],
         ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--bf16"],
         ["--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer"],
+        ["--dist-ckpt-optim-fully-reshardable"],
         ["--overlap-grad-reduce", "--overlap-param-gather"],
         ["--log-interval", "1", "--log-throughput", "--eval-iters", "0"],
     ]

@@ -122,21 +122,21 @@ def errors(
         of_sinks = None if offsets is None else offsets.to(to)
         return Operands(q.to(to), k.to(to), v.to(to), cu_seqlens, of_sinks)
 
-    plain, exact = ReferenceKernel(scale, before), call(torch.float64)
+    written_out, exact = ReferenceKernel(scale, before), call(torch.float64)
     right, outputs, reference = (
         _run(tried, grad.to(to), call(to))
-        for tried, to in ((plain, torch.float64), (kernel, dtype), (plain, dtype))
+        for tried, to in ((written_out, torch.float64), (kernel, dtype), (written_out, dtype))
     )
     scales = [tensor.norm() for tensor in right]
     if offsets is not None:
-        scales[-1] = (_sink_weights(plain, exact) * right[0] * grad.double()).norm()
+        scales[-1] = (_sink_weights(written_out, exact) * right[0] * grad.double()).norm()
     return _distances(outputs, right, scales), _distances(reference, right, scales)
 
 
-def _sink_weights(plain: ReferenceKernel, call: Operands) -> Tensor:
+def _sink_weights(kernel: ReferenceKernel, call: Operands) -> Tensor:
     """Return the share of the softmax that every row's sinks take: [T, H, 1]."""
     ones = torch.ones_like(call.tensors[2][..., :1])
-    out_TH1, _ = plain.forward(dataclasses.replace(call, v_SGD=ones), False)
+    out_TH1, _ = kernel.forward(dataclasses.replace(call, v_SGD=ones), False)
     return 1 - out_TH1
 
 

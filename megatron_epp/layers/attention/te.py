@@ -15,17 +15,29 @@ Its autograd saves q, k and v. They are kept already, in the store or by ours, s
 them and hands them back when backward runs. What else it saves goes through the hooks around.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_epp.layers.attention.te_direct import (
+    FusedFunctions,
+    KernelCalls,
+    alike,
+    has_tensors,
+    others_of,
+    own_arguments,
+)
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 MASK = "padding_causal_bottom_right"
+# From this cuDNN on a graph is built for every number of documents; before, Transformer Engine
+# itself takes the next of 32, 64, 128, ... of them.
+COUNTS_DOCUMENTS, DOCUMENTS = (9, 24), 32
 
 
 class TransformerEngineKernel:
@@ -60,6 +72,15 @@ class TransformerEngineKernel:
             self._chosen = lambda: module._attention_backends
         except (ImportError, AttributeError):  # another version keeps it elsewhere
             self._chosen = dict
+        self._fused: FusedFunctions | None = None
+        try:
+            from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+            self._fused = FusedFunctions(backends)
+        except (ImportError, AttributeError):
+            pass
+        self._calls: dict[tuple[Any, ...], KernelCalls] = {}
+        self._counts_documents = _cudnn_version() >= COUNTS_DOCUMENTS
         others: dict[str, Any] = {} if before is None else {"window_size": (before, 0)}
         others |= {"softmax_type": "learnable"} if sinks else {}
         self._attend = te.DotProductAttention(
@@ -83,6 +104,93 @@ class TransformerEngineKernel:
         return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        call = self._bucketed(call)
+        calls = self._calls.setdefault(alike(call.cu_seqlens, backward), KernelCalls())
+        if calls.forward is not None and (calls.backward is not None or not backward):
+            return self._forward_directly(calls.forward, call, backward)
+        if self._fused is None or calls.refused:
+            return self._forward(call, backward)
+        recorded: list[dict[str, Any]] = []
+        with self._fused.recorded(0, recorded):
+            output, kept = self._forward(call, backward)
+        calls.forward = self._recorded(calls, recorded, own_arguments(call))
+        return output, kept
+
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        call = self._bucketed(call)
+        calls = self._calls[alike(call.cu_seqlens, True)]
+        if not isinstance(kept, _Run):
+            assert calls.backward is not None, "its forward was called directly"
+            return self._backward_directly(calls.backward, grad_THD, call, *kept)
+        if self._fused is None or calls.forward is None or calls.backward is not None:
+            return kept.gradients(grad_THD, _at_start(call))
+        recorded: list[dict[str, Any]] = []
+        with self._fused.recorded(1, recorded):
+            gradients = kept.gradients(grad_THD, _at_start(call))
+        own = own_arguments(call)
+        for arguments in recorded:  # the output and what came with it
+            for name in ("o", "d_o", "aux_ctx_tensors"):
+                arguments.pop(name, None)
+        calls.backward = self._recorded(calls, recorded, own)
+        return gradients
+
+    def _bucketed(self, call: Operands) -> Operands:
+        """``call``, with as many documents as its bucket has where graphs are built by number."""
+        if not self._counts_documents:
+            return call
+        documents = DOCUMENTS
+        while documents + 1 < len(call.cu_seqlens.queries):
+            documents *= 2
+        return replace(call, cu_seqlens=call.cu_seqlens.padded(documents))
+
+    # -------------------------------------------------------------- the kernel alone
+
+    def _recorded(
+        self, calls: KernelCalls, recorded: list[dict[str, Any]], own: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return what the module handed over beside ``own``; ``calls`` are refused where that is
+        not all that a call needs."""
+        arguments = others_of(recorded, own)
+        if arguments is not None and (sinks := arguments.pop("softmax_offset", None)) is not None:
+            calls.sinks = tuple(sinks.shape), sinks.dtype
+        if arguments is None or has_tensors(arguments):
+            calls.refused, calls.forward = True, None
+            return None
+        return arguments
+
+    def _forward_directly(
+        self, others: dict[str, Any], call: Operands, backward: bool
+    ) -> tuple[Tensor, Any]:
+        assert self._fused is not None
+        own = own_arguments(call)
+        if call.sinks_H is not None:
+            shape, dtype = self._calls[alike(call.cu_seqlens, backward)].sinks or ((-1,), None)
+            own["softmax_offset"] = call.sinks_H.reshape(shape).to(dtype)
+        with torch.no_grad():
+            output_THD, needed, *_ = self._fused.forward(**others, **own)
+        # Detached: the output becomes the result of an autograd function that holds ``kept``.
+        return output_THD, (output_THD.detach(), *needed) if backward else None
+
+    def _backward_directly(
+        self,
+        others: dict[str, Any],
+        grad_THD: Tensor,
+        call: Operands,
+        output_THD: Tensor,
+        *needed: Tensor,
+    ) -> tuple[Tensor, ...]:
+        assert self._fused is not None
+        more = {"o": output_THD, "d_o": grad_THD.contiguous(), "aux_ctx_tensors": list(needed)}
+        with torch.no_grad():
+            *qkv, _, of_sinks = _five(self._fused.backward(**others, **own_arguments(call), **more))
+        if call.sinks_H is None:
+            return tuple(qkv)
+        assert of_sinks is not None, "the kernel gives the gradient of its sinks"
+        return *qkv, of_sinks.reshape(call.sinks_H.shape).to(call.sinks_H.dtype)
+
+    # -------------------------------------------------------------- through the module
+
+    def _forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         inputs = _at_start(call)
         if not backward:
             with torch.no_grad():
@@ -92,9 +200,6 @@ class TransformerEngineKernel:
         with torch.enable_grad(), hooks:
             output = self._run(sources.now, call.cu_seqlens)
         return _by_heads(output.detach(), call), _Run(output, sources)
-
-    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        return kept.gradients(grad_THD, _at_start(call))
 
     def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
         """[T, H D]. All lengths are given: asked for them, the module would wait for the device.
@@ -122,6 +227,19 @@ class TransformerEngineKernel:
                 "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why)"
             )
         return output
+
+
+def _cudnn_version() -> tuple[int, ...]:
+    try:
+        from transformer_engine.pytorch.utils import get_cudnn_version
+    except ImportError:  # another version keeps it elsewhere
+        return (0,)
+    return tuple(get_cudnn_version())
+
+
+def _five(gradients: Sequence[Tensor | None]) -> list[Any]:
+    """Return the gradients of q, k, v, of a bias and of the sinks, of which the last may miss."""
+    return [*gradients, None, None][:5]
 
 
 def _by_heads(output: Tensor, call: Operands) -> Tensor:

@@ -24,7 +24,7 @@ T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, 
 
 import builtins
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -49,10 +49,21 @@ class CuSeqlens:
     keys: Tensor
     most_queries: int
     most_keys: int
+    _padded: dict[int, "CuSeqlens"] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
         return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
+
+    def padded(self, documents: int) -> "CuSeqlens":
+        """Return the same, followed by empty documents up to ``documents`` in all; made once."""
+        more = documents + 1 - len(self.queries)
+        if more <= 0:
+            return self
+        if documents not in self._padded:
+            queries, keys = (torch.cat((x, x[-1:].expand(more))) for x in (self.queries, self.keys))
+            self._padded[documents] = replace(self, queries=queries, keys=keys, _padded={})
+        return self._padded[documents]
 
     @property
     def lengths(self) -> list[tuple[int, int]]:

@@ -33,6 +33,9 @@ from megatron_epp.layers.concatenated import concatenated
 # strides multiply what is addressed, so calls stay well below.
 MOST_ELEMENTS = 2**30
 BLOCK_ROWS = 128  # rows of a kernel's own blocks, as large as they come
+# Attribute of a tensor of boundaries: the lengths of its sequences, which kernels' wrappers read on
+# the host without a wait for the device.
+HOST_LENGTHS = "epp_lengths"
 WITHIN = -1  # the border between two calls of one slice
 
 
@@ -224,10 +227,12 @@ class CarriedStates:
         if self.alone:
             return None
 
-        def make() -> Tensor:
-            return torch.tensor(list(accumulate(self.lengths(number, front), initial=0)))
-
-        return self._once("borders", number, front, device, make)
+        lengths = self.lengths(number, front)
+        boundaries = self._once(
+            "borders", number, front, device, lambda: torch.tensor([0, *accumulate(lengths)])
+        )
+        setattr(boundaries, HOST_LENGTHS, lengths)
+        return boundaries
 
     def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
         """[1, L] of which sequence each row of call ``number`` is, int32; None: there is one."""

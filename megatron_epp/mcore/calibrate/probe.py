@@ -377,6 +377,9 @@ class Probe:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+            # The allocator learns only when it is asked for memory that other streams are done with
+            # what was freed: gradients of weights, which DDP adds up on a stream of its own.
+            torch.empty(1, device=self.device)
         return time.thread_time() if self._has_core else time.perf_counter()
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import suppress
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
@@ -82,6 +83,13 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--epp-vocab-parallel on: {why}; {instead}, or give --epp-vocab-parallel off"
         )
+
+
+def refuse_by_name(args: argparse.Namespace) -> None:
+    """Raise a ValueError for a row of the table that ``args`` ask for, which are not validated."""
+    with suppress(AttributeError, TypeError):  # what validation sets is not there
+        if (reason := limit_for("epp", args)) is not None:
+            raise ValueError(reason)
 
 
 def refuse(args: argparse.Namespace) -> None:

@@ -122,13 +122,15 @@ def _wide_messages(call: Any) -> str | None:
 
 TABLE: tuple[Limit, ...] = (
     Limit(
-        "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
+        "interleaved pipelines (--num-layers-per-virtual-pipeline-stage, "
+        "--num-virtual-stages-per-pipeline-rank)",
         "use --epp-placement flags, which takes the stages of a rank from them, or leave them out",
         any_of(
             "virtual_pipeline_model_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
         ),
+        typed=False,
     ),
     Limit(
         "hybrid context parallelism (--hybrid-context-parallel)",
@@ -160,6 +162,7 @@ TABLE: tuple[Limit, ...] = (
             _needs_gpu("--cuda-graph-impl", "leave the flag out", None, "none"),
             _needs_gpu("--enable-cuda-graph"),
         ),
+        typed=False,
     ),
     Limit(
         "fp4 (--fp4-format): its second scale is a whole tensor's",
@@ -180,8 +183,8 @@ TABLE: tuple[Limit, ...] = (
         lambda args: _fp8(args) and args.transformer_impl == "local",
     ),
     Limit(
-        "fp8 beyond linears of layers (--fp8-dot-product-attention, --fp8-multi-head-attention, "
-        "--fp8-output-proj)",
+        "fp8 beyond linears of layers (--fp8-output-proj; fp8_dot_product_attention, "
+        "fp8_multi_head_attention)",
         "leave it out",
         any_of(
             "fp8_dot_product_attention",
@@ -200,6 +203,7 @@ TABLE: tuple[Limit, ...] = (
         "static recompute (--recompute-granularity, --recompute-activations)",
         "give --epp-memory-budget-gib: the plan says what each stage recomputes for each chunk",
         any_of("recompute_granularity"),
+        typed=False,
     ),
     Limit(
         "recompute of some micro-batches (num_microbatches_with_partial_activation_checkpoints)",
@@ -210,7 +214,8 @@ TABLE: tuple[Limit, ...] = (
         ),
     ),
     Limit(
-        "offloading of activations (--cpu-offloading-num-layers, --fine-grained-...-offloading)",
+        "offloading of activations (--cpu-offloading-num-layers, "
+        "--fine-grained-activation-offloading)",
         "leave it out and give --epp-memory-budget-gib",
         any_of(
             "cpu_offloading",
@@ -219,12 +224,14 @@ TABLE: tuple[Limit, ...] = (
             harmless=(0,),
         ),
         calls=settings(fine_grained_activation_offloading="offloaded activations"),
+        typed=False,
     ),
     Limit(
         "overlapped tensor-parallel communication (--tp-comm-overlap)",
         "leave it out: its buffers have one fixed shape",
         any_of("tp_comm_overlap"),
         no_gpu=_needs_gpu("--tp-comm-overlap"),
+        typed=False,
     ),
     Limit(
         "deferred embedding gradients (--defer-embedding-wgrad-compute)",
@@ -233,6 +240,7 @@ TABLE: tuple[Limit, ...] = (
         calls=settings(
             defer_embedding_wgrad_compute="deferred weight gradients of the output layer"
         ),
+        typed=False,
     ),
     Limit(
         "position embeddings other than rope, yarn, learned_absolute, none "
@@ -252,6 +260,7 @@ TABLE: tuple[Limit, ...] = (
         "micro-batches of several samples (--micro-batch-size above 1)",
         "leave --micro-batch-size out: the planner decides what is computed together",
         any_of("micro_batch_size", harmless=(1,)),
+        typed=False,
     ),
     Limit(
         "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
@@ -263,6 +272,7 @@ TABLE: tuple[Limit, ...] = (
         "--reset-attention-mask)",
         "leave them out: a document is a sample, and attends to itself alone",
         any_of("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask"),
+        typed=False,
     ),
     Limit(
         "fill-in-the-middle of chats and mock data (--fim-data with --sft or --mock-data)",
@@ -275,9 +285,19 @@ TABLE: tuple[Limit, ...] = (
         any_of("perform_rl_step"),
     ),
     Limit(
-        "skipped iterations and saved data loaders (--iterations-to-skip, --dataloader-save)",
+        "skipped iterations and saved data loaders (--iterations-to-skip; dataloader_save)",
         "leave them out: the documents of an iteration follow from the samples consumed",
         any_of("iterations_to_skip", "dataloader_save", harmless=([],)),
+    ),
+    Limit(
+        "several validation sets (--multiple-validation-sets)",
+        "evaluate on one (--valid-data-path), with or without --full-validation",
+        any_of("multiple_validation_sets"),
+    ),
+    Limit(
+        "frozen layers (--freeze-all-layers)",
+        "leave --epp out",
+        any_of("freeze_all_layers"),
     ),
     Limit(
         "another data loader (--dataloader-type)",

@@ -44,6 +44,8 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
     patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     if role.trial.dtype == FLOAT64:
         until_the_end.enter_context(cpu_host.double_precision())
+        if role.trial.device != "cpu":
+            rotate_in_double()
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
         from megatron_epp.mcore.certify.loops.reference_loop import ReferenceLoop
@@ -63,6 +65,34 @@ def hide_transformer_engine() -> None:
     Engine is installed it takes its norms in between (core/transformer/transformer_block.py), whose
     kernels do not compute in float64."""
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+
+def rotate_in_double() -> None:
+    """Have rotary frequencies be float64, made on the host, for ranks on GPUs and the reference.
+
+    Megatron makes them in float32 on the rank's device, and a GPU's powers and cosines differ from
+    a host's in the last bit: a certificate over an H200 was off by 3e-7.
+    """
+    from functools import wraps
+
+    import torch
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        YarnRotaryEmbedding,
+    )
+
+    def on_host(make: Any) -> Any:
+        @wraps(make)
+        def init(self: Any, *inputs: Any, **named: Any) -> None:
+            make(self, *inputs, **(named | {"use_cpu_initialization": True}))
+            for name, value in list(vars(self).items()):
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                    setattr(self, name, value.double())
+
+        return init
+
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.__init__ = on_host(kind.__init__)  # type: ignore[method-assign]
 
 
 def _require_gpu(rank: int) -> None:

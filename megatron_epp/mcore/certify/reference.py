@@ -24,7 +24,7 @@ from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, refe
 from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.data.row_shard import quantised_rows
+from megatron_epp.mcore.data.row_shard import row_block
 from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
@@ -99,7 +99,7 @@ class ReferenceModel:
         # None of them where errors are told in those of another model.
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
-        self.rows = quantised_rows(small.elastic)
+        self.rows = row_block(small.elastic)
         modes = modes_drawn(EXECUTABLE + modes_of_kinds(args))
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
         sharded, full = vocabulary_parallel(small.elastic), sees_full_documents(small.elastic)

@@ -6,13 +6,13 @@ model of --epp-cost-model, or the device's coefficients by name; every rank read
 computes the same. A run that resumes has its checkpoint's choices (kept.py).
 """
 
+import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.utils import get_blend_and_blend_per_split
-
 from megatron_epp.control.recorded_steps import first_recorded
+from megatron_epp.corpus.blend import TOKENS, document_weights
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
@@ -20,8 +20,10 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import vocabulary_refusal
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.choose.kept import kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.choose.kept import kept_blend, kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.data.row_shard import row_block
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
@@ -38,6 +40,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multiple
 
 AMPLE_BYTES = 1e15
 
@@ -61,9 +64,64 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
     ValueError: a corpus, a cost model, --epp-plan, or what was kept next to the checkpoint cannot
     be read.
     """
+    blend = choose_blend(args)
     vocabulary = choose_vocabulary(args, parts)
     placement, line = choose_placement(args)
-    return JobChoices(tuple(filter(None, (vocabulary, line))), placement)
+    lines = blend, vocabulary, line, choose_row_multiple(args, parts)
+    return JobChoices(tuple(filter(None, lines)), placement)
+
+
+def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
+    """Set the multiple that a rank's rows come in; return the line on it, where it is not usual.
+
+    Plans differ by it, results do not: a run that resumes chooses anew.
+    """
+    if not args.epp or args.epp_row_multiple is not None:
+        return None
+    args.epp_row_multiple = row_block(argparse.Namespace(transformer_impl=args.transformer_impl))
+    if args.epp_row_multiple != GPU_ROWS or (parts is not None and parts.items is not None):
+        return None
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    ranks = tensor * args.context_parallel_size
+    try:
+        batches = _first_batches(args)
+    except (OSError, ValueError):  # of lengths that nobody knows
+        return None
+    stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
+    args.epp_row_multiple = gpu_row_multiple(batches, stages, replicas, ranks)
+    if args.epp_row_multiple == GPU_ROWS:
+        return None
+    return (
+        f"--epp-row-multiple: {args.epp_row_multiple}; {GPU_ROWS} would pad chunks of these "
+        f"documents by more than {MOST_PADDING:.0%} over {ranks} ranks"
+    )
+
+
+def choose_blend(args: Any) -> str | None:
+    """Set --epp-blend to tokens or documents where it is auto; return the line on it, if any.
+
+    The order of the documents follows from it, so a run that resumes has its checkpoint's choice.
+    """
+    begun = kept_blend(args) if args.epp and resumes(args) else None
+    asked = args.epp_blend
+    if asked == AUTO:
+        args.epp_blend = begun or TOKENS
+    if begun is None or {begun, args.epp_blend} == {TOKENS} or not _weighted(args):
+        return None
+    line = f"--epp-blend {asked}: weights of corpora count {args.epp_blend}"
+    if args.epp_blend == begun:
+        return f"{line}, as the run that resumes began"
+    return (
+        f"{line}, and the run that resumes counted {begun}: its next documents are those at the "
+        "same place of the new order, so that some come twice and some later"
+    )
+
+
+def _weighted(args: Any) -> bool:
+    """Whether the data flags give weights to several corpora."""
+    blend, per_split = blends_of(args)
+    blends = filter(None, (blend, *(per_split or ())))
+    return any(weights is not None and len(weights) > 1 for _, weights in blends)
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
@@ -216,7 +274,7 @@ def _first_batches(args: Any) -> list[list[int]]:
             "none; for --epp-partition auto say with --pipeline-model-parallel-layout where layers "
             "lie (`python -m megatron_epp tune` prints one)"
         )
-    blend, per_split = get_blend_and_blend_per_split(args)
+    blend, per_split = blends_of(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
     if blend is None:
@@ -229,7 +287,11 @@ def _first_batches(args: Any) -> list[list[int]]:
     ]
     # Without weights each corpus is read once.
     parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
-    fractions = [part / sum(parts) for part in parts]
+    means = [
+        corpus.tokens / len(corpus) if weights is not None and args.epp_blend == TOKENS else 1.0
+        for corpus in corpora
+    ]
+    fractions = document_weights(parts, means)
     size = args.global_batch_size
     if getattr(args, "step_batch_size_schedule", None):
         size = scheduled_sizes()(sys.maxsize)  # as large as they get

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.control.files import write_atomically
+from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
@@ -17,7 +18,7 @@ from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
-VOCABULARY_KEY = "epp_vocab_parallel"
+VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
 def resumes(args: Any) -> bool:
@@ -34,11 +35,26 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
 
     ``placement``: with layers, where these were chosen. OSError: the folder cannot be written.
     """
-    choices = {VOCABULARY_KEY: args.epp_vocab_parallel}
+    choices = {VOCABULARY_KEY: args.epp_vocab_parallel, BLEND_KEY: args.epp_blend}
     if placement is not None:
         choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
     write_atomically(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
     return models
+
+
+def resumable_line(args: Any) -> str:
+    """Return the line on the degrees that checkpoints of --save can be resumed with."""
+    flag, more = "--dist-ckpt-optim-fully-reshardable", ""
+    if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
+        degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
+    elif not args.use_distributed_optimizer or getattr(args, flag[2:].replace("-", "_"), False):
+        degrees = "any tensor-, pipeline- and data-parallel degrees"
+    else:
+        degrees = (
+            "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
+        )
+        more = f"; with {flag}, given now, they resume with any"
+    return f"--save {args.save}: checkpoints resume with {degrees}{more}"
 
 
 def kept_vocabulary(args: Any) -> bool:
@@ -51,6 +67,20 @@ def kept_vocabulary(args: Any) -> bool:
     if choice not in (ON, OFF):
         raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY, args)
     return choice == ON
+
+
+def kept_blend(args: Any) -> str:
+    """Return what the weights of the checkpoint's run counted: tokens or documents.
+
+    Where no choice was kept, a run with --epp counted documents; Megatron's own samples are tokens.
+    ValueError: the file is damaged.
+    """
+    path, choices = _kept(args, BLEND_KEY)
+    if choices is None:
+        return DOCUMENTS if any(path.parent.glob("epp-*")) else TOKENS
+    if choices[BLEND_KEY] not in BLENDS:
+        raise _damaged(path, 'expected "tokens" or "documents"', BLEND_KEY, args)
+    return choices[BLEND_KEY]
 
 
 def kept_placement(args: Any) -> Placement | None:
@@ -83,12 +113,12 @@ def kept_placement(args: Any) -> Placement | None:
     return kept
 
 
-def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | None]:
+def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[str, Any] | None]:
     """Return the file that has the choice ``key``, and all choices in it; None: no file has it.
 
     ``earlier`` names the file of earlier versions.
     """
-    for name in (CHOICES_FILE, earlier):
+    for name in filter(None, (CHOICES_FILE, earlier)):
         path = Path(args.load) / name
         if not path.exists():
             continue
@@ -107,8 +137,8 @@ def _kept(args: Any, key: str, earlier: str) -> tuple[Path, dict[str, Any] | Non
 
 def _damaged(path: Path, what: str, key: str, args: Any) -> ValueError:
     flag = "--pipeline-model-parallel-layout"
-    if key == VOCABULARY_KEY:
-        flag = "--epp-vocab-parallel"
+    if key in (VOCABULARY_KEY, BLEND_KEY):
+        flag = f"--{key.replace('_', '-')}"
     elif args.hybrid_layer_pattern is not None:
         flag = "| in --hybrid-layer-pattern"
     return ValueError(

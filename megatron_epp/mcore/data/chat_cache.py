@@ -15,19 +15,21 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
-from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.mcore.data.conversations import (
     FORMATS,
     ChatTokenizer,
     encode_line,
     read_lines,
+    unread_line,
     write_encoded,
 )
+from megatron_epp.mcore.data.data_flags import blends_of
+from megatron_epp.runtime.consensus import require_same
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
 # Raise it when the same conversations become other files.
-_VERSION = 1
+_VERSION = 2
 _BLOCK_BYTES = 1 << 20
 # A tokenizer's folder may hold a model's weights as well.
 _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
@@ -38,10 +40,14 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     its files by the path that was given. Collective.
 
     PlanError: on every rank alike, what is wrong with which line of which file
+    ValueError: a rank does not see what rank 0 has written
     """
     paths = _chat_files(args)
-    prefixes = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
-    return dict(zip(paths, prefixes.split("\n"), strict=True))
+    text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
+    prefixes = text.split("\n")
+    seen = {f"{one}.idx": "there" if Path(f"{one}.idx").is_file() else "absent" for one in prefixes}
+    require_same(seen, group, "a folder that all hosts share: name it with --data-cache-path")
+    return dict(zip(paths, prefixes, strict=True))
 
 
 def check_chat_flags(args: Any) -> None:
@@ -73,7 +79,7 @@ def check_chat_flags(args: Any) -> None:
 
 def _chat_files(args: Any) -> tuple[str, ...]:
     """Files that the data flags name, without weights and splits."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blend, blend_per_split = blends_of(args)
     blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
     return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
 
@@ -82,18 +88,19 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
     """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
-    files = _tokenizer_files(args.tokenizer_model)
-    source = _digest(files, beat) if files else args.tokenizer_model
+    files = tokenizer_files(args.tokenizer_model)
+    source = digest_of(files, beat) if files else args.tokenizer_model
     for path in map(Path, paths):
-        digest = _digest([path], beat, f"{_VERSION} {chat_format} {source}")
+        digest = digest_of([path], beat, f"{_VERSION} {chat_format} {source}")
         folder = Path(args.data_cache_path) if args.data_cache_path else path.parent / "cache"
         prefix = folder / f"{path.stem}-{digest[:24]}"
         if not Path(f"{prefix}.idx").is_file():
             print_rank_0(f"> --sft: converting {path} ...")
             tokenizer = tokenizer or build_tokenizer(args)
+            unread: set[tuple[str, str]] = set()
             encoded = map(
                 partial(encode_line, path=path, tokenizer=tokenizer, chat_format=chat_format),
-                read_lines(path),
+                read_lines(path, unread),
             )
             try:
                 written = write_encoded(encoded, path, tokenizer.vocab_size, prefix, beat)
@@ -103,13 +110,15 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
                     "ranks share with --data-cache-path"
                 ) from error
             print_rank_0(f"> {written}")
+            if (line := unread_line(path, unread, chat_format)) is not None:
+                print_rank_0(f"> {line}")
         print_rank_0(f"> --sft: {path} is {prefix}")
         prefixes.append(str(prefix))
     return prefixes
 
 
-def _tokenizer_files(path: str) -> list[Path]:
-    """Files that a tokenizer is read from; none where ``path`` is a name on a hub."""
+def tokenizer_files(path: str) -> list[Path]:
+    """Return the files that a tokenizer is read from; none where ``path`` is a name on a hub."""
     place = Path(path)
     if place.is_file():
         return [place]
@@ -118,7 +127,9 @@ def _tokenizer_files(path: str) -> list[Path]:
     return sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
 
 
-def _digest(files: Sequence[Path], beat: Callable[[], None], text: str = "") -> str:
+def digest_of(
+    files: Sequence[Path], beat: Callable[[], None] = lambda: None, text: str = ""
+) -> str:
     """Digest of ``text`` and of the names and bytes of ``files``; linear in them."""
     digest = hashlib.sha256(text.encode())
     for file in files:

@@ -3,7 +3,8 @@
 A line is a JSON object whose ``messages`` are a list of {role, content}. As in Megatron's
 SFTDataset a line may hold several conversations, each of which begins with a message of the system;
 a conversation is a document. Its tokens, and which of them are targets, are what Megatron's
-SFTTokenizer makes of it in its chat format; its padding token is no target, as there.
+SFTTokenizer makes of it in its chat format; its padding token is no target, as there, and nothing
+of a message that has the weight 0.
 
     messages   system  user  assistant  user  assistant
     targets                  ^^^^^^^^^        ^^^^^^^^^     of a format that masks
@@ -26,9 +27,11 @@ from megatron_epp.corpus.loss_mask import SUFFIX
 # Chat formats of Megatron's SFTTokenizer, and those of them in which every token is a target.
 FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
 WITHOUT_MASKS = ("identity", "default")
+READ_KEYS = ("role", "content", "weight")  # of a message
 ROLES = ("system", "user", "tool", "assistant")
 _IGNORED = -100  # SFTTokenizer's mark of a token that is no target
 _SHOWN = 200  # characters of another program's reason
+_SHOWN_KEYS, _SHOWN_KEY = 20, 40  # names, and characters of a name
 
 Message = Mapping[str, Any]
 
@@ -64,11 +67,15 @@ class TokenizedChats:
         return text
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, list[Message]]]:
+def read_lines(
+    path: Path, unread: set[tuple[str, str]] | None = None
+) -> Iterator[tuple[int, list[Message]]]:
     """(number from 1, messages) of every line that is not blank.
 
+    ``unread`` receives the keys that nothing here reads: (key, "" of a line, " of messages").
     ValueError: a line is no JSON, or has no messages with roles and texts; with its number
     """
+    unread = set() if unread is None else unread
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.strip():
@@ -92,7 +99,27 @@ def read_lines(path: Path) -> Iterator[tuple[int, list[Message]]]:
                             f"{where}: message {place} has no text as its {key!r}; expected "
                             f"a role (one of {', '.join(ROLES)}) and a content"
                         )
+                if (weight := message.get("weight")) not in (None, 0, 1):
+                    raise ValueError(
+                        f"{where}: message {place} has the weight {str(weight)[:_SHOWN_KEY]!r}; "
+                        "expected 1, or 0 where it is not to be learnt"
+                    )
+                unread.update((key, " of messages") for key in message.keys() - {*READ_KEYS})
+            unread.update((key, "") for key in value.keys() - {"messages"})
             yield number, messages
+
+
+def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> str | None:
+    """Return the line on the keys that ``read_lines`` has collected; None where there is none.
+
+    The tokenizer's own template (the format default) may read any key of a message.
+    """
+    known = sorted((key, of) for key, of in unread if not of or chat_format != "default")
+    if not known:
+        return None
+    names = [f"{key[:_SHOWN_KEY]!r}{of}" for key, of in known[:_SHOWN_KEYS]]
+    more = f" and {len(known) - _SHOWN_KEYS} more" if len(known) > _SHOWN_KEYS else ""
+    return f"{path}: keys that are not read: {', '.join(names)}{more}"
 
 
 def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
@@ -133,8 +160,35 @@ def encode(
     mask = numpy.asarray(targets) != _IGNORED
     if tokenizer.pad_id is not None:
         mask &= tokens != tokenizer.pad_id
+    for place, message in enumerate(conversation):
+        if message.get("weight") == 0:
+            mask[_turn(place, conversation, tokens, tokenizer, chat_format)] = False
     mask[:1] = False  # nothing predicts the first token
     return tokens, mask.astype(numpy.uint8)
+
+
+def _turn(
+    place: int,
+    conversation: list[Message],
+    tokens: numpy.ndarray,
+    tokenizer: ChatTokenizer,
+    chat_format: str,
+) -> slice:
+    """Return which tokens of a conversation are those of its message ``place``.
+
+    ValueError: the format does not write messages one after the other
+    """
+    ends = []
+    for count in (place, place + 1):
+        before = conversation[:count]
+        written = tokenizer.tokenize_conversation(before, False, False) if before else []
+        if list(written) != tokens[: len(written)].tolist():
+            raise ValueError(
+                f"message {place} has the weight 0, and the format {chat_format} does not write "
+                "it apart from the others; leave it out, or give another format"
+            )
+        ends.append(len(written))
+    return slice(*ends)
 
 
 def _check_turns(conversation: Sequence[Message]) -> None:

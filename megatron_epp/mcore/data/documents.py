@@ -40,6 +40,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
+from megatron_epp.corpus.blend import BLENDS, TOKENS
 from megatron_epp.corpus.idx_file import (
     CorpusFiles,
     check_vocabulary,
@@ -49,11 +50,10 @@ from megatron_epp.corpus.idx_file import (
 from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
+from megatron_epp.mcore.data.data_flags import Blend, blends_of
 from megatron_epp.runtime.consensus import agree, digest, gather
 
 logger = logging.getLogger(__name__)
-
-Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
 
 # Documents written anew that are kept because a later slice of them will be asked for.
 _CACHED_DOCUMENTS = 64
@@ -69,6 +69,9 @@ class DocumentConfig(GPTDatasetConfig):
     overlong: str = "truncate"
     """What becomes of documents with more inputs than the context: truncate, drop or split."""
 
+    blend_by: str = TOKENS
+    """What the weights of a blend count: tokens, as in Megatron's own data sets, or documents."""
+
     vocabulary_size: int | None = None
     """Rows of the embedding, padding included; tokens beyond are refused. None: not checked."""
 
@@ -81,6 +84,8 @@ class DocumentConfig(GPTDatasetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_policy(self.overlong)
+        if self.blend_by not in BLENDS:
+            raise ValueError(f"blend by {self.blend_by!r}: expected one of {', '.join(BLENDS)}")
         if self.sequence_length < 1:
             raise ValueError(f"context {self.sequence_length}: expected at least 1 token")
 
@@ -164,6 +169,12 @@ class DocumentDataset(MegatronDataset):
     def lengths(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
         """Inputs of each item, from the index alone: [n] -> [n] int64."""
         return self.index.inputs[self.documents(items)].astype(numpy.int64)
+
+    def first_lengths(self, count: int) -> numpy.ndarray:
+        """Inputs of the first ``count`` items, however many epochs they take: [count] int64."""
+        epochs = range(-(-count // self.counts.documents))
+        inputs = [self.index.inputs[self._order(epoch)] for epoch in epochs]
+        return numpy.concatenate([numpy.empty(0, numpy.int64), *inputs])[:count].astype(numpy.int64)
 
     def length(self, item: int) -> int:
         """Inputs of one item."""
@@ -290,6 +301,7 @@ def config_from_args(
     overlong: str,
     vocabulary_size: int | None,
     chats: Mapping[str, str] | None = None,
+    blend_by: str = TOKENS,
 ) -> DocumentConfig:
     """The configuration that Megatron's data flags describe.
 
@@ -298,13 +310,11 @@ def config_from_args(
     overlong          truncate, drop or split
     vocabulary_size   rows of the embedding, or None for no check of the tokens
     chats             the corpora to read in the place of chat files (chat_cache.py)
+    blend_by          what the weights of a blend count: tokens or documents
 
     ValueError: a flag asks for a data path that has no documents; documents that cannot be written
     anew as --fim-data says
     """
-    # Here and not above: to read documents, no trainer need be imported.
-    from megatron.training.utils import get_blend_and_blend_per_split
-
     for flag in (
         "dataloader_fast_cache_load",
         "dataloader_defer_npy_index_mmap",
@@ -315,7 +325,7 @@ def config_from_args(
                 f"--{flag.replace('_', '-')} skips the reading of the .idx, where the documents' "
                 "lengths are; remove it with --epp"
             )
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blend, blend_per_split = blends_of(args)
     if not (blend or blend_per_split or args.mock_data):
         raise ValueError("no documents to train on: give --data-path, or --train-data-path")
     if chats:
@@ -336,7 +346,11 @@ def config_from_args(
 
         rewrite = FillInMiddle.of(args, fields, vocabulary_size)
     return DocumentConfig(
-        **fields, overlong=overlong, vocabulary_size=vocabulary_size, rewrite=rewrite
+        **fields,
+        overlong=overlong,
+        blend_by=blend_by,
+        vocabulary_size=vocabulary_size,
+        rewrite=rewrite,
     )
 
 
@@ -423,7 +437,10 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
     if not config.indices:
         return
     digests = [
-        digest(*map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)))
+        digest(
+            repr((index.counts, index.masks is not None)).encode(),
+            *map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)),
+        )
         for index in config.indices.values()
     ]
     every = gather(digests, group)

@@ -1,23 +1,23 @@
 """Global batches of documents: which ones, and how long, before a token is read.
 
-Sample s of a training set is document ``s``: of one corpus, or of a blend, in the order that
-Megatron's BlendedDataset draws. Batch after batch takes the next ``size`` samples, as Megatron's
-sampler does; so what an iteration trains on follows from the number of samples consumed, whatever
-the parallel layout.
+Sample s of a training set is document ``s``: of one corpus, or of a blend in its order (blend.py).
+Batch after batch takes the next ``size`` samples, as Megatron's sampler does; so what an iteration
+trains on follows from the number of samples consumed, whatever the parallel layout.
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from megatron_epp.corpus.overlong import Counts
+from megatron_epp.mcore.data.blend import DocumentBuilder
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     DocumentDataset,
@@ -63,6 +63,37 @@ class Documents:
     def counts(self) -> Counts:
         """Over all corpora: what one epoch of each holds."""
         return sum((part.counts for part in self.parts), Counts())
+
+    @property
+    def fractions(self) -> str | None:
+        """Which share of documents and tokens each corpus of a blend gives; None of one corpus."""
+        if not isinstance(self.dataset, BlendedDataset):
+            return None
+        documents, tokens = numpy.array(self._drawn).T
+        return ", ".join(
+            f"{fraction:.1%} of the documents and {of_tokens:.1%} of the tokens from "
+            f"{part.dataset_path}"
+            for part, fraction, of_tokens in zip(
+                self.parts, documents / documents.sum(), tokens / tokens.sum(), strict=True
+            )
+        )
+
+    @property
+    def mean_length(self) -> float:
+        """Inputs of a document, on average over all samples."""
+        documents, tokens = numpy.array(self._drawn).sum(0)
+        return tokens / documents
+
+    @cached_property
+    def _drawn(self) -> list[tuple[int, int]]:
+        """(documents, tokens) of each corpus over all samples."""
+        counts = [len(self)]
+        if isinstance(self.dataset, BlendedDataset):
+            counts = numpy.bincount(self.dataset.dataset_index, minlength=len(self.parts)).tolist()
+        return [
+            (count, int(part.first_lengths(count).sum()))
+            for part, count in zip(self.parts, counts, strict=True)
+        ]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
         """(corpus, item of its DocumentDataset) of each sample: two [n] int64."""
@@ -179,14 +210,45 @@ class GlobalBatches:
         return Batch(samples, self.documents.lengths(samples))
 
 
+class FullPasses(GlobalBatches):
+    """Passes over all documents, again and again, each in the same ``batches`` batches.
+
+    --full-validation: every pass has each document once.
+
+    size       documents of a batch, at most where the replicas allow
+    replicas   which each get a document of every batch
+    """
+
+    def __init__(self, documents: DocumentSource, size: int, replicas: int) -> None:
+        total = len(documents)
+        self.batches = min(-(-total // size), total // replicas)
+        if not self.batches:
+            raise ValueError(
+                f"--full-validation: {total} documents for {replicas} data-parallel replicas; "
+                "expected one for each at least; give validation more documents"
+            )
+        self._bounds = [total * batch // self.batches for batch in range(self.batches + 1)]
+        self._drawn = 0
+        super().__init__(documents, size, 0)
+
+    def __next__(self) -> Batch:
+        batch = self.peek()
+        self._drawn += 1
+        return batch
+
+    def peek(self, ahead: int = 0) -> Batch:
+        """Return the batch ``ahead`` batches after the next."""
+        number = (self._drawn + ahead) % self.batches
+        samples = numpy.arange(self._bounds[number], self._bounds[number + 1])
+        return Batch(samples, self.documents.lengths(samples))
+
+
 def build_documents(
     config: DocumentConfig,
     sizes: Sequence[int | None],
     group: torch.distributed.ProcessGroup | None = None,
-) -> list[Documents | list[Documents] | None]:
+) -> list[Documents | None]:
     """Documents of train, valid and test, checked and built; for every rank to call.
-
-    The middle one is a list with --multiple-validation-sets.
 
     sizes   samples wanted of each; None is one epoch
     group   of all ranks, on the host, which must find the same documents; None: not compared
@@ -196,13 +258,6 @@ def build_documents(
     check_corpora(config, sizes)
     if group is not None:
         require_same_documents(config, group)
-    built = BlendedMegatronDatasetBuilder(
-        DocumentDataset, list(sizes), lambda: True, config
-    ).build()
+    built = DocumentBuilder(DocumentDataset, list(sizes), lambda: True, config).build()
 
-    def wrap(dataset: torch.utils.data.Dataset | list | None) -> Documents | list | None:
-        if isinstance(dataset, list):
-            return [wrap(one) for one in dataset]
-        return None if dataset is None else Documents(dataset)
-
-    return [wrap(dataset) for dataset in built]
+    return [None if dataset is None else Documents(dataset) for dataset in built]

@@ -1,33 +1,43 @@
 """Rows of a chunk that a rank holds outside attention."""
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Chunk
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.planner.padding import GPU_ROWS
 
 
-def quantised_rows(args: Any) -> int:
-    """Rows that a rank's operands of Transformer Engine's linears come in.
+def row_block(args: Any) -> int:
+    """Return what the rows of a rank come in multiples of; of Megatron's args or configuration.
 
-    Products over rows want 16 of them in fp8; a scale of MXFP8 has 32, which it does not pad.
-    Blocks of 128 are padded, but rows are gathered in fp8 over tensor-parallel ranks by whole ones
-    only.
+    On a GPU Transformer Engine's tuned norms want a multiple of 4 (the others are slower, and from
+    4096 columns on cooperative), and Triton compiles another kernel for sizes that 16 does not
+    divide. In fp8, products over rows want 16 of them; a scale of MXFP8 has 32, which it does not
+    pad. Blocks of 128 are padded, but rows are gathered in fp8 over tensor-parallel ranks by whole
+    ones only.
     """
+    block: int | None = getattr(args, "epp_row_multiple", None)
+    if block is None:
+        by_engine = getattr(args, "transformer_impl", None) == "transformer_engine"
+        block = GPU_ROWS if by_engine and cpu_host.has_gpu_kernels() else 1
     if not getattr(args, "fp8", None):
-        return 1
+        return block
     if args.fp8_recipe == "mxfp8":
-        return 32
-    return 128 if args.sequence_parallel and args.tensor_model_parallel_size > 1 else 16
+        return lcm(block, 32)
+    sharded = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    return lcm(block, 128 if sharded else 16)
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
     """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;
     with sequence parallelism a part's rows are split over ``splits`` tensor-parallel ranks between
-    the linear layers. So rows are padded to a multiple of both, and of the ``block`` that operands
-    are quantised in.
+    the linear layers. So rows are padded to a multiple of both, and of the ``block`` that a rank's
+    come in.
     """
 
     parts: int = 1
@@ -45,7 +55,7 @@ class RowShard:
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
-            quantised_rows(args),
+            row_block(args),
         )
 
     @property

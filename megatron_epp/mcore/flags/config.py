@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar
 
+from megatron_epp.corpus.blend import BLENDS
 from megatron_epp.cost.catalogue.devices import MOST_GIB
 from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
+from megatron_epp.planner.padding import FEWER_GPU_ROWS, GPU_ROWS, MOST_PADDING, MOST_ROWS
 from megatron_epp.planner.settings import shared_setting
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
@@ -93,6 +95,12 @@ class Config:
     )
     epp_effort: int = shared_setting("effort", type=int)
     epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
+    epp_blend: str = flag(
+        AUTO,
+        "What the weights of --data-path and its kin count: tokens, as Megatron's own samples of "
+        "--seq-length tokens do, or documents; auto: tokens, and a run that resumes keeps its own.",
+        choices=(AUTO, *BLENDS),
+    )
     epp_record: str | None = flag(
         None,
         "Folder for the plans, timed records and traces of every iteration.",
@@ -114,6 +122,13 @@ class Config:
         " by --epp-cost-model, else the device's coefficients (on a CPU off); a run that resumes "
         "keeps its own. Checkpoints' weights load either way",
     )
+    epp_row_multiple: int | None = flag(
+        None,
+        "Pad the rows that a rank has of a chunk to a multiple of this (default: with Transformer "
+        f"Engine's layers on a GPU {GPU_ROWS}, or {FEWER_GPU_ROWS} where that pads more than "
+        f"{MOST_PADDING:.0%} of a batch's tokens, since odd sizes take slower kernels; else 1).",
+        metavar="N",
+    )
     epp_plan_ahead: bool = flag(
         True,
         "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
@@ -130,6 +145,8 @@ class Config:
                         f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to "
                         f"{MOST_GIB:g} GiB"
                     )
+        if self.epp_row_multiple is not None and not 1 <= self.epp_row_multiple <= MOST_ROWS:
+            raise ValueError(f"--epp-row-multiple: expected from 1 to {MOST_ROWS}")
         if not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")

@@ -125,9 +125,9 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
 
     What the job cannot run is left out of default and all; a ValueError where it is named itself.
     Left out of both, too, but run where it is named: the split backward of Transformer Engine's
-    linears, which no GPU has run yet.
+    linears (planner/options.py).
     """
-    from megatron_epp.planner.options import SIMULATION_ONLY, parse_levers
+    from megatron_epp.planner.options import SIMULATION_ONLY, UNTIMED_ON_GPUS, parse_levers
 
     levers = parse_levers(text)
     unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
@@ -135,8 +135,8 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
     named = {word.strip() for word in text.split(",")}
     for name in sorted(named & unusable.keys()):
         raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
-    unproven = set() if args.transformer_impl == "local" else {"wsplit"}
-    return frozenset(levers - unusable.keys() - (unproven - named))
+    untimed = frozenset() if args.transformer_impl == "local" else UNTIMED_ON_GPUS
+    return frozenset(levers - unusable.keys() - (untimed - named))
 
 
 def unusable_levers(args: Any) -> dict[str, str]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import logging
 import os
+import socket
 import sys
 import time
 import traceback
@@ -21,15 +23,28 @@ from typing import Any, NoReturn
 
 import psutil
 import torch
+from torch.distributed.checkpoint import CheckpointException
 
+from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.runtime.executor import LinkLost
 
 logger = logging.getLogger(__name__)
 
 BAD_INPUT, FAILED = 2, 1
+# What may be a refusal: the last two are no Exception.
+ENDINGS = (Exception, SystemExit, CheckpointException)
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
+# What Megatron says, in part, and what to do in the place of what it asks for.
+_REMEDIES = {
+    "sharding type": "The optimizer's states were saved for one layout; save with "
+    "--dist-ckpt-optim-fully-reshardable to resume with other degrees, and resume this checkpoint "
+    "with its own, or with --no-load-optim",
+    "OptimizerParamScheduler:": "(of --train-iters, --train-samples, --lr and their kin); give "
+    "--override-opt-param-scheduler for the flags' values, or --use-checkpoint-opt-param-scheduler "
+    "for the checkpoint's",
+}
 _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
@@ -68,6 +83,53 @@ def is_users_mistake(error: BaseException) -> bool:
     return str(name).startswith("megatron_epp.")
 
 
+def refused_by_megatron(error: BaseException) -> ValueError | None:
+    """Return the refusal of what the user gave that an exception of Megatron's is, or None.
+
+    It is one where Megatron raises it on purpose (an assert or a raise) before it trains, and did
+    not come to it through a function of this package, which may have called it wrongly. Megatron
+    judges many flags when it builds what they are about, and ends where it cannot read a
+    checkpoint without an exception, with status 0.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.name for frame in frames]
+    if isinstance(error, CheckpointException) and "load_checkpoint" in names and error.failures:
+        first, _ = next(iter(error.failures.values()))
+        return ValueError(f"--load: {reason(first)}; expected a checkpoint of the flags' model")
+    if not frames or not modules[-1].startswith("megatron.") or "pretrain" not in names:
+        return None
+    after = names.index("pretrain")
+    elastic = any(name.startswith("megatron_epp.") for name in modules[after:])
+    if elastic or not {"train", "evaluate"}.isdisjoint(names[after:]):
+        return None
+    where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+    if isinstance(error, SystemExit):
+        asked = "--exit-on-missing-checkpoint" in sys.argv
+        if error.code or asked or not modules[-1].endswith(".checkpointing"):
+            return None
+        return ValueError(f"--load: Megatron ended at {where}, as the lines before say; check it")
+    if not (frames[-1].line or "").startswith(("assert", "raise")):
+        return None
+    for part, remedy in _REMEDIES.items():
+        if part in str(error):
+            return ValueError(f"{reason(error).split(' Please ')[0]} {remedy}")
+    return ValueError(f"{reason(error)} (Megatron, {where})")
+
+
+def reason(error: BaseException) -> str:
+    """One line for an exception of Megatron's; the place and condition if it says nothing."""
+    message = " ".join(str(error).split())
+    if message and not isinstance(error, KeyError):
+        return message
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
+    source = " ".join(" ".join(lines).split())
+    return (
+        f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
+    )
+
+
 def refuse_and_exit(error: BaseException) -> NoReturn:
     """End this rank with status 2 (a lost link: 1); one of the ranks that end so prints the line.
 
@@ -75,12 +137,18 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     waiting. What it started, the planner's process above all, ends with it.
     """
     logger.debug("where the refusal came from", exc_info=error)
-    if _may_report():
-        print(f"megatron_epp: error: {error}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    end_children()
-    os._exit(FAILED if isinstance(error, LinkLost) else BAD_INPUT)
+    status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
+    try:
+        may_report, alone = _may_report()
+        if may_report:
+            rank, _ = rank_of()
+            where = f" (rank {rank} on {socket.gethostname()})" if alone else ""
+            print(f"megatron_epp: error: {error}{where}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_children()
+    finally:
+        os._exit(status)
 
 
 def end_children() -> None:
@@ -89,11 +157,14 @@ def end_children() -> None:
             child.kill()
 
 
-def _may_report() -> bool:
-    """Wait for the others; true on rank 0, or, if it is not refused, on the first that is."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks == 1:
-        return True
+def _may_report() -> tuple[bool, bool]:
+    """Wait for the others; return whether this rank reports, and whether others are not refused.
+
+    Rank 0 reports, or, if it is not refused, the first that is.
+    """
+    rank, ranks = rank_of()
+    if ranks <= 1:
+        return True, False
     try:
         store = _meeting_place()
         # Rank 0 takes the word before it is counted: whoever counts all finds it taken.
@@ -106,10 +177,10 @@ def _may_report() -> bool:
             time.sleep(0.02)
         if rank != 0:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
-        return is_first
-    except (RuntimeError, ValueError, KeyError):
-        # No store, or it went with rank 0, which then has spoken.
-        return rank == 0
+        return is_first, store.add(_REFUSED, 0) < ranks
+    except Exception:
+        # No store, or it went with rank 0, which then has spoken; whatever it is, the job ends.
+        return rank == 0, False
 
 
 def _meeting_place() -> Any:

@@ -36,13 +36,11 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-from megatron.training.utils import (
-    get_blend_and_blend_per_split,
-    is_first_or_last_pipeline_stage,
-)
+from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.documents import dataset_fields
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.requested import place_of
@@ -267,7 +265,7 @@ def _examine_corpus(args: argparse.Namespace) -> None:
     """
     if args.mock_data or args.sft or args.object_storage_cache_path is not None:
         return
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blend, blend_per_split = blends_of(args)
     for prefixes, _ in filter(None, [blend, *(blend_per_split or ())]):
         for prefix in prefixes:
             if not prefix.startswith(("s3://", "msc://")):
@@ -292,7 +290,7 @@ def _reads_data(vp_stage: int | None = None) -> bool:
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Megatron's dataset configuration from its flags."""
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blend, blend_per_split = blends_of(args)
     path = args.per_dataset_sequences_path
     fields: dict[str, Any] = {
         **dataset_fields(args, build_tokenizer(args)),

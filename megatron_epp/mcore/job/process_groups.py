@@ -1,6 +1,6 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +21,14 @@ from megatron_epp.runtime.stage_peers import Peers
 MESSAGE_BLOCKS = 4
 
 
-def make_groups(device: torch.device, place: Sequence[int] = ()) -> Groups:
+def make_groups(
+    device: torch.device,
+    place: Sequence[int] = (),
+    check: Callable[[dist.ProcessGroup], None] = lambda group: None,
+) -> Groups:
     """Collective: every rank calls it once, after Megatron has made its groups. ``place``: the rank
-    of every stage; none where stage i lies on rank i.
+    of every stage; none where stage i lies on rank i. ``check`` compares, over the control group,
+    what ranks know alone and make the other groups by.
 
     Who waits in them for another rank fails after as long as in Megatron's groups. All of them span
     the world, so there are three however large it is: a message names both its ends, and NCCL makes
@@ -35,6 +40,7 @@ def make_groups(device: torch.device, place: Sequence[int] = ()) -> Groups:
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
+    check(control)
     payload = message_groups(device, timeout, vocabulary_parallel(args), place)
     together, lockstep = mpu.get_tensor_and_context_parallel_group(), lockstep_of(args)
     if lockstep > 1:

@@ -5,10 +5,8 @@ Whatever Megatron raises while it reads flags counts as the user's mistake.
 
 from __future__ import annotations
 
-import linecache
 import os
 import socket
-import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +16,8 @@ from typing import Any, NoReturn
 
 from megatron_epp.mcore.flags import config, replaced
 from megatron_epp.mcore.hybrid.segments import SEGMENTS
+from megatron_epp.mcore.job.job_exit import reason
+from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing import virtual_flags
@@ -32,6 +32,7 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.data.data_flags import require_checkpoint_step, require_data_flags
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.kinds.registry import kind_defaults, require_pattern
     from megatron_epp.mcore.placing.placeholder import placeholder
@@ -56,7 +57,14 @@ def read_flags() -> Namespace:
 
         # Megatron warns of a default that is overridden, so only where it will be used.
         defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
-        args = parse_and_validate_args(prepare, args_defaults=defaults)
+        try:
+            args = parse_and_validate_args(prepare, args_defaults=defaults)
+        except Exception:
+            if wanted.epp:  # what --epp does not run at all comes before what it would have to be
+                refusals.refuse_by_name(parse_args(prepare))
+            raise
+        require_data_flags(args)
+        require_checkpoint_step(args)
         # Later Megatrons (#7418) leave tokenizer, timers and writers to the caller, who may build
         # the configuration before: here it needs the vocabulary's size.
         start = getattr(global_vars, "initialize_runtime_services", None)
@@ -123,20 +131,7 @@ def refusals_as_value_errors() -> Iterator[None]:
         RuntimeError,
         ValueError,
     ) as error:
-        raise ValueError(_reason(error)) from error
-
-
-def _reason(error: BaseException) -> str:
-    """One line for an exception of Megatron's; the place and condition if it says nothing."""
-    message = " ".join(str(error).split())
-    if message and not isinstance(error, KeyError):
-        return message
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
-    source = " ".join(" ".join(lines).split())
-    return (
-        f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
-    )
+        raise ValueError(reason(error)) from error
 
 
 def be_the_only_process() -> None:
@@ -150,4 +145,4 @@ def be_the_only_process() -> None:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return rank_of()[0]

@@ -17,6 +17,8 @@ class Limit:
     slices    text on a loop's model that asks for it, which `attach` then refuses; True: the row's
     calls     text on a loop's call that asks for it, which Megatron's own schedule then runs
     no_gpu    text on flags that ask for it, which hosts without a GPU refuse
+    typed     whether --epp refuses its flags where they are typed; else they are taken out there
+              with a warning (replaced.py), and refused where they come another way
     """
 
     what: str
@@ -25,6 +27,7 @@ class Limit:
     slices: Callable[[Any], str | bool | None] | None = None
     calls: Reason | None = None
     no_gpu: Reason | None = None
+    typed: bool = True
 
 
 def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_epp.ir import Plan, lower_rank
-from megatron_epp.mcore.data.row_shard import RowShard
+from megatron_epp.mcore.data.row_shard import RowShard, row_block
 from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, process_groups
@@ -235,7 +235,7 @@ class PlannedCall:
         )
         config = call.config
         splits = groups.tp.size() if config.sequence_parallel else 1
-        row_shard = RowShard(groups.cp.size(), groups.cp.rank(), splits)
+        row_shard = RowShard(groups.cp.size(), groups.cp.rank(), splits, row_block(config))
 
         def make_stage(part: int) -> LoopStage:
             rank = pipeline.rank

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
+from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -139,7 +140,7 @@ class SliceStage(ModelStage):
             own = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = own + part.offset
         local_positions = positions[self.row_shard.local(total)]
-        return ChunkParams.of(state, local_positions.to(device, non_blocking=True))
+        return ChunkParams.of(state, on_device(local_positions, device))
 
     def _encode(self, document: int) -> Mapping[str, Any]:
         """Arguments that reach the layers for a whole document."""

@@ -15,10 +15,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
+from megatron_epp.mcore.job.launch_environment import require_environment
 from megatron_epp.mcore.job.read_flags import (
     be_the_only_process,
     rank,
@@ -47,10 +47,11 @@ def main(
     """
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
-    except Exception as error:
-        if not job_exit.is_users_mistake(error):
+    except job_exit.ENDINGS as error:
+        mistake = job_exit.refused_by_megatron(error)
+        if mistake is None and not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse_and_exit(error)
+        job_exit.refuse_and_exit(mistake or error)
     job_exit.finish()
 
 
@@ -64,6 +65,7 @@ def train(
 
     ValueError: the command line, or a file that it names, cannot be used.
     """
+    require_environment()
     if "RANK" not in os.environ:
         be_the_only_process()
     if rank() != 0:
@@ -82,7 +84,6 @@ def train(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore.choose.choices import choose
-    from megatron_epp.mcore.choose.kept import keep_choices
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
@@ -103,10 +104,7 @@ def train(
         from megatron_epp.mcore.trainer import setup
 
         patch_points.install(patch_points.EPP_PATCH_POINTS)
-        forward_step, datasets = setup.setup(args, model, hooks)
-        if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
-            # After the hooks that claim the folder.
-            model.pre_wrap_hooks.append(partial(keep_choices, args, choices.placement))
+        forward_step, datasets = setup.setup(args, model, hooks, choices.placement)
     elif cpu_host.is_cpu_host():
         fix_layer_spec(model)
     with refusals_as_value_errors():
@@ -128,6 +126,16 @@ def _require_iterations(args: Any) -> None:
         wanted = getattr(args, name) or 0
         if wanted < 0:
             raise ValueError(f"--{name.replace('_', '-')} {wanted}: expected at least 1")
+    if args.phase_transition_iterations and not args.train_samples:
+        raise ValueError(
+            "--phase-transition-iterations: Megatron finds the length of a phase by "
+            "--train-samples, which is not given; give it in the place of --train-iters"
+        )
+    if (args.eval_iters or 0) < 0 or (args.eval_interval or 0) < 1:
+        raise ValueError(
+            f"--eval-iters {args.eval_iters}, --eval-interval {args.eval_interval}: expected 0 or "
+            "more iterations of evaluation after every 1 or more of training"
+        )
     if not (args.train_iters or args.train_samples):
         raise ValueError(
             "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "

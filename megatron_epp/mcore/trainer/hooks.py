@@ -66,8 +66,9 @@ class TrainerHooks:
     pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
                        wraps them; or None
     make_steps         where steps come from
-    items              (samples wanted of training, validation, test): three datasets of items in
-                       the place of the corpora of --data-path (data/item_documents.py), or None
+    items              (samples wanted of training, validation, test, or None for one epoch): three
+                       datasets of items in the place of the corpora of --data-path
+                       (data/item_documents.py), or None
     make_batches       (documents, size of a batch, or of that behind so many samples, samples
                        consumed): the global batches
     summary            the line that is logged of an iteration
@@ -80,7 +81,7 @@ class TrainerHooks:
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None
     make_steps: Callable[[JobContext, Any], StepSource] = make_steps
-    items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
+    items: Callable[[Sequence[int | None]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int | Callable[[int], int], int], GlobalBatches] = (
         GlobalBatches
     )

@@ -1,6 +1,7 @@
 """One rank's part of a job with ``--epp``, built step by step when Megatron builds its model."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TextIO
 
@@ -15,6 +16,7 @@ from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.ir import Step
+from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import converted_chats
@@ -32,11 +34,13 @@ from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.warm_up import warm_up
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
 from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
 from megatron_epp.mcore.trainer import telemetry
 from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
+from megatron_epp.mcore.trainer.host_facts import require_same_facts
 from megatron_epp.mcore.trainer.job_data import JobData
 from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
@@ -60,7 +64,7 @@ class Job:
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
         # Megatron's evaluation takes another mean of the losses where it sees the flag.
         self._reads_chats, args.sft = getattr(args, "sft", False), False
-        self._data = JobData(config.epp_overlong, hooks)
+        self._data = JobData(config.epp_overlong, hooks, config.epp_blend)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
         self._current_op = CurrentOp(0)  # its rank is known when the model is built
@@ -92,7 +96,7 @@ class Job:
         """
         place, device = place_of(self.args), this_device()
         attention = self._warm_up(models[0].config, device)
-        groups = make_groups(device, place)
+        groups = make_groups(device, place, partial(require_same_facts, self.args))
         stages = dict(zip(local_stages(place, groups.pipeline_rank), models, strict=True))
         layers = self._layers_of_stages(stages, groups)
         settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
@@ -189,6 +193,8 @@ class Job:
         The model has its final number format here, so it can be measured and steps can be planned.
         """
         place, args = self.place, self.args
+        if cpu_host.has_gpu_kernels():
+            run_every_kind(args, models, place.groups, place.row_shard)
         steps = self.hooks.make_steps(place, models[0])
         accepted = AcceptedSteps(
             steps,

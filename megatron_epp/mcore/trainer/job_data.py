@@ -6,17 +6,35 @@ from typing import Any
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, global_vars, print_rank_0
 
+from megatron_epp.corpus.blend import TOKENS
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
+    Documents,
     DocumentSource,
+    FullPasses,
     GlobalBatches,
     build_documents,
     scheduled_samples,
     scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments
+from megatron_epp.mcore.flags.units import units_line
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
+
+
+def consumed_in_phase(args: Any) -> int:
+    """Return the training samples consumed, of the phase of --phase-transition-iterations."""
+    progress = _progress(args)
+    if not args.phase_transition_iterations:
+        return progress.consumed_train_samples
+    begun = max(at for at in (0, *args.phase_transition_iterations) if at <= progress.iteration)
+    return (progress.iteration - begun) * args.global_batch_size
+
+
+def _progress(args: Any) -> Any:
+    """Return what counts iterations and samples: in later Megatrons (#7447) a state of its own."""
+    return getattr(global_vars, "get_train_state", lambda: args)()
 
 
 class JobData:
@@ -26,8 +44,8 @@ class JobData:
     truncated_documents  how many documents of the training set were truncated
     """
 
-    def __init__(self, overlong: str, hooks: TrainerHooks):
-        self._overlong, self._hooks = overlong, hooks
+    def __init__(self, overlong: str, hooks: TrainerHooks, blend_by: str = TOKENS):
+        self._overlong, self._hooks, self._blend_by = overlong, hooks, blend_by
         self.chats: Mapping[str, str] = {}
         self.truncated_documents = 0
 
@@ -43,29 +61,48 @@ class JobData:
         """
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
-        of_training = scheduled_sizes()
+        start, of_training = consumed_in_phase(args), scheduled_sizes()
         if not args.train_samples:  # Megatron counts --global-batch-size for each iteration
             samples = (scheduled_samples(args.train_iters or 0, of_training), *samples[1:])
-        documents = self._documents(args, samples, group)
-        sizes = (of_training, args.eval_global_batch_size, args.eval_global_batch_size)
-        # Later Megatrons (#7447) count in a state of their own, no longer in their arguments.
-        progress = getattr(global_vars, "get_train_state", get_args)()
-        consumed = (progress.consumed_train_samples, progress.consumed_valid_samples, 0)
-        batches: list[GlobalBatches | None] = []
-        megatron_gpt.require_validation(args, documents[1] is not None)
-        for docs, size, start in zip(documents, sizes, consumed, strict=True):
-            if isinstance(docs, list):
-                raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")
-            batches.append(None if docs is None else self._hooks.make_batches(docs, size, start))
-        training = documents[0]
-        if training is not None and not isinstance(training, list):
-            print_rank_0(f"> {training.counts}")
-            self.truncated_documents = training.counts.truncated
+        wanted = samples[0], None if args.full_validation else samples[1], samples[2]  # None: all
+        training, validation, test = self._documents(args, wanted, group)
+        megatron_gpt.require_validation(args, validation is not None)
+        make, of_evaluation = self._hooks.make_batches, args.eval_global_batch_size
+        before = _progress(args).consumed_train_samples - start  # in earlier phases
+        batches: list[GlobalBatches | None] = [None, None, None]
+        if training is not None:
+            batches[0] = make(training, lambda consumed: of_training(before + consumed), start)
+            self._describe(training, args)
+        for place, documents, consumed in (
+            (1, validation, _progress(args).consumed_valid_samples),
+            (2, test, 0),
+        ):
+            if documents is None or not len(documents):
+                continue
+            if args.full_validation:
+                batches[place] = FullPasses(documents, of_evaluation, args.data_parallel_size)
+            else:
+                batches[place] = make(documents, of_evaluation, consumed)
+        if isinstance(passes := batches[1], FullPasses):
+            # Megatron would ask its data loader how many batches a pass has, and wrap it; this is
+            # what it makes of the answer.
+            args.full_validation, args.eval_iters = False, passes.batches
         return tuple(batches)
 
+    def _describe(self, training: DocumentSource, args: Any) -> None:
+        """Print what training reads and what counts its documents."""
+        print_rank_0(f"> {training.counts}")
+        self.truncated_documents = training.counts.truncated
+        if isinstance(training, Documents):
+            if training.fractions is not None:
+                drawn = f"training draws {training.fractions}"
+                print_rank_0(f"> --epp-blend {self._blend_by}: {drawn}")
+            if (line := units_line(args, training.mean_length)) is not None:
+                print_rank_0(f"> {line}")
+
     def _documents(
-        self, args: Any, samples: Sequence[int], group: Any
-    ) -> Sequence[DocumentSource | list | None]:
+        self, args: Any, samples: Sequence[int | None], group: Any
+    ) -> Sequence[DocumentSource | None]:
         context, overlong = args.seq_length, self._overlong
         if self._hooks.items is not None:
             if args.fim_data:
@@ -78,7 +115,9 @@ class JobData:
             ]
         tokenizer = build_tokenizer(args)
         return build_documents(
-            config_from_args(args, tokenizer, overlong, args.padded_vocab_size, self.chats),
+            config_from_args(
+                args, tokenizer, overlong, args.padded_vocab_size, self.chats, self._blend_by
+            ),
             samples,
             group,
         )

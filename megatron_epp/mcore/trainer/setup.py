@@ -1,9 +1,13 @@
 """``--epp`` put into a process of Megatron's trainer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities import refusals
+from megatron_epp.mcore.choose.choices import choose_blend
+from megatron_epp.mcore.choose.kept import keep_choices, resumable_line
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.config import AUTO, OFF, Config
@@ -19,13 +23,19 @@ from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.mcore.trainer.launcher import end_with_launcher
 
 
-def setup(args: Any, model_config: Any, hooks: TrainerHooks | None = None) -> tuple[Any, Any]:
+def setup(
+    args: Any,
+    model_config: Any,
+    hooks: TrainerHooks | None = None,
+    placement: Placement | None = None,
+) -> tuple[Any, Any]:
     """Put elastic pipelines into this process.
 
     Args:
         args: Megatron's, with ours (:mod:`megatron_epp.mcore.flags.config`).
         model_config: the model configuration that ``pretrain`` will build from.
         hooks: replacements of parts of the trainer.
+        placement: with the layers of the stages, where these were chosen.
 
     Returns:
         The forward step and the data provider for Megatron's ``pretrain``.
@@ -37,6 +47,8 @@ def setup(args: Any, model_config: Any, hooks: TrainerHooks | None = None) -> tu
         args.epp_vocab_parallel = OFF  # in whose script whatever comes may change the model
         if args.pipeline_model_parallel_size > 1 and rank() == 0:
             print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
+    if args.epp_blend == AUTO and (line := choose_blend(args)) is not None and rank() == 0:
+        print(line, flush=True)
     config = Config.of(args)
     hooks = hooks or TrainerHooks()
     _refuse(args, config)
@@ -52,6 +64,9 @@ def setup(args: Any, model_config: Any, hooks: TrainerHooks | None = None) -> tu
     job = Job(args, config, hooks)
     fix_layer_spec(model_config)
     job.install(model_config)
+    if args.save and rank() == 0:  # after the hook that claims the folder
+        print(resumable_line(args), flush=True)
+        model_config.pre_wrap_hooks.append(partial(keep_choices, args, placement))
     patch_points.apply_schedule_patch(job.choose_schedule)
 
     def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:

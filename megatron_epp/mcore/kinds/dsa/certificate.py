@@ -61,7 +61,7 @@ class DSACertificate(MLACertificate):
         return [f"{words}, {taught}{of}" for words in self.KIND.words(args)]
 
     def shrink_blocks(self) -> None:
-        dsa.AT_ONCE = AT_ONCE
+        dsa.AT_ONCE = dsa.GPU_AT_ONCE = AT_ONCE
 
     def adds_losses(self, holder: Any) -> bool:
         return indexer_learns(holder)

@@ -115,6 +115,7 @@ MOE_LIMITS = (
         "(--moe-token-dispatcher-type allgather)",
         "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
         lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+        typed=False,
     ),
     Limit(
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
@@ -187,6 +188,7 @@ MOE_LIMITS = (
         "format than bf16, on one rank, or by ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
         **_both(_if_experts(_cannot_exchange)),
+        typed=False,
     ),
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
@@ -204,6 +206,7 @@ MOE_LIMITS = (
             overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
             "micro-batches"
         ),
+        typed=False,
     ),
     Limit(
         "a stash of experts' activations (moe_paged_stash)",

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_epp.layers.ssm.carried import CarriedStates
 from megatron_epp.layers.ssm.fla_calls import apply_rule, convolve_calls
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
     """Make ``module``, of layer ``index`` of the stage, compute chunks: it takes hidden states, and
     Megatron's parameters of packed sequences by name."""
+    suit_many_sizes()
     original: Callable[..., Any] = module.forward
     convolutions = [getattr(module, name) for name in kind.convolutions]
     channels = [len(convolution.weight) for convolution in convolutions]

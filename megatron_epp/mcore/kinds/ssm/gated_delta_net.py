@@ -28,10 +28,12 @@ from megatron_epp.layers.ssm.fla_calls import apply_rule, convolve_calls
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.attention.module import SingleRank
 from megatron_epp.mcore.kinds.base import LayerPlace
+from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 
 def install_gated_delta_net(place: LayerPlace) -> None:
     """Make the gated delta net of a layer of the stage scan chunks."""
+    suit_many_sizes()
     net, dropped = place.layer.self_attention, place.dropped
     net.forward = GatedDeltaNetScan(net, place.index, dropped)
     wrap_norm(place.layer.input_layernorm, dropped)

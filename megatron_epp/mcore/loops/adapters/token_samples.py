@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.zigzag import zigzag
 from megatron_epp.mcore.loops.adapter import shared_prefixes_of
 from megatron_epp.mcore.loops.token_log_probs import model_log_probs
@@ -74,10 +75,7 @@ def in_training(model: Any) -> bool:
 def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
     """``rows`` that were drawn, where the model is."""
     device = this_device()
-    return {
-        name: one if one is None else one.to(device, non_blocking=True)
-        for name, one in rows.items()
-    }
+    return {name: one if one is None else on_device(one, device) for name, one in rows.items()}
 
 
 def zigzag_part(full_L: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""One layer of every kind run once at the start of training, on all stages at the same time.
+
+Kernels of Triton and NVRTC are compiled, and tuned, when they are first called. In the first
+iteration one stage would wait for the other's; here they do it together. What a device cannot run
+is said before training starts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.ir import KEEP
+from megatron_epp.mcore.calibrate.probe import Probe, Shape, undisturbed
+from megatron_epp.mcore.calibrate.profile_file import probe_of
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
+from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+from megatron_epp.runtime.memory_meter import out_of_memory
+
+ROWS = 1024  # of a chunk, where documents may be that long
+
+
+def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> None:
+    """Run forward and backward of one layer of every kind, of documents and of a slice.
+
+    Collective. Gradients and random states are afterwards what they were.
+
+    Raises:
+        ValueError: on all ranks, where one of them met a kernel that does not run.
+    """
+    problems: list[str] = []
+    for model in models:
+        with undisturbed(model):
+            problems += _problems(probe_of(args, model, rows))
+    every: list[list[str]] = [[] for _ in range(groups.control.size())]
+    dist.all_gather_object(every, problems, group=groups.control)
+    for problem in (one for of_rank in every for one in of_rank):
+        raise ValueError(f"{problem}; expected kernels that run on this device")
+
+
+def _problems(probe: Probe) -> list[str]:
+    """Return a line for every kind of layers of the stage that does not run."""
+    size = min(ROWS, probe.context // 2)
+    shapes = [Shape(size, pieces=2), Shape(size, size, cut=True)]
+    seen: set[tuple[str, ...]] = set()
+    problems = []
+    for at, layer in enumerate(layers_of(probe.model)):
+        kinds = tuple(kind.KIND.NAME for kind in kinds_of_layer(layer))
+        if kinds in seen:
+            continue
+        seen.add(kinds)
+        try:
+            for shape in shapes if size > 0 else ():
+                probe.of_layer(at).layers(shape, KEEP)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            problems.append(f"layers of {' and '.join(kinds)} cannot run: {reason}")
+    return problems

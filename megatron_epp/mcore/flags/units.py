@@ -1,0 +1,46 @@
+"""What Megatron's flags that count samples count with ``--epp``, where a sample is a document.
+
+A sample of Megatron's own data sets has --seq-length tokens; a document has its own length.
+docs/data.md has the table, which a test compares; a job whose flags count samples says so at start.
+"""
+
+from typing import Any
+
+UNITS = {
+    "--data-path": "weights: tokens, as in Megatron; `--epp-blend documents` for documents",
+    "--split": "documents, as in Megatron: consecutive sequences of each corpus",
+    "--mid-level-dataset-surplus": "nothing: a corpus gives as many documents as are drawn",
+    "--global-batch-size": "documents; so do `--eval-global-batch-size` and `--micro-batch-size`",
+    "--step-batch-size-schedule": "thresholds: documents times `--seq-length`, not their tokens",
+    "--decrease-batch-size-if-needed": "documents: a batch that the replicas divide",
+    "--rampup-batch-size": "nothing: Megatron 0.19.2 reads it and has no effect of it",
+    "--train-iters": "iterations; so do all flags in iterations, their tokens are the documents'",
+    "--train-samples": "documents",
+    "--lr-decay-samples": "documents",
+    "--lr-warmup-samples": "documents",
+    "--lr-wsd-decay-samples": "documents",
+    "--eval-iters": "batches of `--eval-global-batch-size` documents",
+    "--full-validation": "every document of the validation set once",
+    "--phase-transition-iterations": "iterations of `--global-batch-size` documents",
+    "--override-ckpt-iteration": "iterations of `--global-batch-size` documents",
+    "--log-progress": "its tokens: documents times `--seq-length`; the log has the true ones",
+}
+# In Megatron numbers of samples, or tokens by their number: said at start where they are given.
+_SAID = (
+    "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples step_batch_size_schedule"
+)
+
+
+def units_line(args: Any, mean_length: float) -> str | None:
+    """Return the line on flags of ``args`` that count documents; None where there are none.
+
+    ``mean_length``: tokens of a document, on average.
+    """
+    values = {name: getattr(args, name, None) for name in _SAID.split()}
+    shown = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]
+    if not shown:
+        return None
+    return (
+        f"{', '.join(shown)}: counts documents, of {mean_length:.1f} tokens on average, where "
+        f"samples of Megatron's own data sets have --seq-length {args.seq_length}"
+    )

@@ -1,0 +1,58 @@
+"""Variables of the environment by which a launcher tells a process its rank, checked once."""
+
+import os
+from collections.abc import Mapping
+
+import psutil
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def require_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise a ValueError that names the first variable that no launcher would set so."""
+    numbers = {name: _number(name, environ[name]) for name in _NUMBERS if name in environ}
+    if "RANK" not in numbers and numbers.get("WORLD_SIZE", 1) > 1:
+        raise _bad("WORLD_SIZE", environ["WORLD_SIZE"], "RANK as well, or neither")
+    for name, most in (
+        ("WORLD_SIZE", 10**7),
+        ("LOCAL_WORLD_SIZE", numbers.get("WORLD_SIZE", 10**7)),
+        ("MASTER_PORT", 65535),
+    ):
+        if not 1 <= numbers.get(name, 1) <= most:
+            raise _bad(name, environ[name], f"a number from 1 to {most}")
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        most = numbers.get(size, 10**7) - 1
+        if not 0 <= numbers.get(name, 0) <= most:
+            raise _bad(name, environ[name], f"a number from 0 to {most}, below {size}")
+    if "RANK" in environ and not environ.get("MASTER_ADDR", "127.0.0.1").strip():
+        raise _bad("MASTER_ADDR", environ["MASTER_ADDR"], "a host's name or address")
+    interfaces = environ.get(_INTERFACE, "")
+    there = psutil.net_if_addrs()
+    if interfaces and not set(interfaces.split(",")) <= set(there):
+        raise _bad(_INTERFACE, interfaces, f"one of {', '.join(sorted(there))}")
+
+
+def rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
+    """Return (rank, ranks) as far as the environment says them, whatever it holds; never raises."""
+    numbers = []
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1)):
+        try:
+            numbers.append(int(environ.get(name, default)))
+        except ValueError:
+            numbers.append(default)
+    return numbers[0], numbers[1]
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _bad(name, text, "a whole number") from None
+
+
+def _bad(name: str, text: str, expected: str) -> ValueError:
+    return ValueError(
+        f"{name}={text[:80]!r} in the environment: expected {expected}, as torchrun sets it; start "
+        "with torchrun, or unset it"
+    )

@@ -1,0 +1,69 @@
+"""Facts that every rank reads from its own disk and acts on: compared before a rank waits for them.
+
+A rank that sees no checkpoint where the others do, or another tokenizer, would wait in a collective
+that they never join, or train on other tokens.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.mcore.choose.kept import CHOICES_FILE, EARLIER_PARTITION, EARLIER_VOCABULARY
+from megatron_epp.mcore.data.chat_cache import digest_of, tokenizer_files
+from megatron_epp.runtime.consensus import require_same
+
+_FILE_FLAGS = (
+    "data_args_path",
+    "per_split_data_args_path",
+    "epp_cost_model",
+    "epp_placement",
+    "vocab_file",
+    "merge_file",
+)
+
+
+def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
+    """Raise on every rank of ``group`` unless all see the same checkpoint, tokenizer and files.
+
+    Collective, on the host. ValueError: which rank sees what of which folder.
+    """
+    require_same(
+        facts_of(args), group, "the same on every host: a shared file system, or copies of it"
+    )
+
+
+def facts_of(args: Any) -> dict[str, str]:
+    """Return what this rank sees of the files that ``args`` name, by flag and path."""
+    facts = {}
+    for name in ("load", "pretrained_checkpoint"):
+        if folder := getattr(args, name, None):
+            facts[f"--{name.replace('_', '-')} {folder}"] = _checkpoint(Path(folder))
+    if path := getattr(args, "tokenizer_model", None):
+        facts[f"--tokenizer-model {path}"] = _content(tokenizer_files(path))
+    for name in _FILE_FLAGS:
+        path = getattr(args, name, None)
+        if isinstance(path, str):
+            facts[f"--{name.replace('_', '-')} {path}"] = _content([Path(path)])
+    return facts
+
+
+def _checkpoint(folder: Path) -> str:
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    try:
+        with tracker.open(encoding="utf-8", errors="replace") as file:
+            latest = file.read(80).strip()
+    except OSError:
+        return "no checkpoint"
+    choices = [folder / name for name in (CHOICES_FILE, EARLIER_VOCABULARY, EARLIER_PARTITION)]
+    return f"iteration {latest!r}, choices {_content(choices)}"
+
+
+def _content(paths: Iterable[Path]) -> str:
+    """Return a digest of the files that are there, or that none is."""
+    files = [path for path in paths if path.is_file()]
+    try:
+        return f"digest {digest_of(files)[:12]}" if files else "no file"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"

@@ -1,0 +1,162 @@
+"""What ranks read alone, what the environment holds, what Megatron refuses late: one line each."""
+
+import json
+import shutil
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_epp.mcore.job.launch_environment import rank_of, require_environment
+from megatron_epp.mcore.trainer.host_facts import facts_of
+from megatron_epp.runtime.consensus import require_same
+from tests.mcore.runs import flags, train, trained
+from tests.mcore.test_refusals import refused
+from tests.runtime.world import run
+
+LENGTHS = [30, 40, 50, 60] * 5
+ONE = {"pipeline_model_parallel_size": 1, "epp": True}
+ELSEWHERE = (str(Path(__file__).with_name("elsewhere.py")),)
+
+
+# ------------------------------------------------------------------ facts of every rank
+
+
+def of_a_rank(rank: int, folder: Path) -> str:
+    args = Namespace(load=str(folder / str(rank)), tokenizer_model=None)
+    facts = {key.replace(f"/{rank}", "/N"): value for key, value in facts_of(args).items()}
+    try:
+        require_same(facts, dist.group.WORLD, "one folder")
+    except ValueError as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_every_rank_says_which_one_sees_another_folder(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "latest_checkpointed_iteration.txt").write_text("7")
+    assert run(3, of_a_rank, tmp_path / "0", tmp_path) == ["", "", ""]
+    (tmp_path / "2" / "epp-choices.json").write_text("{}")
+    said = run(3, of_a_rank, tmp_path / "1", tmp_path)
+    assert len(set(said)) == 1 and f"--load {tmp_path}/N: rank 2 on " in said[0]
+    assert ": iteration '7', choices no file; expected one folder" in said[0]
+    (tmp_path / "1" / "latest_checkpointed_iteration.txt").unlink()
+    assert "ranks 1 2 on " in run(3, of_a_rank, tmp_path / "2", tmp_path)[0]
+
+
+def test_tokenizers_and_files_that_differ_are_seen(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    args = Namespace(tokenizer_model=str(tokenizer), data_args_path=str(tmp_path / "data"))
+    seen = []
+    for change in ("vocab.json", "model.safetensors", "data"):
+        seen.append(facts_of(args))
+        (tmp_path / "data" if change == "data" else tokenizer / change).write_text("a")
+    seen.append(facts_of(args))
+    assert [sorted(facts) for facts in seen[1:]] == [sorted(seen[0])] * 3
+    assert [one != two for one, two in pairwise(seen)] == [True, False, True]
+
+
+def test_a_rank_without_the_checkpoint_is_named_at_start(tmp_path, corpus, monkeypatch) -> None:
+    """Megatron's other ranks would load it and wait ten minutes."""
+    for rank in range(2):
+        (tmp_path / str(rank) / "saved").mkdir(parents=True)
+    (tmp_path / "0/saved/latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "0/saved/epp-choices.json").write_text(json.dumps({"epp_vocab_parallel": "on"}))
+    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
+    words = flags(corpus, epp=True, load="saved")
+    refused(
+        words, "--load saved: rank 1 on ", ": no checkpoint; rank 0", processes=2, program=ELSEWHERE
+    )
+
+
+def test_a_rank_that_alone_is_refused_is_named(tmp_path, corpus, monkeypatch) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        for suffix in (".bin", ".idx"):
+            shutil.copy(f"{corpus}{suffix}", tmp_path / str(rank) / f"here{suffix}")
+    (tmp_path / "1/here.idx").unlink()
+    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
+    words = flags(corpus, epp=True, data_path="here")
+    refused(words, "here.idx: ", "(rank 1 on ", processes=2, program=ELSEWHERE)
+
+
+# ------------------------------------------------------------------ the environment
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"RANK": ""}, "RANK='' in the environment: expected a whole number, as torchrun sets it"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' in the environment: expected a number from 1"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
+        ({"LOCAL_WORLD_SIZE": "-2"}, "LOCAL_WORLD_SIZE='-2'"),
+        ({"LOCAL_RANK": "abc"}, "LOCAL_RANK='abc'"),
+        ({"RANK": "-1"}, "RANK='-1' in the environment: expected a number from 0 to 1"),
+        ({"RANK": "5"}, "RANK='5' in the environment: expected a number from 0 to 1"),
+        ({"RANK": None}, "WORLD_SIZE='2' in the environment: expected RANK as well, or neither"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT=''"),
+        (
+            {"MASTER_PORT": "99999"},
+            "MASTER_PORT='99999' in the environment: expected a number from",
+        ),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR='' in the environment: expected a host's name"),
+        (
+            {"GLOO_SOCKET_IFNAME": "no0"},
+            "GLOO_SOCKET_IFNAME='no0' in the environment: expected one",
+        ),
+    ],
+)
+def test_an_environment_that_no_launcher_makes(changes: dict[str, Any], said: str) -> None:
+    good = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    good |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
+    require_environment(good)
+    require_environment({})
+    bad = {key: value for key, value in {**good, **changes}.items() if value is not None}
+    with pytest.raises(ValueError) as refusal:
+        require_environment(bad)
+    assert said in str(refusal.value)
+    rank_of(bad)  # whoever refuses asks for it
+
+
+def test_the_refusal_of_a_bad_environment_does_not_fail(corpus, monkeypatch) -> None:
+    for name, value in (("RANK", ""), ("WORLD_SIZE", "x")):
+        monkeypatch.setenv(name, value)
+        ended = train(flags(corpus, **ONE), processes=0)
+        assert ended.status == 2 and "Traceback" not in ended.output
+        assert len(ended.errors) == 1 and f"{name}={value!r}" in ended.errors[0]
+        monkeypatch.delenv(name)
+
+
+# ------------------------------------------------------------------ what Megatron refuses late
+
+
+@pytest.fixture(scope="module")
+def saved(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two stages whose optimizer's states are of one layout."""
+    folder = tmp_path_factory.mktemp("saved") / "saved"
+    how = {"use_distributed_optimizer": True, "save": folder, "save_interval": 2}
+    trained(flags(corpus, epp=True, train_iters=2, **how))
+    return folder
+
+
+def test_what_megatron_asserts_of_a_checkpoint_is_one_line(saved: Path, corpus) -> None:
+    how = {"epp": True, "load": saved, "use_distributed_optimizer": True}
+    other = flags(corpus, **{**how, "train_iters": 9})
+    refused(other, "number of iterations do not match", "--override-opt-param-sched", processes=2)
+    layout = flags(corpus, **{**how, **ONE, "train_iters": 2})
+    refused(layout, "(TP, PP) mismatch", "save with --dist-ckpt-optim-fully-reshardable")
+    layers = flags(corpus, **{**how, "num_layers": 2, "train_iters": 2})
+    refused(layers, "--load: Global shape mismatch", "of the flags' model", processes=2)
+
+
+def test_a_tracker_that_megatron_cannot_read_is_no_success(tmp_path, corpus) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("what")
+    refused(flags(corpus, **ONE, load=tmp_path), "--load: Megatron ended at checkpointing.py:")
