@@ -28,30 +28,30 @@ _MOST_HOPS = 10  # from an import to the definition
 
 
 @dataclass(frozen=True)
-class Checkout:
-    """``root`` holds the folder ``megatron``. ValueError: it does not, or without a version."""
+class Sources:
+    """Packages below the folder ``root``, which are read and not imported."""
 
     root: Path
 
-    def __post_init__(self):
-        if not (self.root / "megatron" / "core" / "package_info.py").is_file():
-            raise ValueError(f"{self.root}: no megatron/core/package_info.py there")
+    def node(self, dotted: str) -> _Definition | None:
+        """Return the definition of a function or class; None: there is none. Imports are followed.
 
-    @property
-    def version(self) -> str:
-        """``megatron.core.__version__`` as it would be, without the commit behind a ``+``."""
-        parts: dict[str, object] = {}
-        for node in _tree(self.root / "megatron" / "core" / "package_info.py").body:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-                parts.update(
-                    (target.id, node.value.value)
-                    for target in node.targets
-                    if isinstance(target, ast.Name) and target.id in _VERSION_PARTS
-                )
-        if len(parts) != len(_VERSION_PARTS):
-            raise ValueError(f"{self.root}/megatron/core/package_info.py: no version in it")
-        major, minor, patch, after = (parts[name] for name in _VERSION_PARTS)
-        return f"{major}.{minor}.{patch}{after}"
+        ValueError: a file on the way is no Python.
+        """
+        found = self._definition(dotted)
+        return None if found is None else found[1]
+
+    def is_module(self, dotted: str) -> bool:
+        """Return whether ``dotted`` is a module or package."""
+        path, names = self._module(dotted)
+        return path is not None and not names
+
+    def functions(self, module: str, prefix: str) -> list[str]:
+        """Return the dotted names of the functions of ``module`` that begin with ``prefix``."""
+        path, names = self._module(module)
+        body = [] if path is None or names else _tree(path).body
+        found = (node.name for node in body if isinstance(node, ast.FunctionDef))
+        return [f"{module}.{name}" for name in found if name.startswith(prefix)]
 
     def source(self, dotted: str) -> str:
         """The source of a function or class, as ``inspect.getsource`` gives it but for layout; ""
@@ -119,6 +119,31 @@ class Checkout:
         return None
 
 
+@dataclass(frozen=True)
+class Checkout(Sources):
+    """``root`` holds the folder ``megatron``. ValueError: it does not, or without a version."""
+
+    def __post_init__(self):
+        if not (self.root / "megatron" / "core" / "package_info.py").is_file():
+            raise ValueError(f"{self.root}: no megatron/core/package_info.py there")
+
+    @property
+    def version(self) -> str:
+        """``megatron.core.__version__`` as it would be, without the commit behind a ``+``."""
+        parts: dict[str, object] = {}
+        for node in _tree(self.root / "megatron" / "core" / "package_info.py").body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts.update(
+                    (target.id, node.value.value)
+                    for target in node.targets
+                    if isinstance(target, ast.Name) and target.id in _VERSION_PARTS
+                )
+        if len(parts) != len(_VERSION_PARTS):
+            raise ValueError(f"{self.root}/megatron/core/package_info.py: no version in it")
+        major, minor, patch, after = (parts[name] for name in _VERSION_PARTS)
+        return f"{major}.{minor}.{patch}{after}"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One seam in a checkout. ``release``: where its sources are the same; ``difference``: lines of
@@ -181,6 +206,28 @@ def imported_names(package: Path) -> list[str]:
             elif isinstance(node, ast.Import):
                 names.update(alias.name for alias in node.names if _megatrons(alias.name))
     return sorted(names)
+
+
+def used_names(package: Path, megatron: Sources) -> list[str]:
+    """Return every function, class or value of ``megatron`` that modules below ``package`` import,
+    or name as attributes of a module that they import."""
+    names: set[str] = set()
+    for path in package.rglob("*.py"):
+        imported: dict[str, str] = {}
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and _megatrons(node.module or ""):
+                imported |= {
+                    alias.asname or alias.name: f"{node.module}.{alias.name}"
+                    for alias in node.names
+                }
+        names.update(imported.values())
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = imported.get(node.value.id, "")
+                if owner and megatron.is_module(owner):
+                    names.add(f"{owner}.{node.attr}")
+    known = (name for name in names if not name.endswith("__"))
+    return sorted(name for name in known if not megatron.is_module(name))
 
 
 def _megatrons(module: str) -> bool:

@@ -239,20 +239,25 @@ def nemo_rl(checkout: Path, ranks: Ranks, random: Random) -> Case:
 
 def skyrl(checkout: Path, ranks: Ranks, random: Random) -> Case:
     folder = "skyrl/backends/skyrl_train/distributed/megatron"
-    sizes = functions_of(checkout, f"{folder}/packing_utils.py", "get_packed_seq_align_size",
-                         "get_unpacked_seq_align_size")  # fmt: skip
+    recipes = functions_of(checkout, f"{folder}/quantization_utils.py", "is_mxfp8_recipe")
+    sizes = functions_of(
+        checkout, f"{folder}/packing_utils.py", "get_packed_seq_align_size",
+        "get_unpacked_seq_align_size", "_fp8_token_align", AUTO_FP8_RECIPE="auto", **vars(recipes)
+    )  # fmt: skip
     its = functions_of(checkout, f"{folder}/megatron_utils.py", "preprocess_packed_seqs",
                        "remove_left_padding", mpu=ranks.mpu, **vars(sizes))  # fmt: skip
     of, fp8 = lengths(random), random.choice((None, "hybrid"))
+    recipe = random.choice(("blockwise", "mxfp8", None))
+    quantised = {"fp8_enabled": fp8 is not None, "fp8_recipe": recipe}
     packed = ranks.cp > 1 or random.random() < 0.6
     tokens, mask = samples(of)
     step = forward_step("skyrl.x", self=SimpleNamespace(remove_microbatch_padding=packed))
     if packed:
-        made = its.preprocess_packed_seqs(tokens, mask, fp8_enabled=fp8 is not None)[0]
+        made = its.preprocess_packed_seqs(tokens, mask, **quantised)[0]
     else:
-        made = its.remove_left_padding(tokens, mask, tokens, fp8_enabled=fp8 is not None)[0]
+        made = its.remove_left_padding(tokens, mask, tokens, **quantised)[0]
     batch = {"sequences": tokens, "attention_mask": mask}
-    return batch, step, {"fp8": fp8}, made.shape[1] * ranks.cp
+    return batch, step, {"fp8": fp8, "fp8_recipe": recipe}, made.shape[1] * ranks.cp
 
 
 def areal(checkout: Path, ranks: Ranks, random: Random) -> Case:

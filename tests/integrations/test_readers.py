@@ -162,6 +162,19 @@ def test_nemo_rl() -> None:
     [
         (True, {"tp": 2, "cp": 2}, {}, MicrobatchShape(8 + 16 + 24, 1, (5, 12, 20))),
         (True, {"cp": 2}, {"fp8": "e4m3"}, MicrobatchShape(3 * 32, 1, (5, 12, 20))),
+        (True, {"tp": 2}, {"fp8": "e4m3"}, MicrobatchShape(3 * 256, 1, (5, 12, 20))),
+        (
+            True,
+            {"tp": 2, "cp": 2},
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+            MicrobatchShape(3 * 128, 1, (5, 12, 20)),
+        ),
+        (
+            False,
+            {"tp": 2},
+            {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+            MicrobatchShape(256, 3, (5, 12, 20)),
+        ),
         (False, {"tp": 8}, {}, MicrobatchShape(24, 3, (5, 12, 20))),
     ],
 )
@@ -224,6 +237,10 @@ def test_areal() -> None:
     item = SimpleNamespace(padded_mb={"cu_seqlens": torch.tensor([0, 8, 24, 256])})
     assert read(step, item) == MicrobatchShape(256, 1, (8, 16, 232))
     assert read(step, SimpleNamespace(padded_mb={"trie_node": 1})) is None
+    engine = SimpleNamespace(use_padded_seq=True)  # of layers that take no packed documents
+    assert read(closing_over("areal.engine.megatron_engine", self=engine), item) == (
+        MicrobatchShape(232, 3, (8, 16, 232))
+    )
 
 
 def test_roll() -> None:

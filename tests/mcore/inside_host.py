@@ -220,6 +220,77 @@ def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
         read_flags.read_flags()
 
 
+FEW = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --tokenizer-type NullTokenizer "
+    "--vocab-size 10 --mock-data"
+)
+
+
+def test_services_are_started_where_the_parser_leaves_them_to_its_caller(monkeypatch):
+    """As Megatron's main does since #7418: reading flags starts nothing, services have a function
+    of their own. Both orders leave the same behind."""
+    from megatron.training import arguments, global_vars
+
+    def started():
+        args = read_flags.read_flags()
+        assert global_vars.get_args() is args
+        vocabulary, batches = args.padded_vocab_size, num_microbatches_calculator
+        assert vocabulary and global_vars.get_tokenizer().vocab_size == 10
+        found = vocabulary, batches.get_num_microbatches(), global_vars.get_timers() is not None
+        global_vars.unset_global_variables()
+        return found
+
+    from megatron.core import num_microbatches_calculator
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *FEW.split()])
+    at_once = started()
+    whole, services = global_vars.set_global_variables, []
+
+    def start_services(args):
+        services.append(args)
+        global_vars.unset_global_variables()
+        whole(args)
+
+    monkeypatch.setattr(arguments, "set_global_variables", global_vars.set_args)
+    monkeypatch.setattr(global_vars, "initialize_runtime_services", start_services, raising=False)
+    assert started() == at_once and len(services) == 1
+
+
+def test_consumed_samples_are_those_of_megatrons_train_state(monkeypatch):
+    """Megatron's main counts them there since #7447, and its arguments no longer do."""
+    from megatron.training import global_vars
+
+    from megatron_epp.mcore.trainer import job_data
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
+
+    class Documents:
+        counts = SimpleNamespace(truncated=0)
+
+        def __len__(self):
+            return 4
+
+    starts = []
+    hooks = TrainerHooks(make_batches=lambda documents, size, start: starts.append(start))
+    data = job_data.JobData("drop", hooks)
+    monkeypatch.setattr(data, "_documents", lambda *any: (Documents(), Documents(), Documents()))
+    monkeypatch.setattr(job_data, "scheduled_sizes", lambda: lambda consumed: 4)
+    args = SimpleNamespace(
+        train_samples=8, eval_global_batch_size=4, global_batch_size=4, full_validation=False,
+        phase_transition_iterations=None, iteration=1, consumed_train_samples=5,
+        consumed_valid_samples=6,
+    )  # fmt: skip
+    monkeypatch.setattr(job_data, "get_args", lambda: args)
+    monkeypatch.setattr(job_data.megatron_gpt, "require_validation", lambda *any: None)
+    data.global_batches([8, 4, 4], None)
+    state = SimpleNamespace(iteration=7, consumed_train_samples=50, consumed_valid_samples=60)
+    monkeypatch.setattr(global_vars, "get_train_state", lambda: state, raising=False)
+    data.global_batches([8, 4, 4], None)
+    assert starts == [5, 6, 0, 50, 60, 0]
+    args.phase_transition_iterations = [5]
+    assert job_data.consumed_in_phase(args) == (7 - 5) * 4
+
+
 # ------------------------------------------------------------------ mistakes and bugs
 
 

@@ -154,6 +154,9 @@ class Wanted:
             MTP_SEPARATOR | {"mtp_detach_heads": True, "epp_vocab_parallel": "on"},
             "one of the two out",
         ),
+        (MTP_SEPARATOR | {"mtp_num_layers": 2, "mtp_hsm": True}, "mixed at random (--mtp-hsm)"),
+        ({"enable_mhc_connections": True}, "residual streams"),
+        ({"logit_dtype": "fp32"}, "--output-logit-dtype"),
         ({"mla_down_proj_fusion": True}, "one product for both latents"),
         ({"cache_mla_latents": True}, "for inference"),
         ({"qk_clip": True}, "largest logit"),
@@ -161,6 +164,7 @@ class Wanted:
         ({"window_size": (4096, 0)}, "--window-size W,0"),
         ({"window_size": (128, 1)}, "--window-size W,0"),
         ({"experimental_attention_variant": "another"}, "attention variants"),
+        ({"experimental_attention_variant": "gdn2"}, "attention variants"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
         ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
@@ -211,6 +215,7 @@ def test_features_are_refused_by_name(change, named):
     for recipe in ("blockwise", "mxfp8", "tensorwise"):
         refuse(Wanted(**{**FP8, "fp8_recipe": recipe, "fp8_param_gather": True}))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
+    refuse(Wanted(**MTP_SEPARATOR, mtp_hsm=False, enable_mhc_connections=False, logit_dtype=None))
     spread = {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
     refuse(Wanted(**{**EXPERTS, **spread}, data_parallel_size=4))
     with pytest.raises(ValueError) as error:
@@ -222,6 +227,34 @@ def test_features_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
         refuse(Wanted(**change))
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
+def test_gated_delta_nets_by_both_names(variant):
+    """Megatron's main calls them gdn, and takes the older name for it."""
+    from megatron_epp.mcore.kinds.mla.kind import MLAKind
+    from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+    from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
+
+    nets = next(kind for kind in LAYER_KINDS if isinstance(kind, GatedDeltaNetKind))
+    wanted = Wanted(
+        experimental_attention_variant=variant,
+        num_layers=4,
+        linear_attention_freq=2,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        multi_latent_attention=True,
+    )
+    assert nets.asked(wanted) and nets.layers(wanted) == (True, False, True, False)
+    assert nets.in_layers(wanted, [True, False]) == {"linear_attention_freq": [1, 0]}
+    nets.require(wanted, 2)
+    with pytest.raises(ValueError, match="4 heads in 2 groups do not divide"):
+        nets.require(wanted, 4)
+    latents = next(kind for kind in LAYER_KINDS if isinstance(kind, MLAKind))
+    assert latents.layers(wanted) == (False, True, False, True)
+    wanted.linear_attention_freq = None
+    with pytest.raises(ValueError, match=f"^--experimental-attention-variant {variant}: --linear"):
+        nets.layers(wanted)
 
 
 def test_scales_that_are_no_powers_of_two(monkeypatch):

@@ -10,6 +10,15 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+RELIES_ON = (
+    "megatron.bridge.training.gpt_step.forward_step",
+    "megatron.bridge.training.gpt_step.get_batch",
+    "megatron.bridge.training.gpt_step.get_batch_from_iterator",
+    "megatron.bridge.training.utils.packed_seq_utils._as_python_int",
+    "megatron.bridge.training.utils.packed_seq_utils._squeeze_metadata",
+    "megatron.bridge.training.utils.packed_seq_utils.get_packed_seq_params",
+)
+
 
 def bridge_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:

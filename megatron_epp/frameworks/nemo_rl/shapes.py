@@ -9,6 +9,13 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+RELIES_ON = (
+    "nemo_rl.models.megatron.data.ProcessedMicrobatch",
+    "nemo_rl.models.megatron.data._pack_sequences_for_megatron",
+    "nemo_rl.models.megatron.data.make_processed_microbatch_iterator",
+    "nemo_rl.models.megatron.data.process_microbatch",
+)
+
 
 def nemo_rl_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:

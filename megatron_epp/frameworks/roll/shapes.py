@@ -11,6 +11,11 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import beside, in_a_row, kept
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+_STRATEGY = "roll.distributed.strategy.megatron_strategy.MegatronInferStrategy"
+RELIES_ON = tuple(
+    f"{_STRATEGY}.{name}" for name in ("_get_pad_factor", "_pack_sequences", "inner_forward_step")
+)
+
 
 def roll_reader(caller: Caller) -> Reader | None:
     packed = getattr(caller.brings("self"), "use_sequence_packing", False)

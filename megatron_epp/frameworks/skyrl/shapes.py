@@ -11,6 +11,19 @@ from megatron_epp.frameworks.caller import Caller, Reader, release_of
 from megatron_epp.frameworks.rows import beside, in_a_row, kept, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+_MEGATRON = "skyrl.backends.skyrl_train"
+RELIES_ON = (
+    f"{_MEGATRON}.distributed.megatron.megatron_utils.preprocess_packed_seqs",
+    f"{_MEGATRON}.distributed.megatron.megatron_utils.remove_left_padding",
+    f"{_MEGATRON}.distributed.megatron.packing_utils._fp8_token_align",
+    f"{_MEGATRON}.distributed.megatron.packing_utils.get_packed_seq_align_size",
+    f"{_MEGATRON}.distributed.megatron.packing_utils.get_unpacked_seq_align_size",
+    f"{_MEGATRON}.distributed.megatron.quantization_utils.is_mxfp8_recipe",
+    f"{_MEGATRON}.workers.megatron.megatron_model_wrapper.MegatronModelWrapper.forward",
+    f"{_MEGATRON}.workers.megatron.megatron_model_wrapper.MegatronModelWrapper"
+    ".forward_backward_mini_batch",
+)
+
 
 def skyrl_reader(caller: Caller) -> Reader | None:
     wrapper = caller.brings("self")

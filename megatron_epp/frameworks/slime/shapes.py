@@ -9,6 +9,15 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import beside, in_a_row, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+RELIES_ON = (
+    "slime.backends.megatron_utils.cp_utils.slice_with_cp",
+    "slime.backends.megatron_utils.data.DataIterator",
+    "slime.backends.megatron_utils.data.get_batch",
+    "miles.backends.training_utils.cp_utils.slice_with_cp",
+    "miles.backends.training_utils.data.DataIterator",
+    "miles.backends.training_utils.data.get_batch",
+)
+
 
 def slime_reader(caller: Caller) -> Reader | None:
     args = caller.brings("args")

@@ -11,6 +11,12 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+RELIES_ON = (
+    "swift.megatron.trainers.utils.get_batch_on_this_pp_rank",
+    "swift.megatron.trainers.utils.prepare_batch",
+    "swift.utils.transformers_utils.get_packed_seq_params",
+)
+
 
 def swift_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:

@@ -10,6 +10,14 @@ from megatron_epp.frameworks.caller import Caller, Reader
 from megatron_epp.frameworks.rows import beside, in_a_row, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
+RELIES_ON = (
+    "verl.models.mcore.util._compute_fp8_thd_align_size",
+    "verl.models.mcore.util.preprocess_bshd_engine",
+    "verl.models.mcore.util.preprocess_thd_engine",
+    "verl.utils.seqlen_balancing.rearrange_micro_batches",
+    "verl.workers.engine.megatron.transformer_impl.MegatronEngine.forward_backward_batch",
+)
+
 
 def verl_reader(caller: Caller) -> Reader | None:
     settings = getattr(caller.brings("self"), "engine_config", None)

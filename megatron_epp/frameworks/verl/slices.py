@@ -24,6 +24,13 @@ from megatron_epp.mcore.loops.install import install_where_none
 from megatron_epp.mcore.model.attention import this_device
 
 VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
+_ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngine"
+RELIES_ON = (
+    "verl.workers.engine.base.EngineRegistry",
+    f"{_ENGINE}.initialize",
+    f"{_ENGINE}WithLMHead.forward_step",
+    f"{_ENGINE}WithLMHead.postprocess_micro_batch_func",
+)
 
 
 class VerlSamples(TokenSamples):

@@ -7,8 +7,10 @@ refused by rows here.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
+from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.limit import Limit, Reason, any_of, not_computed, of_config, settings
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.te_reference import reference_switch
@@ -20,6 +22,12 @@ _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
 _VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
+# Whose new fields may be features that have no row yet (scripts/upstream/canary.py shows them).
+RELIES_ON = (
+    "megatron.core.model_parallel_config.ModelParallelConfig",
+    "megatron.core.transformer.transformer_config.MLATransformerConfig",
+    "megatron.core.transformer.transformer_config.TransformerConfig",
+)
 
 
 def _needs_gpu(
@@ -104,6 +112,23 @@ def _groups_by_size(call: Any) -> str | None:
         if getattr(mpu, name, None):
             return "context parallelism by micro-batch (its process groups are there)"
     return None
+
+
+def _variants(kinds: Iterable[LayerKind]) -> tuple[str, ...]:
+    return tuple(variant for kind in kinds for variant in kind.VARIANTS)
+
+
+def _streams(holder: Any) -> bool:
+    """Whether tokens have several hidden states: by two names of Megatron's, and by ms-swift's."""
+    if any_of("enable_mhc_connections", "enable_hyper_connections")(holder):
+        return True
+    return (getattr(holder, "hc_count", None) or 0) > 1
+
+
+def _wide_messages(call: Any) -> str | None:
+    if not _streams(call.config) or call.config.pipeline_model_parallel_size == 1:
+        return None
+    return "several residual streams (mHC), whose messages are wider than hidden_size"
 
 
 TABLE: tuple[Limit, ...] = (
@@ -304,10 +329,23 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "other attention variants (--experimental-attention-variant)",
         "use plain softmax attention, or run without --epp",
-        any_of(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS)),
+        any_of(_VARIANT, harmless=_variants(LAYER_KINDS)),
         slices=of_config(
-            any_of(_VARIANT, harmless=tuple(kind.VARIANT for kind in LAYER_KINDS if kind.SLICED))
+            any_of(_VARIANT, harmless=_variants(kind for kind in LAYER_KINDS if kind.SLICED))
         ),
+    ),
+    Limit(
+        "several residual streams (mHC: --enable-mhc-connections)",
+        "leave it out: layers mix streams that chunks and messages do not have",
+        _streams,
+        slices=of_config(_streams),
+        calls=_wide_messages,
+    ),
+    Limit(
+        "logits of another type than hidden states (--output-logit-dtype)",
+        "leave it out: the loss is computed in float32 anyway",
+        any_of("logit_dtype"),
+        slices=any_of("logit_dtype"),
     ),
     *limits_of_kinds(),
     _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),

@@ -28,6 +28,7 @@ def read_flags() -> Namespace:
 
     ValueError: a flag that is unknown, or that Megatron or this host refuses.
     """
+    from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
@@ -64,6 +65,11 @@ def read_flags() -> Namespace:
             raise
         require_data_flags(args)
         require_checkpoint_step(args)
+        # Later Megatrons (#7418) leave tokenizer, timers and writers to the caller, who may build
+        # the configuration before: here it needs the vocabulary's size.
+        start = getattr(global_vars, "initialize_runtime_services", None)
+        if start is not None:
+            start(args)
         return args
 
 

@@ -33,7 +33,7 @@ class LayerKind:
     NAME      of layers that it is all of
     SYMBOL    symbol of such layers in a HybridModel's pattern; none: there are none
     SYMBOLS   symbols of all layers there that have it, if of others, too
-    VARIANT   the --experimental-attention-variant that asks for it; none: there is none
+    VARIANTS  values of --experimental-attention-variant that ask for it; none: there are none
     SLICED    whether slices of external training loops compute it
     ABSENT    fields of LayerShape of a layer without it
     NUMBERED  whether an MTP layer has it as the decoder's layer of its number, not as the last
@@ -50,7 +50,7 @@ class LayerKind:
     NAME: str = ""
     SYMBOL: str = ""
     SYMBOLS: str = ""
-    VARIANT: str = ""
+    VARIANTS: tuple[str, ...] = ()
     SLICED: bool = True
     ABSENT: ClassVar[dict[str, Any]] = {}
     NUMBERED: bool = False

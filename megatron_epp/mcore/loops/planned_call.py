@@ -30,7 +30,7 @@ from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.stage import reduce_in_turn
+from megatron_epp.mcore.model.stage import reduce_in_turn, reserve_exchange
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
@@ -238,7 +238,10 @@ class PlannedCall:
         row_shard = RowShard(groups.cp.size(), groups.cp.rank(), splits, row_block(config))
 
         def make_stage(part: int) -> LoopStage:
-            return SliceStage(call, batches, plan, pipeline.rank, groups, model, forests, row_shard)
+            rank = pipeline.rank
+            stage = SliceStage(call, batches, plan, rank, groups, model, forests, row_shard)
+            reserve_exchange(stage, (plan,), row_shard)
+            return stage
 
         def shape(chunk: int) -> tuple[int, ...]:
             return row_shard.message(row_shard.rows(plan.chunks[chunk])), 1, config.hidden_size

@@ -20,7 +20,9 @@ from megatron_epp.ir import BACKWARDS, MAKE_GRADIENTS, OFFLOAD, Kind, Op, Plan
 from megatron_epp.layers.moe.router_stats import RouterStats
 from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.kinds.moe.router import drop_routing, report, router_stats_for
+from megatron_epp.mcore.data.row_shard import RowShard
+from megatron_epp.mcore.kinds.moe.exchange import reserve_rows
+from megatron_epp.mcore.kinds.moe.router import drop_routing, moe_layers, report, router_stats_for
 from megatron_epp.mcore.lm_head.head import HiddenStates, ShardedHead
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
@@ -350,6 +352,11 @@ class ModelStage:
     def _report_ready(self, parameter: Parameter) -> None:
         groups = self.model.param_to_bucket_group
         groups[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
+
+
+def reserve_exchange(stage: ModelStage, plans: Sequence[Plan], row_shard: RowShard) -> None:
+    """Make what exchanges tokens ready for chunks of ``plans``, which run in lockstep."""
+    reserve_rows([layer for _, layer in moe_layers(stage.layers_model)], plans, row_shard)
 
 
 def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op]]) -> None:

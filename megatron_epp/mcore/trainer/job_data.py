@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, print_rank_0
+from megatron.training import get_args, global_vars, print_rank_0
 
 from megatron_epp.corpus.blend import TOKENS
 from megatron_epp.mcore.data.documents import config_from_args
@@ -25,10 +25,16 @@ from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 def consumed_in_phase(args: Any) -> int:
     """Return the training samples consumed, of the phase of --phase-transition-iterations."""
+    progress = _progress(args)
     if not args.phase_transition_iterations:
-        return args.consumed_train_samples
-    begun = max(at for at in (0, *args.phase_transition_iterations) if at <= args.iteration)
-    return (args.iteration - begun) * args.global_batch_size
+        return progress.consumed_train_samples
+    begun = max(at for at in (0, *args.phase_transition_iterations) if at <= progress.iteration)
+    return (progress.iteration - begun) * args.global_batch_size
+
+
+def _progress(args: Any) -> Any:
+    """Return what counts iterations and samples: in later Megatrons (#7447) a state of its own."""
+    return getattr(global_vars, "get_train_state", lambda: args)()
 
 
 class JobData:
@@ -62,13 +68,13 @@ class JobData:
         training, validation, test = self._documents(args, wanted, group)
         megatron_gpt.require_validation(args, validation is not None)
         make, of_evaluation = self._hooks.make_batches, args.eval_global_batch_size
-        before = args.consumed_train_samples - start  # in earlier phases
+        before = _progress(args).consumed_train_samples - start  # in earlier phases
         batches: list[GlobalBatches | None] = [None, None, None]
         if training is not None:
             batches[0] = make(training, lambda consumed: of_training(before + consumed), start)
             self._describe(training, args)
         for place, documents, consumed in (
-            (1, validation, args.consumed_valid_samples),
+            (1, validation, _progress(args).consumed_valid_samples),
             (2, test, 0),
         ):
             if documents is None or not len(documents):

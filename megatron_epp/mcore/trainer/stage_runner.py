@@ -24,6 +24,7 @@ from megatron_epp.mcore.model.stage import (
     ForwardStep,
     ModelStage,
     reduce_in_turn,
+    reserve_exchange,
     sum_reports,
 )
 from megatron_epp.mcore.placing.part_config import config_of_part
@@ -83,6 +84,7 @@ class StageRunner:
         """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
         replica, device = self.replica, self.programs.device
         plan, samples = step.plans[replica], batch.samples[list(step.assignments[replica])]
+        block = step.block(replica)
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if any(other.splits_backward for other in step.plans):
@@ -90,7 +92,7 @@ class StageRunner:
                 refuse_split(model, early_modules(model, early))
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
-        program = lower_rank(plan, rank, step.block(replica))
+        program = lower_rank(plan, rank, block)
         predictions = Predictions.of(config, not plan.forward_only)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
@@ -119,6 +121,7 @@ class StageRunner:
                     host,
                     head_for(model, plan, stage, shapes, self.meter),
                 )
+                reserve_exchange(stage_object, block, self.row_shard)
                 computes[stage] = stack.enter_context(stage_object)
             reduce_in_turn(computes, plan.rank_orders[rank])
             store = StageStores([compute.store for compute in computes.values()])

@@ -218,6 +218,17 @@ def test_settings_that_only_megatron_acts_on() -> None:
         call = LoopCall.of(call_of(**{name: True}))
         assert name in (megatron_only(call, 2) or "")
         rows -= {row.what for row in TABLE if row.calls is not None and row.calls(call)}
+    for name, streams in (
+        ("enable_mhc_connections", True),
+        ("enable_hyper_connections", True),
+        ("hc_count", 4),
+    ):
+        for stages in (1, 2):
+            config = {name: streams, "pipeline_model_parallel_size": stages}
+            call = LoopCall.of(call_of(**config))
+            wide = "several residual streams (mHC), whose messages are wider than hidden_size"
+            assert megatron_only(call, stages) == (wide if stages > 1 else None)
+            rows -= {row.what for row in TABLE if row.calls is not None and row.calls(call)}
     assert {what.split(" (")[0] for what in rows} == {
         "CUDA graphs",
         "fully sharded data parallelism",

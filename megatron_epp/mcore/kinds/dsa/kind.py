@@ -19,7 +19,7 @@ def asks_for_dsa(args: Any) -> bool:
     """Whether flags, however few of them there are, ask for such layers."""
     variant = getattr(args, "experimental_attention_variant", None)
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
-    return variant == DSAKind.VARIANT or DSAKind.SYMBOL in pattern
+    return variant in DSAKind.VARIANTS or DSAKind.SYMBOL in pattern
 
 
 def _where(asked: Any) -> Any:
@@ -31,7 +31,7 @@ class DSAKind(MLAKind):
     """--experimental-attention-variant dsa with --multi-latent-attention, D of a HybridModel."""
 
     PRICED, NAME, SYMBOL = DSAPart, "sparse attention", "D"
-    VARIANT, SLICED = "dsa", False
+    VARIANTS, SLICED = ("dsa",), False
     ABSENT: ClassVar = {}
     STACK = "dsa_layer"
     FLAGS: ClassVar = {}
@@ -125,7 +125,7 @@ class DSAKind(MLAKind):
             getattr(args, "hybrid_layer_pattern", None) or ""
         ):
             raise ValueError(
-                f"--experimental-attention-variant {self.VARIANT}: "
+                f"--experimental-attention-variant {self.VARIANTS[0]}: "
                 "expected --multi-latent-attention"
             )
         if getattr(args, "add_bias_linear", False):

@@ -274,7 +274,7 @@ class DSAModule(MLAModule):
         return local_attention(config, _sparse(config), {})
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        if config.experimental_attention_variant != self.KIND.VARIANT:
+        if config.experimental_attention_variant not in self.KIND.VARIANTS:
             return None
         return local_dsa_block(config, vp_stage)
 

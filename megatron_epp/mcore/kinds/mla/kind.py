@@ -37,7 +37,7 @@ class MLAKind(AttentionKind):
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
             variant = getattr(args, "experimental_attention_variant", None)
-            here = here and variant in (None, GatedDeltaNetKind.VARIANT)
+            here = here and variant in (None, *GatedDeltaNetKind.VARIANTS)
         return super().layers(args) if here else (False,) * args.num_layers
 
     def sizes(self, args: Any) -> dict[str, Any]:

@@ -40,11 +40,35 @@ def dense_ranks(args: Any) -> int:
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
 
 
+# What has to be importable, by the name of Megatron's that says so (fused_a2a.py).
+_BACKENDS = {"deepep": "HAVE_DEEP_EP", "hybridep": "HAVE_HYBRIDEP"}
+
+
+def _cannot_flex(holder: Any) -> bool:
+    """Whether ``holder``, flags or a configuration, asks for an exchange by flex that is not there,
+    or does not run chunks: ncclep has one size for all of them, and the others no other format."""
+    if getattr(holder, "moe_token_dispatcher_type", None) != "flex":
+        return False
+    deprecated = "deepep" if getattr(holder, "moe_enable_deepep", False) else None
+    backend = deprecated or getattr(holder, "moe_flex_dispatcher_backend", None)
+    in_bf16 = getattr(holder, "bf16", False)
+    if backend not in _BACKENDS or not in_bf16 or expert_ranks(holder) == 1:
+        return True
+    from megatron.core.transformer.moe import fused_a2a
+
+    return not getattr(fused_a2a, _BACKENDS[backend], False)
+
+
+def _cannot_exchange(holder: Any) -> bool:
+    known = any_of("moe_token_dispatcher_type", harmless=("allgather", "alltoall", "flex"))
+    return known(holder) or _cannot_flex(holder)
+
+
 def _exchanges_alike(args: Any) -> bool:
     """Whether the exchange that ``args`` name gives what alltoall gives, and no chunks go by it:
     gathering wants as many rows of each rank, which replicas do not have."""
-    exchange = getattr(args, "moe_token_dispatcher_type", None)
-    return exchange == "flex" or (exchange == "allgather" and lockstep_width(args) > 1)
+    gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
+    return _cannot_flex(args) or (gathers and lockstep_width(args) > 1)
 
 
 def balancing_types(holder: Any) -> list[str]:
@@ -160,11 +184,10 @@ MOE_LIMITS = (
         **_both(any_of("moe_enable_routing_replay")),
     ),
     Limit(
-        "other exchanges of tokens (--moe-token-dispatcher-type flex)",
+        "other exchanges of tokens (--moe-token-dispatcher-type flex without deep_ep, in another "
+        "format than bf16, on one rank, or by ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
-        **_both(
-            _if_experts(any_of("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
-        ),
+        **_both(_if_experts(_cannot_exchange)),
         typed=False,
     ),
     Limit(
@@ -205,7 +228,8 @@ MOE_REPLACED = (
         "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
         "moe_hybridep_pad_uneven_dispatch_inputs",
         "tokens go to their experts and back by alltoall, with as many rows from each rank as "
-        "its chunk has",
+        "its chunk has; flex runs in bf16 over several ranks, by deepep or hybridep, where deep_ep "
+        "can be imported",
         neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
         same=_exchanges_alike,
         default_too=True,

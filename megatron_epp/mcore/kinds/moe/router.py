@@ -34,6 +34,7 @@ from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_nor
 from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.kinds.moe.activation import wrap_activations
 from megatron_epp.mcore.kinds.moe.biases import fix_expert_biases
+from megatron_epp.mcore.kinds.moe.exchange import drop_exchanged, install_exchange
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
@@ -146,6 +147,7 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
         wrap_consumer(projection, dropped)
     fix_expert_biases(experts)
     wrap_activations(experts, dropped)
+    install_exchange(experts, current_chunk)
     ChunkRouter(experts.router, index, current_chunk, in_loop)
     layer.forward = note_in_layer(layer.forward, current_chunk, state_of)
     with taken_along(experts, current_chunk):
@@ -317,7 +319,4 @@ def routing_tensors(model: Any) -> list[Tensor]:
 def drop_routing(model: Any) -> None:
     """Free what dispatchers hold of the chunk that came last: Megatron keeps it until the next."""
     for _, layer in moe_layers(model):
-        dispatcher = layer.token_dispatcher
-        for name in ("probs", "routing_map", "local_probs", "local_map"):
-            if hasattr(dispatcher, name):
-                setattr(dispatcher, name, None)
+        drop_exchanged(layer)

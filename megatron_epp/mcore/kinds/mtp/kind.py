@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.mtp import MTPPart
 from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.kinds.base import LayerKind
-from megatron_epp.mcore.kinds.limit import Limit, not_computed
+from megatron_epp.mcore.kinds.limit import Limit, any_of, not_computed
 
 _BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
 
@@ -57,6 +57,11 @@ class MTPKind(LayerKind):
             "(m in --pipeline-model-parallel-layout)",
             "place all m in front of the L, behind a t",
             _elsewhere,
+        ),
+        Limit(
+            "hidden states of several predictions mixed at random (--mtp-hsm)",
+            "leave it out: each prediction begins with the one before it",
+            any_of("mtp_hsm"),
         ),
         Limit(
             "further tokens whose losses leave the output layer alone, with its words over the "

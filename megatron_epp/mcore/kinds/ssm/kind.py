@@ -10,6 +10,10 @@ from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.patching import cpu_host
 
 
+def _variant(args: Any) -> str | None:
+    return getattr(args, "experimental_attention_variant", None)
+
+
 class SSMKind(LayerKind):
     """An SSM or linear-attention layer.
 
@@ -109,11 +113,12 @@ class MambaKind(SSMKind):
 
 class GatedDeltaNetKind(SSMKind):
     """The gated delta net: of a HybridModel, or in the place of attention in some layers
-    (--experimental-attention-variant gated_delta_net, --linear-attention-freq)."""
+    (--experimental-attention-variant gated_delta_net, which later Megatrons call gdn, and
+    --linear-attention-freq)."""
 
     PRICED, NAME, SYMBOL, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
     HEADS = "delta_heads"
-    VARIANT = "gated_delta_net"
+    VARIANTS = ("gated_delta_net", "gdn")
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
     STACK = "gdn_layer"
     PACKAGES: ClassVar = {"fla": "flash-linear-attention"}
@@ -130,18 +135,17 @@ class GatedDeltaNetKind(SSMKind):
     )
 
     def asked(self, args: Any) -> bool:
-        variant = getattr(args, "experimental_attention_variant", None)
-        return variant == self.VARIANT or super().asked(args)
+        return _variant(args) in self.VARIANTS or super().asked(args)
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         if getattr(args, "hybrid_layer_pattern", None):
             return super().layers(args)
-        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
+        if _variant(args) not in self.VARIANTS:
             return (False,) * args.num_layers
         every = args.linear_attention_freq
         if every is None:
             raise ValueError(
-                f"--experimental-attention-variant {self.VARIANT}: --linear-attention-freq is "
+                f"--experimental-attention-variant {_variant(args)}: --linear-attention-freq is "
                 "missing; expected N, so that each N-th layer has attention, or 1 or 0 for each "
                 "layer"
             )
@@ -159,7 +163,7 @@ class GatedDeltaNetKind(SSMKind):
         return {"attention": False, **super().sizes(args)}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        if getattr(args, "experimental_attention_variant", None) != self.VARIANT:
+        if _variant(args) not in self.VARIANTS:
             return {}
         return {"linear_attention_freq": [int(there) for there in mask]}
 

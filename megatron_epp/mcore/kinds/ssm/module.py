@@ -55,7 +55,7 @@ class GatedDeltaNetModule(KindModule):
         return local_gated_delta_net(config)
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        if config.experimental_attention_variant != self.KIND.VARIANT:
+        if config.experimental_attention_variant not in self.KIND.VARIANTS:
             return None
         return local_gated_delta_net_block(config, vp_stage)
 

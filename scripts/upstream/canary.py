@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402  (run from anywhere: this checkout is put on the path first)
+"""Shows what moved in the newest wheels of Megatron and of the frameworks, of what is relied on.
+
+    python scripts/upstream/canary.py
+    python scripts/upstream/canary.py --checkout slime=slime --checkout ROLL=ROLL
+    python scripts/upstream/canary.py --accept verl
+
+Downloads each wheel without what it depends on, and imports nothing of it. Relied on are Megatron's
+functions at patch points, every name of Megatron's that the package uses, its flags and the fields
+of its configuration, in which new features show, and the functions that readers and adapters of
+frameworks name (RELIES_ON in megatron_epp/frameworks/). Each is compared,
+without comments and docstrings, with its fingerprint in the version that was read last
+(fingerprints.json). For what moved the wheel of that version is downloaded, too, to say what
+changed in it. A framework without wheels is looked at in a checkout, where one is named.
+
+Once what moved has been read, and its reader changed or the feature refused, --accept NAME writes
+its fingerprints as they are now.
+
+Exit status: 0 all is as read; 1 something moved; 2 a wheel or checkout could not be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "upstream")]
+
+from checkout import Checkout, Sources, used_names
+
+from megatron_epp import frameworks
+from megatron_epp.frameworks.known import FRAMEWORKS
+from megatron_epp.mcore.capabilities import table
+from megatron_epp.mcore.patching.patch_points import ALL_PATCH_POINTS
+
+READ = Path(__file__).with_name("fingerprints.json")
+MEGATRON = "Megatron"
+WHEELS = {
+    MEGATRON: "megatron-core", "verl": "verl", "ms-swift": "ms-swift", "SkyRL": "skyrl",
+    "Megatron-Bridge": "megatron-bridge", "AReaL": "areal",
+}  # fmt: skip
+NAMES = (MEGATRON, *(framework.name for framework in FRAMEWORKS))
+DEFINED, GONE = "defined", "gone"  # of what is neither function nor class; of what is not there
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Sources that were looked at. version: of their wheel, or the checkout's commit."""
+
+    sources: Sources
+    version: str
+
+
+# ------------------------------------------------------------------ what is relied on
+
+
+@cache
+def named_by_frameworks() -> tuple[str, ...]:
+    """Return all that readers and adapters of frameworks name in RELIES_ON."""
+    names: list[str] = []
+    for module in pkgutil.walk_packages(frameworks.__path__, f"{frameworks.__name__}."):
+        names += getattr(importlib.import_module(module.name), "RELIES_ON", ())
+    return tuple(sorted(names))
+
+
+def relied_on(name: str, sources: Sources) -> list[str]:
+    """Return what this project relies on of ``name``, one of NAMES, by dotted names."""
+    if name == MEGATRON:
+        seams = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
+        flags = sources.functions("megatron.training.arguments", "_add_")
+        settings = [*table.RELIES_ON, *flags]
+        return sorted({*seams, *settings, *used_names(ROOT / "megatron_epp", sources)})
+    (packages,) = (framework.packages for framework in FRAMEWORKS if framework.name == name)
+    prefixes = tuple(f"{package}." for package in packages)
+    return [dotted for dotted in named_by_frameworks() if dotted.startswith(prefixes)]
+
+
+def fingerprint(sources: Sources, dotted: str) -> str:
+    """Return hexadecimal digits over the code of ``dotted``, DEFINED or GONE."""
+    node = sources.node(dotted)
+    if node is None:
+        return DEFINED if sources.defines(dotted) else GONE
+    return hashlib.sha256(code(node).encode()).hexdigest()[:16]
+
+
+def code(node: ast.stmt) -> str:
+    """Return the code of ``node`` in one layout, without comments and docstrings."""
+    bare = ast.parse(ast.unparse(node))
+    for inner in ast.walk(bare):
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner.body = [one for one in inner.body if not _is_text(one)] or [ast.Pass()]
+    return ast.unparse(bare)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+
+
+def differences(before: ast.stmt, after: ast.stmt) -> str:
+    """Return in words what changed between two definitions of one name."""
+    old, new = _members(before), _members(after)
+    words = {
+        "new": sorted(new.keys() - old.keys()),
+        "gone": sorted(old.keys() - new.keys()),
+        "changed": sorted(name for name in old.keys() & new.keys() if old[name] != new[name]),
+    }
+    return "; ".join(f"{word}: {', '.join(names)}" for word, names in words.items() if names)
+
+
+def _members(node: ast.stmt) -> dict[str, str]:
+    """Return fields and methods of a class; arguments of a function, flags that it knows, and the
+    rest; each with its text."""
+    if not isinstance(node, ast.ClassDef):
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        arguments = node.args
+        each = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        each += filter(None, (arguments.vararg, arguments.kwarg))
+        texts = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+        flags = [one for one in texts if isinstance(one, str) and re.fullmatch(r"--[\w-]+", one)]
+        told = [*(f"argument {one.arg}" for one in each), *(f"flag {flag}" for flag in flags)]
+        return {"its body": code(node)} | dict.fromkeys(told, "")
+    members = {"its bases": ", ".join(map(ast.unparse, (*node.decorator_list, *node.bases)))}
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            members[inner.name] = code(inner)
+        elif isinstance(inner, ast.AnnAssign):
+            members[ast.unparse(inner.target)] = ast.unparse(inner)
+        elif isinstance(inner, ast.Assign):
+            members |= {ast.unparse(target): ast.unparse(inner.value) for target in inner.targets}
+    return members
+
+
+# ------------------------------------------------------------------ wheels and checkouts
+
+
+def wheel_of(package: str, version: str | None, folder: Path) -> Path:
+    """Return the wheel of ``package``, the newest or of ``version``, downloaded into ``folder``.
+
+    ValueError: there is none, or the index cannot be reached.
+    """
+    wanted = package if version is None else f"{package}=={version}"
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pip", *words, wanted], capture_output=True, text=True
+    )
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["pip said nothing"]
+        raise ValueError(f"{wanted}: not downloaded: {lines[-1]}")
+    return found_in(folder, package, version)
+
+
+def found_in(folder: Path, package: str, version: str | None) -> Path:
+    """Return the wheel of ``package`` in ``folder``, the newest by its number or of ``version``.
+
+    ValueError: there is none.
+    """
+    stem = f"{package.replace('-', '_')}-{version or '*'}"
+    wheels = sorted(folder.glob(f"{stem}-*.whl"), key=lambda wheel: numbers(version_in(wheel)))
+    if not wheels:
+        raise ValueError(f"{folder}: holds no {stem}-*.whl")
+    return wheels[-1]
+
+
+def version_in(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of ``version``, by which versions are sorted."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def unpacked(wheel: Path, folder: Path) -> Looked:
+    """Return the Python sources of ``wheel``, unpacked into ``folder``. ValueError: no archive."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [one for one in archive.namelist() if one.endswith(".py")])
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{wheel}: {error}") from error
+    return Looked(Sources(folder), version_in(wheel))
+
+
+def checked_out(name: str, path: Path) -> Looked:
+    """Return the sources of a checkout. ValueError: it holds no package of ``name``."""
+    packages = ("megatron",) if name == MEGATRON else _packages(name)
+    for root in (path, path / "src"):
+        if any(root.joinpath(*package.split(".")).is_dir() for package in packages):
+            if name == MEGATRON:
+                return Looked(Sources(root), Checkout(root).version)
+            words = ["git", "-C", str(path), "log", "-1", "--format=%h (%cs)", "--abbrev=8"]
+            said = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+            return Looked(Sources(root), said or path.name)
+    raise ValueError(f"--checkout {name}={path}: holds no package {' or '.join(packages)}")
+
+
+def _packages(name: str) -> tuple[str, ...]:
+    return next(framework.packages for framework in FRAMEWORKS if framework.name == name)
+
+
+# ------------------------------------------------------------------ the table
+
+
+@dataclass(frozen=True)
+class Canary:
+    """read: fingerprints by package. folder: for wheels. wheels: where they lie already; None: they
+    are downloaded. checkouts: by package."""
+
+    read: Mapping[str, Mapping]
+    folder: Path
+    wheels: Path | None
+    checkouts: Mapping[str, Path]
+
+    def look(self, name: str) -> Looked | None:
+        """Return the sources of package ``name``; None: it has no wheel, and no checkout is named.
+
+        ValueError: they could not be had.
+        """
+        if name in self.checkouts:
+            return checked_out(name, self.checkouts[name])
+        if name not in WHEELS:
+            return None
+        place = self.folder / name
+        if self.wheels is not None:
+            return unpacked(found_in(self.wheels, WHEELS[name], None), place)
+        return unpacked(wheel_of(WHEELS[name], None, place), place / "sources")
+
+    def moved(self, name: str, looked: Looked) -> Iterator[str]:
+        """Yield a line for each name that is not as it was read."""
+        read = self.read[name]["names"]
+        found = {one: fingerprint(looked.sources, one) for one in relied_on(name, looked.sources)}
+        unlike = {one: now for one, now in found.items() if now != read.get(one)}
+        if (
+            self.read[name]["version"] == looked.version
+        ):  # what was not relied on then was read, too
+            unlike = {one: now for one, now in unlike.items() if one in read}
+        before = self._as_read(name) if unlike else None
+        for dotted, now in unlike.items():
+            was = read.get(dotted) or (before and fingerprint(before, dotted))
+            if was == now:
+                continue
+            yield f"{dotted}: {_said(dotted, was, now, before, looked.sources)}"
+
+    def _as_read(self, name: str) -> Sources | None:
+        """Return the wheel that was read; None: it cannot be had."""
+        version, place = self.read[name]["version"], self.folder / f"{name} as read"
+        if name not in WHEELS:
+            return None
+        try:
+            if self.wheels is None:
+                wheel = wheel_of(WHEELS[name], version, place)
+            else:
+                wheel = found_in(self.wheels, WHEELS[name], version)
+            return unpacked(wheel, place / "sources").sources
+        except ValueError:  # it was read in a checkout, or was withdrawn
+            return None
+
+
+def _said(dotted: str, was: str | None, now: str, before: Sources | None, after: Sources) -> str:
+    """Return in words what happened to a name; ``before``: sources as read, where they are had."""
+    if was is None or GONE in (was, now):
+        return "not read yet" if was is None else GONE if now == GONE else "new"
+    old, new = before and before.node(dotted), after.node(dotted)
+    return "changed" if old is None or new is None else differences(old, new) or "changed"
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="these packages")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels; nothing is downloaded")
+    parser.add_argument(
+        "--checkout", action="append", default=[], metavar="NAME=PATH",
+        help="sources of a package in the place of its newest wheel",
+    )  # fmt: skip
+    parser.add_argument("--accept", nargs="+", choices=NAMES, default=(), help="these were read")
+    parser.add_argument("--read", type=Path, default=READ, help="the file of fingerprints")
+    options = parser.parse_args(words)
+    checkouts = dict(one.partition("=")[::2] for one in options.checkout)
+    if strange := [name for name, path in checkouts.items() if name not in NAMES or not path]:
+        parser.error(f"--checkout {strange[0]}: expected NAME=PATH with one of {', '.join(NAMES)}")
+    read = json.loads(options.read.read_text())
+    status = 0
+    with tempfile.TemporaryDirectory() as folder:
+        places = {name: Path(path).resolve() for name, path in checkouts.items()}
+        canary = Canary(read, Path(folder), options.wheels, places)
+        for name in options.only:
+            status = max(status, _row(canary, name, read if name in options.accept else None))
+    if options.accept:
+        options.read.write_text(json.dumps(read, indent=1, sort_keys=True) + "\n")
+    return status
+
+
+def _row(canary: Canary, name: str, accepted: dict | None) -> int:
+    """Print the rows of a package, and put its fingerprints into ``accepted``; the exit status."""
+    row = f"{name:16} read: {canary.read[name]['version']:22} "
+    try:
+        looked = canary.look(name)
+        if looked is None:
+            print(f"{row} no wheel: clone it for --checkout {name}=PATH")
+            return 0
+        names = relied_on(name, looked.sources)
+        lines = list(canary.moved(name, looked))
+        now = {dotted: fingerprint(looked.sources, dotted) for dotted in names}
+    except (ValueError, OSError) as error:
+        print(f"{row} {error}")
+        return 2
+    print(f"{row} newest: {looked.version:12} {len(lines)} of {len(names)} moved")
+    for line in lines:
+        print(f"    {line}")
+    if accepted is None:
+        return 1 if lines else 0
+    accepted[name] = {"version": looked.version, "names": now}
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
