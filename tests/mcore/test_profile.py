@@ -314,3 +314,22 @@ def test_what_cannot_be_measured_is_one_line(tmp_path) -> None:
         main(["-o", str(tmp_path / "nowhere" / "x.json"), *MODEL.split()])
     with pytest.raises(ValueError, match="--pp 0: expected at least 1"):
         main(["--pp", "0", *MODEL.split()])
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "major", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.2, 9, "h100-80g"),
+        ("NVIDIA H200", 139.8, 9, "h200-141g"),
+        ("NVIDIA B200", 178.4, 10, "b200-180g"),  # not an H200, whose memory it has
+        ("NVIDIA H20", 95.6, 9, "h20-96g"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, 8, "a100-80g"),
+    ],
+)
+def test_a_gpu_goes_by_its_chips_name(name, gib, major, expected, monkeypatch) -> None:
+    found = SimpleNamespace(name=name, total_memory=int(gib * GIB), major=major)
+    monkeypatch.setattr(job_cost.torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(job_cost.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(job_cost.cpu_host, "has_gpu", lambda: True)
+    assert job_cost.device_name() == expected
+    assert DEVICES[expected].budget_bytes <= found.total_memory

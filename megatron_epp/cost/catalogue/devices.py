@@ -211,12 +211,21 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
     )
 
 
-def device_like(text: str) -> Device | None:
-    """Return the device of the catalogue of that name, or of that chip: ``NVIDIA H100 80GB HBM3``,
-    as torch has it, is an ``h100-80g``; None where the catalogue has no such chip."""
+def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
+    """Return the device of the catalogue of that name, or of that chip.
+
+    ``NVIDIA H100 80GB HBM3``, as torch has it, is an ``h100-80g``. Of several with the chip it is
+    the one with most memory, but with no more than ``memory_bytes`` for a job; None where the
+    catalogue has none.
+    """
     words = set(re.split(r"[^a-z0-9]+", text.lower()))
-    chips = (each for name, each in DEVICES.items() if name.partition("-")[0] in words)
-    return DEVICES.get(text) or (None if "cpu" in words else next(chips, None))
+    chips = [
+        each
+        for name, each in DEVICES.items()
+        if name.partition("-")[0] in words - {"cpu"} and each.budget_bytes <= memory_bytes
+    ]
+    most = max(chips, key=lambda each: each.budget_bytes, default=None)
+    return DEVICES.get(text) or most
 
 
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")

@@ -19,7 +19,7 @@ from megatron_epp.control.files import write_atomically
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, gpu_name
+from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, device_like, gpu_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, States
@@ -227,11 +227,16 @@ def training_states(args: Any) -> States:
 
 
 def device_name() -> str:
-    """The planner's name of the device that this process trains on."""
+    """Return the catalogue's name of the device that this process trains on.
+
+    It is found by its chip's name, or, where the catalogue has none of the chip that takes as
+    little memory, by memory and compute capability.
+    """
     if not cpu_host.has_gpu():
         return "cpu"
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return gpu_name(properties.total_memory, properties.major)
+    named = device_like(properties.name, properties.total_memory)
+    return gpu_name(properties.total_memory, properties.major) if named is None else named.name
 
 
 def default_budget_bytes(args: Any) -> float:
