@@ -105,7 +105,7 @@ def test_a_file_of_version_4_of_another_device_is_read_as_it_is(
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("NVIDIA A100-SXM4-80GB", "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA H200", "h200-141g"),
         ("NVIDIA GB200", "gb200-186g"),
         ("NVIDIA H800", "h800-80g"),
