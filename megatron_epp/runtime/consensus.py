@@ -82,8 +82,8 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
             host, seen = every[odd[0]]
             ranks = f"rank{'s' * (len(odd) > 1)} {' '.join(map(str, odd[:8]))}"
             raise ValueError(
-                f"{where}: {ranks}{' ...' * (len(odd) > 8)} on {host}: {seen.get(where)}; rank 0 "
-                f"on {first_host}: {first.get(where)}; expected {expected}"
+                f"{where}: {ranks}{' ...' * (len(odd) > 8)} on {host}: {seen.get(where, 'nothing')}; rank 0 "
+                f"on {first_host}: {first.get(where, 'nothing')}; expected {expected}"
             )
 
 
