@@ -155,8 +155,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
     """Return the levers of --levers, whose default is what training runs on that device."""
     names = ["cpu"]  # where no machine is named
-    if arguments.cost_model:
-        names = [Profile.load(arguments.cost_model).provenance.device]
+    if file := getattr(arguments, "cost_model", None):  # tune has none
+        names = [Profile.load(file).provenance.device]
     elif arguments.device:
         names = [device(name).name for name, _ in device_runs(arguments.device)]
     defaults = map(default_levers, names)

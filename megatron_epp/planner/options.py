@@ -69,8 +69,9 @@ class Options:
 
 
 def default_levers(device: str) -> frozenset[str]:
-    """Return what training runs by default on a device of that name; those of CPUs begin so."""
-    return TRAINING_LEVERS if device.startswith("cpu") else TRAINING_LEVERS - UNTIMED_ON_GPUS
+    """Return what training runs by default on a device of that name."""
+    on_a_cpu = device.partition(":")[0] == "cpu"  # "cpu", or "cpu: its processor"
+    return TRAINING_LEVERS if on_a_cpu else TRAINING_LEVERS - UNTIMED_ON_GPUS
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:

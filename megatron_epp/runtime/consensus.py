@@ -81,9 +81,11 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
         if odd:
             host, seen = every[odd[0]]
             ranks = f"rank{'s' * (len(odd) > 1)} {' '.join(map(str, odd[:8]))}"
+            ranks += " ..." * (len(odd) > 8)
+            here, there = seen.get(where, "nothing"), first.get(where, "nothing")
             raise ValueError(
-                f"{where}: {ranks}{' ...' * (len(odd) > 8)} on {host}: {seen.get(where)}; rank 0 "
-                f"on {first_host}: {first.get(where)}; expected {expected}"
+                f"{where}: {ranks} on {host}: {here}; rank 0 on {first_host}: {there}; expected "
+                f"{expected}"
             )
 
 

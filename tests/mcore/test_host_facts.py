@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_epp.mcore.job.launch_environment import lone_copies, rank_of, require_environment
 from megatron_epp.mcore.trainer.host_facts import facts_of
-from megatron_epp.runtime.consensus import require_same
 from tests.mcore.runs import flags, train, trained
 from tests.mcore.test_refusals import refused
 from tests.programs import ROOT, python
-from tests.runtime.world import run
 
 LENGTHS = [30, 40, 50, 60] * 5
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
@@ -26,27 +23,17 @@ ELSEWHERE = (str(Path(__file__).with_name("elsewhere.py")),)
 # ------------------------------------------------------------------ facts of every rank
 
 
-def of_a_rank(rank: int, folder: Path) -> str:
-    args = Namespace(load=str(folder / str(rank)), tokenizer_model=None)
-    facts = {key.replace(f"/{rank}", "/N"): value for key, value in facts_of(args).items()}
-    try:
-        require_same(facts, dist.group.WORLD, "one folder")
-    except ValueError as refusal:
-        return str(refusal)
-    return ""
-
-
-def test_every_rank_says_which_one_sees_another_folder(tmp_path: Path) -> None:
-    for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "latest_checkpointed_iteration.txt").write_text("7")
-    assert run(3, of_a_rank, tmp_path / "0", tmp_path) == ["", "", ""]
-    (tmp_path / "2" / "epp-choices.json").write_text("{}")
-    said = run(3, of_a_rank, tmp_path / "1", tmp_path)
-    assert len(set(said)) == 1 and f"--load {tmp_path}/N: rank 2 on " in said[0]
-    assert ": iteration '7', choices no file; expected one folder" in said[0]
-    (tmp_path / "1" / "latest_checkpointed_iteration.txt").unlink()
-    assert "ranks 1 2 on " in run(3, of_a_rank, tmp_path / "2", tmp_path)[0]
+def test_a_checkpoint_is_its_iteration_and_its_choices(tmp_path: Path) -> None:
+    args = Namespace(load=str(tmp_path), pretrained_checkpoint=None, tokenizer_model=None)
+    flag = f"--load {tmp_path}"
+    assert facts_of(args) == {flag: "no checkpoint"}
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
+    assert facts_of(args) == {flag: "iteration '7', choices no file"}
+    (tmp_path / "epp-choices.json").write_text("{}")
+    begun = facts_of(args)[flag]
+    assert begun.startswith("iteration '7', choices digest ")
+    (tmp_path / "epp-choices.json").write_text('{"epp_blend": "tokens"}')
+    assert facts_of(args)[flag] != begun
 
 
 def test_tokenizers_and_files_that_differ_are_seen(tmp_path: Path) -> None:

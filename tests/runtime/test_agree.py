@@ -1,5 +1,6 @@
 """All ranks run one plan, or none does."""
 
+import socket
 from typing import Any
 
 import torch.distributed as dist
@@ -12,9 +13,15 @@ TEXT = "plan v1 with an umlaut: ü\n" * 300
 def several(rank: int) -> dict[str, Any]:
     """What ``share`` and ``agree`` do on this rank, one case after the other."""
     from megatron_epp.ir import PlanError
-    from megatron_epp.runtime.consensus import agree, broadcast_text
+    from megatron_epp.runtime.consensus import agree, broadcast_text, require_same
 
     group = dist.group.WORLD
+
+    def compared(**facts: str) -> str | None:
+        try:
+            return require_same(facts, group, "one folder")
+        except ValueError as error:
+            return str(error)
 
     def told(function, *arguments) -> str | None:
         try:
@@ -31,6 +38,9 @@ def several(rank: int) -> dict[str, Any]:
         "one differs": told(agree, "other" if rank == 2 else TEXT, "iteration 2"),
         "two differ": told(agree, TEXT if rank == 0 else f"mine {rank}", "iteration 3"),
         "agreed again": told(agree, TEXT, "iteration 4"),
+        "same": compared(load="iteration 7", tokenizer="digest 1"),
+        "one sees another": compared(load="iteration 7" if rank != 2 else "no checkpoint"),
+        "two lack it": compared(**({"cache": "there"} if rank == 0 else {})),
     }
 
 
@@ -46,3 +56,9 @@ def test_what_every_rank_hears(tmp_path) -> None:
     assert one["one differs"].startswith("PlanError: iteration 2: ranks 2 hold digest ")
     assert "expected the same plan everywhere" in one["one differs"]
     assert one["two differ"].startswith("PlanError: iteration 3: ranks 1 2 hold digest ")
+    assert one["same"] is None
+    host = socket.gethostname()
+    assert one["one sees another"] == (
+        f"load: rank 2 on {host}: no checkpoint; rank 0 on {host}: iteration 7; expected one folder"
+    )
+    assert one["two lack it"].startswith(f"cache: ranks 1 2 on {host}: nothing; rank 0 on {host}: ")

@@ -94,7 +94,8 @@ def _require_split(args: Any) -> None:
 def require_checkpoint_step(args: Any) -> None:
     """Raise a ValueError where --load has no checkpoint of the iteration of --ckpt-step."""
     step, load = getattr(args, "ckpt_step", None), args.load
-    if not step or load is None or "://" in load:
+    elsewhere = getattr(args, "pretrained_checkpoint", None)  # read where --load has none
+    if not step or load is None or "://" in load or elsewhere:
         return
     folder = Path(load) / f"iter_{step:07d}"
     if not folder.is_dir():
