@@ -108,7 +108,9 @@ def own_tests(release: str, megatron: Path, checkout: Path) -> bool:
             print(f"  {release}: {checkout} has no tag of it")
             return True
         archive = subprocess.run(  # two lists, no shell: git allows ; and $( in a tag's name
-            ["git", "-C", checkout, "archive", f"refs/tags/{tag[-1]}"], stdout=subprocess.PIPE, check=True
+            ["git", "-C", checkout, "archive", f"refs/tags/{tag[-1]}"],
+            stdout=subprocess.PIPE,
+            check=True,
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         script = [sys.executable, str(ROOT / "scripts" / "upstream" / "upstream_schedule_tests.py")]

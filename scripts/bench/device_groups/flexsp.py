@@ -12,12 +12,12 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from megatron_epp.sim.jit import njit
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.sim.jit import njit
 
 from .costs import GroupCosts, MicroBatch, PlannedGroups, group_costs, planned_groups
 
