@@ -30,7 +30,7 @@ def read_at_most(file: BinaryIO, most_bytes: int, expected: str) -> bytes:
     return data
 
 
-def read_text(path: str | Path, expected: str, errors: str = "strict") -> str:
+def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str:
     """Return the text of the file at ``path``, as :func:`read_bounded` reads it.
 
     ``errors``: as of ``bytes.decode``. ValueError: too long, a pipe, or (strict) no UTF-8.
@@ -42,7 +42,7 @@ def read_text(path: str | Path, expected: str, errors: str = "strict") -> str:
         raise ValueError(f"is no text ({error.reason} at byte {error.start})") from error
 
 
-def write_whole(path: str | Path, data: str | bytes, durable: bool = False) -> None:
+def replace_file(path: str | Path, data: str | bytes, durable: bool = False) -> None:
     """Write ``data`` to ``path`` so that a reader finds what stood there, or all of ``data``.
 
     It is written to a new file next to ``path``, of a name that nobody can foretell, which then
@@ -66,7 +66,7 @@ def write_whole(path: str | Path, data: str | bytes, durable: bool = False) -> N
         raise
 
 
-def open_plain(path: Path) -> int:
+def open_regular(path: Path) -> int:
     """Return a descriptor of the plain file at ``path`` to read and append to, made if absent.
 
     OSError: a link, a pipe or a device lies there, or it cannot be opened.

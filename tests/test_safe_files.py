@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.safe_files import open_plain, read_bounded, read_text, write_whole
+from megatron_epp.safe_files import bounded_text, open_regular, read_bounded, replace_file
 
 PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 READERS = {"read_text", "read_bytes", "open", "load"}
@@ -88,13 +88,13 @@ def test_a_reader_of_its_own_is_found(source: str) -> None:
 
 def test_what_has_no_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="longer than 16 MiB; expected a list"):
-        read_text("/dev/zero", "a list")
+        bounded_text("/dev/zero", "a list")
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is a pipe; expected a list in a regular file"):
         read_bounded(pipe, 1, "a list")
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match=r"is no text .* at byte 2"):
-        read_text(tmp_path / "binary", "a list")
+        bounded_text(tmp_path / "binary", "a list")
 
 
 def test_a_link_under_the_name_of_an_output_is_replaced(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_link_under_the_name_of_an_output_is_replaced(tmp_path: Path) -> None:
     victim.write_text("precious")
     output = tmp_path / "iteration-000001.step"
     output.symlink_to(victim)
-    write_whole(output, "step v1\n")
+    replace_file(output, "step v1\n")
     assert victim.read_text() == "precious"
     assert not output.is_symlink() and output.read_text() == "step v1\n"
     output.unlink()
     os.mkfifo(output)  # opening it would wait for a reader
-    write_whole(output, b"step v1\n")
+    replace_file(output, b"step v1\n")
     assert output.read_bytes() == b"step v1\n"
 
 
@@ -121,9 +121,9 @@ def test_an_output_that_cannot_be_whole_changes_nothing(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(output, "new", durable=True)
+        replace_file(output, "new", durable=True)
     assert output.read_text() == "old" and os.listdir(tmp_path) == ["a.plan"]
-    write_whole(output, "newer")
+    replace_file(output, "newer")
     assert output.read_text() == "newer" and output.stat().st_mode & 0o777 == 0o640
 
 
@@ -139,6 +139,6 @@ def test_a_lock_is_taken_on_a_plain_file_alone(tmp_path: Path, kind: str) -> Non
         if kind == "link":
             victim.write_text("precious")
     with pytest.raises(OSError):
-        os.close(open_plain(path))
+        os.close(open_regular(path))
     assert victim.exists() == (kind == "link")
     assert not victim.exists() or victim.read_text() == "precious"

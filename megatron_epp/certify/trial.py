@@ -14,7 +14,7 @@ from typing import ClassVar, NoReturn
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.flag_fields import JoinedArguments, add_flags, flag, flag_of
 from megatron_epp.ir.placement import A_PLACEMENT, read_placement
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 MOST_RANKS = 64
 LEVELS = ("level0", "level1")
@@ -268,7 +268,7 @@ def _stages(placement: str | None, ranks: int) -> int:
     if placement is None:
         return ranks
     try:
-        return read_placement(placement, ranks, partial(read_text, expected=A_PLACEMENT)).stages
+        return read_placement(placement, ranks, partial(bounded_text, expected=A_PLACEMENT)).stages
     except (ValueError, OSError):
         return ranks
 

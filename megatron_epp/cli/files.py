@@ -15,7 +15,7 @@ from megatron_epp.ir import (
     check_op_templates,
     parse_records,
 )
-from megatron_epp.safe_files import read_at_most, read_bounded, write_whole
+from megatron_epp.safe_files import read_at_most, read_bounded, replace_file
 
 # More than this is no plan: 100,000 chunks on 64 stages take about 120 MiB.
 _MOST_BYTES = 256 << 20
@@ -123,6 +123,6 @@ def write_file(path: str, data: str | bytes) -> None:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        write_whole(target.resolve(), content)  # a link that the user names stays one
+        replace_file(target.resolve(), content)  # a link that the user names stays one
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

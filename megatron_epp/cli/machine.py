@@ -16,7 +16,7 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 # What the analytic cost model assumes where no option does: what training runs. The papers' world,
 # which is the library's default, is --logits-held --no-kv-read --topology flat.
@@ -175,7 +175,7 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
 def asked_placement_of(text: str, ranks: int) -> Placement:
     """The placement that --placement asks for on ``ranks``."""
     try:
-        return read_placement(text, ranks, partial(read_text, expected=A_PLACEMENT))
+        return read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
     except OSError as error:
         raise UsageError(
             f"--placement {text}: {error.strerror}; expected even, v, auto, "

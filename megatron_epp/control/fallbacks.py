@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.ir.errors import quoted
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 FALLBACKS_FILE = "epp-fallbacks.txt"
 
@@ -33,7 +33,7 @@ class Fallbacks:
         self._lines: dict[int, str] = {}
         self._planners: dict[int, str] = {}
         if loaded_from is not None and (path := Path(loaded_from) / FALLBACKS_FILE).exists():
-            text = read_text(path, "a list of fallbacks", "replace")
+            text = bounded_text(path, "a list of fallbacks", "replace")
             for number, line in enumerate(text.splitlines(), 1):
                 match = _LINE.fullmatch(line)
                 if match is None:

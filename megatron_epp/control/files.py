@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megatron_epp.safe_files import open_plain, write_whole
+from megatron_epp.safe_files import open_regular, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ _SCRATCH = "megatron_epp-"
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader, whenever it comes, finds the old text or the
-    new one, after a power failure too; see :func:`~megatron_epp.safe_files.write_whole`."""
+    new one, after a power failure too; see :func:`~megatron_epp.safe_files.replace_file`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, durable=True)
+    replace_file(path, text, durable=True)
 
 
 class BestEffort:
@@ -74,7 +74,7 @@ def claim(
             Path(folder).mkdir(parents=True, exist_ok=True)
             path = Path(folder).resolve() / LOCK_NAME
             if path not in locks:
-                locks[path] = os.fdopen(open_plain(path), "a+", encoding="utf-8")
+                locks[path] = os.fdopen(open_regular(path), "a+", encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"{flag} {folder}: {error.filename or LOCK_NAME}: {error.strerror}; name a folder "

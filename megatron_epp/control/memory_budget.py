@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_epp.control.files import write_atomically
 from megatron_epp.ir.errors import quoted
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 BUDGET_FILE = "epp-budget.txt"
 NEAR = 0.97  # of what a device may hold: above it a wrong prediction matters
@@ -211,7 +211,7 @@ class MemoryBudget:
         path = Path(folder) / BUDGET_FILE
         if not path.exists():
             return
-        text = read_text(path, "what training learnt about memory", "replace")
+        text = bounded_text(path, "what training learnt about memory", "replace")
         head, *lines = text.splitlines() or [""]
         if head != f"stages {len(self.device_bytes)}":
             return  # another number of pipeline ranks: nothing of this holds any more

@@ -13,7 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, StageOp, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
-from megatron_epp.safe_files import write_whole
+from megatron_epp.safe_files import replace_file
 from megatron_epp.show.table import text_table
 from megatron_epp.sim.in_step import in_step
 
@@ -165,17 +165,17 @@ class Recorder:
         self, iteration: int, step: Step, records: dict[int, list[Timed]], cost: Cost | None = None
     ) -> None:
         """``cost`` is what ops were predicted by: then a table of its errors is kept, too."""
-        write_whole(self.path(iteration, "step"), str(step))
+        replace_file(self.path(iteration, "step"), str(step))
         for replica, timed in sorted(records.items()):
             timed.sort(key=lambda r: (r.stage, r.start))
-            write_whole(self.path(iteration, f"replica-{replica}.timed"), format_records(timed))
+            replace_file(self.path(iteration, f"replica-{replica}.timed"), format_records(timed))
             if cost is not None:
                 block, plan = step.block(replica), step.plans[replica]
                 tables = in_step([cost.table(one) for one in block])
                 self._sorted.add(residuals(plan, tables[block.index(plan)], timed))
         if cost is not None:
             text = text_table(ErrorTable.HEADERS, self._sorted.rows())
-            write_whole(
+            replace_file(
                 self.folder / "errors.txt",
                 f"Seconds of ops, predicted over measured, less one, up to iteration {iteration}"
                 f"\n\n{text}",

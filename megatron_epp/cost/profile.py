@@ -27,7 +27,7 @@ from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
 from megatron_epp.cost.kinds import layer
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 from megatron_epp.ir.errors import quoted, require_line
-from megatron_epp.safe_files import write_whole
+from megatron_epp.safe_files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ class Profile(LayerCoefficients):
         return _profile(read_json("profile", path), path)
 
     def save(self, path: str) -> None:
-        write_whole(path, self.to_json())
+        replace_file(path, self.to_json())
 
 
 _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerCoefficients))

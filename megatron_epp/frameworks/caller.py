@@ -12,7 +12,7 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 NEWEST = (10**6,)  # of what no package of that name says its release of: a checkout
 
 
-def release_of(distribution: str) -> tuple[int, ...]:
+def installed_release(distribution: str) -> tuple[int, ...]:
     """Return the installed release, as (0, 9, 1): rules of padding change with it.
 
     ``NEWEST`` where pip knows of none.

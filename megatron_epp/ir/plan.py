@@ -58,7 +58,7 @@ from megatron_epp.ir.span import NUMBER, Span
 
 # Far above any plan, and so that a small file cannot ask for minutes or gigabytes.
 MOST_LINES = 2_000_000
-MOST_CHOICE_LETTERS = 10_000_000  # of recompute choices that differ
+MOST_CHOICE_LAYERS = 10_000_000  # of recompute choices that differ
 MOST_CONTINUED = 1_000_000  # pairs of a document and one that it continues, directly or not
 
 _NUMBER = re.compile(NUMBER)
@@ -416,7 +416,7 @@ class _Reader:
         every = ((number, line.split("#")[0].split()) for number, line in lines)
         self.rest = ((number, words) for number, words in every if words)
         self.known_choices: dict[str, str] = {}
-        self.letters = 0  # of these
+        self.choice_layers = 0  # of these
         self.last: Line | None = None  # the line that was read last
         self.line: Line | None = next(self.rest, None)  # the one that comes
 
@@ -500,10 +500,10 @@ class _Reader:
         for word in dict.fromkeys(words):
             if word not in self.known_choices:
                 self.known_choices[word] = parse_recompute(word)
-                self.letters += len(self.known_choices[word])
-            if self.letters > MOST_CHOICE_LETTERS:
+                self.choice_layers += len(self.known_choices[word])
+            if self.choice_layers > MOST_CHOICE_LAYERS:
                 raise PlanError(
-                    f"more than {MOST_CHOICE_LETTERS} layers in recompute choices that differ"
+                    f"more than {MOST_CHOICE_LAYERS} layers in recompute choices that differ"
                 )
         return tuple(self.known_choices[word] for word in words)
 

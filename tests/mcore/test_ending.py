@@ -3,6 +3,7 @@
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -149,8 +150,8 @@ def test_a_signal_to_launcher_and_ranks_leaves_a_whole_checkpoint(tmp_path):
         assert launcher.wait() == -signal.SIGUSR2
         until(lambda: not any(runs(process.pid) for process in ranks), log.read_text)
     finally:
-        launcher.kill()
-        launcher.wait()
+        with suppress(psutil.NoSuchProcess):
+            launcher.kill()
     last = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert f"saved checkpoint from iteration {last:7d}" in log.read_text()
     resumed = trained(flags(corpus, **kept, load=save, exit_interval=last + 1))

@@ -7,7 +7,7 @@ and, from release 0.4.0 on, ``packing_utils.py`` there.
 import math
 from typing import Any
 
-from megatron_epp.frameworks.caller import Caller, Reader, release_of
+from megatron_epp.frameworks.caller import Caller, Reader, installed_release
 from megatron_epp.frameworks.rows import beside, in_a_row, kept, multiple_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
@@ -51,7 +51,7 @@ def skyrl_reader(caller: Caller) -> Reader | None:
 
 def _fp8_multiple(caller: Caller) -> int | None:
     """Return what fp8 makes rows a multiple of; None: it cannot be told, the recipe being open."""
-    if release_of("skyrl") < (0, 4):
+    if installed_release("skyrl") < (0, 4):
         return 16 * caller.cp
     recipe = getattr(caller.config, "fp8_recipe", None)
     recipe = str(getattr(recipe, "value", recipe)).strip().lower()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.frameworks.caller import release_of
+from megatron_epp.frameworks.caller import installed_release
 from megatron_epp.mcore.loops.adapter import refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
@@ -40,7 +40,7 @@ class VerlSamples(TokenSamples):
     def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
-        self._pads_to_rows = release_of("verl") >= (0, 9, 1)
+        self._pads_to_rows = installed_release("verl") >= (0, 9, 1)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
         """Return the label of a sample's last token, as verl shifts labels along a pack.

@@ -14,7 +14,7 @@ from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
@@ -124,7 +124,7 @@ def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[s
         if not path.exists():
             continue
         try:
-            choices = json.loads(read_text(path, "a run's choices", "replace"))
+            choices = json.loads(bounded_text(path, "a run's choices", "replace"))
             if name == earlier and not isinstance(choices, dict):
                 choices = {key: choices}
             if not isinstance(choices, dict):

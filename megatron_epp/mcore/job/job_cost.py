@@ -35,7 +35,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 logger = logging.getLogger(__name__)
 
@@ -309,7 +309,7 @@ def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
     if not args.load or not path.exists():
         return None
     try:
-        budgets = json.loads(read_text(path, "a list of bytes", "replace"))
+        budgets = json.loads(bounded_text(path, "a list of bytes", "replace"))
         if not isinstance(budgets, list) or not all(
             isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
             for one in budgets

@@ -43,7 +43,7 @@ from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.documents import dataset_fields
 from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.requested import place_of
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -291,7 +291,7 @@ def _reads_data(vp_stage: int | None = None) -> bool:
 def _sequences_of(path: str) -> Any:
     """Return what --per-dataset-sequences-path says. ValueError: the file cannot be read."""
     try:
-        return json.loads(read_text(path, "a number of sequences for every corpus, in JSON"))
+        return json.loads(bounded_text(path, "a number of sequences for every corpus, in JSON"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--per-dataset-sequences-path {path}: {error}") from error
 

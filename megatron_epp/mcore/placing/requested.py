@@ -19,7 +19,7 @@ from megatron_epp.ir.placement import (
 )
 from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
-from megatron_epp.safe_files import read_text
+from megatron_epp.safe_files import bounded_text
 
 # On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
 # hold args. Empty where stage i lies on rank i.
@@ -48,7 +48,7 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
         return None
     try:
-        placement = read_placement(text, ranks, partial(read_text, expected=A_PLACEMENT))
+        placement = read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
         require_last_stage(placement)
     except OSError as error:
         raise ValueError(
