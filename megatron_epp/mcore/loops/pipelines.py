@@ -45,6 +45,9 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
+# Calls of one shape that Megatron's schedule runs until a reader is believed, which may be right by
+# chance.
+WITNESSED_CALLS = 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
 
@@ -64,7 +67,8 @@ class ModelPipeline:
     had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
     split_refused  why no stage may split backwards; None: all can
     unlike         why the framework's own micro-batches are not read; None: they may be, and
-                   ``shown``: Megatron's schedule has shown that they are read rightly
+                   ``witnessed``: shapes of each call in which Megatron's schedule has
+                   shown that they are read rightly
     in_lockstep    ops meet those of other replicas: nothing may follow from this one's lengths
     """
 
@@ -78,10 +82,16 @@ class ModelPipeline:
     split_refused: str | None
     in_lockstep: bool
     measured: bool = False
-    shown: bool = False
+    witnessed: list[frozenset[tuple[int, ...]]] = field(default_factory=list)
     unlike: str | None = None
     track_record: TrackRecord = field(default_factory=TrackRecord)
     had_rows: tuple[int, ...] = ()
+
+    @property
+    def shown(self) -> bool:
+        """Whether enough calls have been compared: of two shapes, or several of one."""
+        shapes = frozenset().union(*self.witnessed)
+        return len(shapes) > 1 or len(self.witnessed) >= WITNESSED_CALLS
 
     @property
     def stages(self) -> int:

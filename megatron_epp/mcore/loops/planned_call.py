@@ -156,9 +156,14 @@ class PlannedCall:
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call; compare its shapes with ``extents``."""
+        """Have Megatron's own schedule run the call; compare its shapes with ``extents``.
+
+        For the first calls, until those of two shapes, or three of one, have been compared.
+        """
         pipeline = self.pipeline
-        pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
+        pipeline.current_op.enter(
+            OutsidePhase("one of the first calls, which Megatron's schedule runs")
+        )
         witness = ShapeWitness(keywords["forward_step_func"])
         iterator = self.batches[0].from_the_start()
         self.committed = True
@@ -172,7 +177,7 @@ class PlannedCall:
         unlike = next((status.value for status in statuses if status.value), None)
         if unlike is not None:
             pipeline.unlike = f"micro-batches that {reader.framework} lays out otherwise: {unlike}"
-        pipeline.shown = True
+        pipeline.witnessed.append(frozenset(map(tuple, expected)))
         return result
 
     def _unsliced_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:

@@ -4,6 +4,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,3 +55,22 @@ def test_one_line_says_what_runs_and_one_what_does_not(run) -> None:
     assert "level 0, megatron-core 0." in banner and banner.endswith(", slime")
     assert "Megatron's own schedule runs calls with micro-batches that slime lays out" in other
     assert "otherwise: micro-batch " in other
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        ([], False),
+        ([{(8, 1, 4)}], False),
+        ([{(8, 1, 4)}, {(8, 1, 4)}], False),
+        ([{(8, 1, 4)}] * 3, True),
+        ([{(8, 1, 4), (6, 1, 4)}], True),
+        ([{(8, 1, 4)}, {(6, 1, 4)}], True),
+    ],
+)
+def test_a_reader_is_believed_when_two_shapes_or_three_calls_were_compared(calls, shown) -> None:
+    pytest.importorskip("megatron.core")
+    from megatron_epp.mcore.loops.pipelines import ModelPipeline
+
+    pipeline = SimpleNamespace(witnessed=[frozenset(shapes) for shapes in calls])
+    assert ModelPipeline.shown.fget(pipeline) is shown
