@@ -9,12 +9,13 @@ from megatron_epp.__main__ import main
 from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import named_cost
-from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.ir import Step
 from megatron_epp.planner import ALL, Options, plan_step
 from tests.cli.commands import LENGTHS, refused, said
+from tests.cost.simple_device import OLD_H100
 from tests.ir.test_lockstep import STEP
 
 QWEN = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--pp", 4, "--tp", 8]
@@ -26,7 +27,7 @@ MODEL = Model("m", 4, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=
 def measured(tmp_path) -> list:
     """The options of a machine known by a profile file alone."""
     path = tmp_path / "two.json"
-    profile(MODEL, DEVICES["h100-80g"]).save(str(path))
+    profile(MODEL, device(OLD_H100)).save(str(path))
     return ["--cost-model", str(path), "--layers", 2, 2, "--memory-budget-gib", 10]
 
 

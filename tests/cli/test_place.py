@@ -12,6 +12,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.show.units import GIB
 from tests.cli.commands import said
+from tests.cost.simple_device import OLD_H100
 from tests.plans import INTERLEAVED, V_SHAPE
 
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--cp", "8")
@@ -123,7 +124,7 @@ def test_tune_writes_the_placement_it_has_chosen(
     """Four documents for eight ranks: without --placement auto one stage a rank."""
     lengths, script = tmp_path / "lengths", tmp_path / "run.sh"
     lengths.write_text("8000\n" * 4)
-    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "8")
+    machine = ("--model", "llama3-8b", "--device", OLD_H100, "--nodes", "8")
     layout = ("--tp", "8", "--pp", "8", "--dp", "1", "--levers", "none", "--effort", "0")
     words = ("tune", "--lengths", lengths, *machine, *layout, "--script", script)
     said(capsys, *words)

@@ -7,8 +7,9 @@ import pytest
 
 from megatron_epp.ir import Plan, check
 from tests.cli.commands import refused, said
+from tests.cost.simple_device import OLD_H100
 
-MACHINE = ["--model", "llama3-8b", "--device", "h100-80g", "--cp", 8, "--zero", 1]
+MACHINE = ["--model", "llama3-8b", "--device", OLD_H100, "--cp", 8, "--zero", 1]
 LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
 
 

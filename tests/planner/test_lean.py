@@ -6,13 +6,14 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PLANNERS, TRAINING_LEVERS, Options
 from megatron_epp.planner.epp.least_memory import TIE
+from tests.cost.simple_device import OLD_H100
 
 K = 1024
 
 
 @pytest.mark.parametrize("lengths", ["wlb", "prolong"])
 def test_less_memory_for_at_most_half_a_percent(lengths: str) -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False, kv_read=True)
+    cost = named_cost("llama3-8b", OLD_H100, pp=4, cp=8, logits_held=False, kv_read=True)
     batch = open_corpus(lengths, 64 * K).batch(7, 64)
     lean, plain = (
         PLANNERS["epp"](batch, cost, Options(effort=1, levers=levers))

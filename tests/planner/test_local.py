@@ -31,6 +31,7 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.problem import loads_of
 from megatron_epp.sim.play import play
+from tests.cost.simple_device import OLD_H100
 from tests.planner.cases import LENGTHS
 
 RATES = Rates(2e-6, 3e-10, 1e-3, exchange_seconds=5e-7)
@@ -38,7 +39,7 @@ BATCH = (30_000, 9_000, 9_000, 5_000, *[2_000] * 12, *[700] * 40, *[64] * 30)
 
 
 def machine(cp: int = 8, **how) -> Cost:
-    return named_cost("llama3-8b", "h100-80g", pp=4, cp=cp, zero=1, **how)
+    return named_cost("llama3-8b", OLD_H100, pp=4, cp=cp, zero=1, **how)
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,6 +22,7 @@ from megatron_epp.planner.choose.partition import (
     layout_flags,
     layout_text,
 )
+from tests.cost.simple_device import OLD_H100
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 
@@ -57,7 +58,7 @@ def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
 
 
 def test_the_head_takes_layers_from_the_last_stage() -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
+    cost = named_cost("llama3-8b", OLD_H100, pp=4, cp=8)
     found = fastest_layers(cost, expected_features(cost, [LENGTHS]))
     assert found is not None and found[-1] < 8 and sum(found) == 32
 
@@ -94,7 +95,7 @@ def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
 
 
 def test_a_partition_by_plans_is_faster_by_plans() -> None:
-    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
+    cost = named_cost("llama3-8b", OLD_H100, pp=4, cp=8, logits_held=False)
     found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
     assert isinstance(found, RunChoice) and found.cost.layout.layers == found.key
     assert found.gain > 0.02

@@ -10,6 +10,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, check
 from megatron_epp.ir.placement import read_placement
 from megatron_epp.planner import PLANNERS, Options, evaluation_plan, plan_step, planner_of
+from tests.cost.simple_device import OLD_H100
 
 LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 
@@ -17,7 +18,7 @@ LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 def machine(placement: str, parallel: bool = False, budget_gib: float = 70.0) -> Cost:
     made = read_placement(placement, 2, lambda path: "")
     return named_cost(
-        "llama3-8b", "h100-80g", pp=made.stages, tp=8, memory_budget_gib=budget_gib,
+        "llama3-8b", OLD_H100, pp=made.stages, tp=8, memory_budget_gib=budget_gib,
         vocabulary_parallel=parallel, place=made.place,
     )  # fmt: skip
 

@@ -20,13 +20,14 @@ from megatron_epp.planner.choose.choice import (
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers, layer_seconds
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import survey
+from tests.cost.simple_device import OLD_H100
 
 FEW, MANY = [8000] * 4, [8000] * 48
 QUICK = Options(context=8192, effort=0)
 
 
 def machine(name: str = "even") -> Cost:
-    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False)
+    cost = named_cost("llama3-8b", OLD_H100, pp=2, tp=8, logits_held=False)
     made = named_placement(name, 2)
     return cost if name == "even" else with_placement(cost, made)
 
@@ -46,8 +47,8 @@ def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> No
 @pytest.mark.parametrize(
     ("device", "planner", "layers", "placement", "placed_layers", "sharded"),
     [
-        ("h100-80g", "epp", (17, 15), "v", (8, 8, 8, 8), True),
-        ("h100-80g", "packing", (17, 15), "interleaved 2", (5, 9, 10, 8), False),
+        (OLD_H100, "epp", (17, 15), "v", (8, 8, 8, 8), True),
+        (OLD_H100, "packing", (17, 15), "interleaved 2", (5, 9, 10, 8), False),
         ("a100-40g", "packing", (15, 17), "interleaved 2", (7, 9, 8, 8), False),
     ],
 )
@@ -56,7 +57,7 @@ def test_choices_are_those_of_three_searches(
 ) -> None:
     """As recorded at d652579, where layers, placement and vocabulary had a search each."""
     cost = named_cost(
-        "llama3-8b", device, pp=2, tp=8 if device == "h100-80g" else 4, logits_held=False
+        "llama3-8b", device, pp=2, tp=8 if device == OLD_H100 else 4, logits_held=False
     )
     documents = [30_000, 12_000, 5000, 3000, 3000, 900, 700, 400, 30_000, 12_000, 5000, 3000]
     batches = [documents, [60_000, 20_000, 9_000, *[4_000] * 9]]

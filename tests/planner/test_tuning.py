@@ -13,6 +13,7 @@ from megatron_epp.planner.tuning.layouts import JobRequest, Layout, divisors, la
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, choice_of, partitions, survey
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
+from tests.cost.simple_device import OLD_H100
 
 LLAMA = MODELS["llama3-8b"]
 K = 1024
@@ -101,7 +102,7 @@ def test_experts_over_replicas_are_planned_as_training_runs_them() -> None:
     """Four replicas share a layer's experts: their block is planned in lockstep."""
     layout = Layout(1, 2, 2, 4)
     cost = named_cost(
-        "qwen3-30b-a3b", "h100-80g", pp=2, cp=2, dp=4, ep=8, logits_held=False, topology="nodes"
+        "qwen3-30b-a3b", OLD_H100, pp=2, cp=2, dp=4, ep=8, logits_held=False, topology="nodes"
     )
     batch = open_corpus("wlb", 8 * K).batch(3, 16)
     options = Options(8 * K, effort=0)

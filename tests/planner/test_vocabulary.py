@@ -14,12 +14,13 @@ from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, vocabulary_of
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.sim.play import play
+from tests.cost.simple_device import OLD_H100
 
 LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
 
 
 def cost(pp: int = 4, model: str = "llama3-8b", **how) -> Cost:
-    return named_cost(model, "h100-80g", pp=pp, cp=8, zero=1, logits_held=False, **how)
+    return named_cost(model, OLD_H100, pp=pp, cp=8, zero=1, logits_held=False, **how)
 
 
 @pytest.mark.parametrize("planner", COMPARED)
