@@ -25,6 +25,7 @@ REGISTRIES = (
     "mcore.kinds.base",
     "mcore.kinds.certificate_base",
     "mcore.kinds.certificates",
+    "mcore.kinds.heads",
     "mcore.kinds.limit",
     "mcore.kinds.modules",
     "mcore.kinds.mtp.mtp_layers",

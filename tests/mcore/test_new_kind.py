@@ -204,7 +204,8 @@ from megatron_epp.mcore.model.shape import model_shape
 
 args = Namespace(
     hybrid_layer_pattern="S*S-", num_layers=4, hidden_size=64, ffn_hidden_size=128,
-    num_attention_heads=4, num_query_groups=2, kv_channels=16, padded_vocab_size=1000, swiglu=True,
+    num_attention_heads=4, num_query_groups=2, group_query_attention=True, kv_channels=16,
+    padded_vocab_size=1000, swiglu=True,
     untie_embeddings_and_output_weights=True, num_experts=None, window_size=None, sum_size=16,
     multi_latent_attention=False, context_parallel_size=2, attention_dropout=0.0, seq_length=512,
     pipeline_model_parallel_size=1, decoder_first_pipeline_num_layers=None,

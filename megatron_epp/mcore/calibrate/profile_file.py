@@ -28,7 +28,7 @@ FILE_NAME = "epp-cost-model.json"
 
 def provenance_of(args: Any) -> Provenance:
     """Provenance of a profile of this job: its model, its device and its number format."""
-    from megatron_epp.mcore.kinds.attention.kind import query_groups
+    from megatron_epp.mcore.kinds.heads import query_groups
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
-from megatron_epp.mcore.kinds.attention.kind import query_groups
+from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.mcore.placing.requested import asked_placement, stages_of
 

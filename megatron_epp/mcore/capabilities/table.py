@@ -72,15 +72,6 @@ def _positions(model: Any) -> str | None:
     return None if known else f"slices do not compute positions of type {kind}"
 
 
-def _odd_rotary(args: Any) -> bool:
-    """Whether the rotary channels of a head do not make the pairs that are turned."""
-    if args.position_embedding_type not in ("rope", "yarn", "mrope"):
-        return False
-    latent = getattr(args, "multi_latent_attention", False)
-    channels = getattr(args, "qk_pos_emb_head_dim" if latent else "kv_channels", None) or 0
-    return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
-
-
 def _follows_length(model: Any) -> str | None:
     """ms-swift's models turn rows by the longest sequence of a call, which a slice is not."""
     scaling = getattr(model.config, "rope_scaling", None)
@@ -260,12 +251,6 @@ TABLE: tuple[Limit, ...] = (
         "use one of these",
         lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
         slices=_positions,
-    ),
-    Limit(
-        "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size over "
-        "--num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
-        "give an even number",
-        _odd_rotary,
     ),
     Limit(
         "rotary embeddings that follow a call's length (rope_type dynamic or longrope, in models "

@@ -20,8 +20,8 @@ from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FL
 from megatron_epp.mcore.hybrid.pattern import mtp_part_of, symbols_of_layers
 from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
-from megatron_epp.mcore.kinds.attention.kind import query_groups
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import per_tensor_scales
 from megatron_epp.mcore.model.shape import with_mtp

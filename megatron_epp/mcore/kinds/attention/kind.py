@@ -8,6 +8,7 @@ from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.kinds.base import LayerKind, layers_with
+from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.limit import Limit, any_of, not_computed
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
@@ -15,16 +16,6 @@ from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 def derived_symbols(kind: type[LayerKind]) -> str:
     """Return the letters of ``kind`` and of the kinds derived from it."""
     return kind.SYMBOL + "".join(map(derived_symbols, kind.__subclasses__()))
-
-
-def query_groups(args: Any) -> int:
-    """Return the number of key and value heads in Megatron's ``args``.
-
-    --num-query-groups is 1 by default, and Megatron reads it with --group-query-attention only.
-    """
-    if not args.group_query_attention:
-        return args.num_attention_heads
-    return args.num_query_groups or args.num_attention_heads
 
 
 def _undivided(model: Any) -> str | None:
@@ -39,6 +30,15 @@ def _undivided(model: Any) -> str | None:
     except ValueError as refusal:
         return str(refusal)
     return None
+
+
+def _odd_rotary(args: Any) -> bool:
+    """Whether the rotary channels of a head do not make the pairs that are turned."""
+    if args.position_embedding_type not in ("rope", "yarn", "mrope"):
+        return False
+    latent = getattr(args, "multi_latent_attention", False)
+    channels = getattr(args, "qk_pos_emb_head_dim" if latent else "kv_channels", None) or 0
+    return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
 
 
 class AttentionKind(LayerKind):
@@ -65,6 +65,12 @@ class AttentionKind(LayerKind):
             "give --attention-dropout 0: how a document is cut must not change its loss",
             any_of("attention_dropout", harmless=(0,)),
             slices=not_computed(attention_dropout="dropout in attention"),
+        ),
+        Limit(
+            "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size "
+            "over --num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
+            "give an even number",
+            _odd_rotary,
         ),
     )
     REPLACED = (
