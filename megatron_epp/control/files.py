@@ -76,8 +76,9 @@ def claim(
             if path not in locks:
                 locks[path] = os.fdopen(open_regular(path), "a+", encoding="utf-8")
         except OSError as error:
+            where = "" if error.filename in (folder, str(folder)) else f"{LOCK_NAME}: "
             raise ValueError(
-                f"{flag} {folder}: {error.filename or LOCK_NAME}: {error.strerror}; name a folder "
+                f"{flag} {folder}: {where}{error.strerror}; name a folder "
                 "that can be written, without links or pipes under the names of a job's files"
             ) from error
         while not (locked := _lock(locks[path])) and time.monotonic() < deadline:

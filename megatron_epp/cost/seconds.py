@@ -51,7 +51,8 @@ class OpSeconds:
         if kind in OF_HEAD:  # which exchanges no rows for heads
             return taken
         taken = taken - _unexchanged(self.exchange_per_token[kind], loads)
-        return np.maximum(taken, self.host[kind][:, None])
+        host = self.host.get(kind)
+        return taken if host is None else np.maximum(taken, host[:, None])
 
     def per(self, kind: Kind) -> np.ndarray:
         """[stages, columns]: seconds of ``kind`` per token, per query-key pair, per chunk, and per

@@ -14,6 +14,7 @@ from megatron_epp.frameworks.settings import settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
+from tests.cost.simple_device import OLD_H100
 from tests.programs import BASH, run
 
 LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
@@ -89,7 +90,11 @@ def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(
     script = tmp_path / "launch.sh"
     whole = ("--vocab-parallel", "off")  # over the stages, even ones are as fast
     assert (
-        tune(lengths, "--pp", "4", "--cp", "2", "--tp", "1", "--script", str(script), *whole) == 0
+        tune(
+            *(lengths, "--pp", "4", "--cp", "2", "--tp", "1", "--script", str(script), *whole),
+            *("--device", OLD_H100),
+        )
+        == 0
     )
     said = capsys.readouterr().out
     assert "Best: tp 1 cp 2 pp 4 dp 1" in said and "Layers by time: --" in said

@@ -162,19 +162,6 @@ def test_nemo_rl() -> None:
     [
         (True, {"tp": 2, "cp": 2}, {}, MicrobatchShape(8 + 16 + 24, 1, (5, 12, 20))),
         (True, {"cp": 2}, {"fp8": "e4m3"}, MicrobatchShape(3 * 32, 1, (5, 12, 20))),
-        (True, {"tp": 2}, {"fp8": "e4m3"}, MicrobatchShape(3 * 256, 1, (5, 12, 20))),
-        (
-            True,
-            {"tp": 2, "cp": 2},
-            {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-            MicrobatchShape(3 * 128, 1, (5, 12, 20)),
-        ),
-        (
-            False,
-            {"tp": 2},
-            {"fp8": "hybrid", "fp8_recipe": "blockwise"},
-            MicrobatchShape(256, 3, (5, 12, 20)),
-        ),
         (False, {"tp": 8}, {}, MicrobatchShape(24, 3, (5, 12, 20))),
     ],
 )

@@ -37,7 +37,7 @@ def test_states_are_those_that_megatron_holds() -> None:
 def test_a_budget_is_no_more_than_is_there(monkeypatch) -> None:
     """Communicators and others have taken some of the memory; torch's own blocks are ours."""
     named = device("h100-80g").budget_bytes
-    properties = SimpleNamespace(total_memory=80 * GIB, major=9)
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB, major=9)
     monkeypatch.setattr(cpu_host, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -91,7 +91,8 @@ def with_room(cost: Cost, room_gib: float) -> Cost:
 
 
 def priced(cost: Cost, price: float) -> Cost:
-    """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it."""
+    """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it, and
+    the host no time."""
     seconds = dict(cost.layout.profile.layer_seconds)
     whole, half = seconds[Kind.BACKWARD], seconds[Kind.INPUT]
     seconds[Kind.INPUT] = Seconds(
@@ -100,4 +101,4 @@ def priced(cost: Cost, price: float) -> Cost:
         half.per_chunk + price * whole.per_chunk,
     )
     profile = dataclasses.replace(cost.layout.profile, layer_seconds=seconds)
-    return cost.replace(profile=profile)
+    return cost.replace(profile=profile.each_kind(host_seconds={}))

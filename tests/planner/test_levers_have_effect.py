@@ -29,7 +29,7 @@ WHERE = {
     "uneven": HEAD,
     "search": TIGHT,
     "persist": ("--memory-budget-gib", "8", "--effort", "0"),
-    "lean": ("--effort", "1"),
+    "lean": ("--effort", "1", "--levers", "default,wsplit"),
     "local": (
         *("--lengths", "wlb", "--context", "32768"),
         *("--global-batch-size", "256", "--effort", "1"),

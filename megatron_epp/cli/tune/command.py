@@ -108,14 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
         f"{documents} documents a batch, {arguments.batches} batches"
     )
     print(tuning_lines(result, str(batches), machines, arguments.top), end="")
+    for line in accuracy_lines(cost_for(first.layout).layout.profile):
+        print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
     if settings_lines:
         rate = f"{stock.tokens_per_second:.4g} tokens/s"
         print(f"\n{stock.layout} by Megatron's own schedule, {rate}, for {arguments.framework}:")
         print("\n".join(f"    {line}" for line in settings_lines))
     if played:
         print(spread(played), end="")
-    for line in accuracy_lines(cost_for(first.layout).layout.profile):
-        print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
     return 0

@@ -224,7 +224,9 @@ def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
     chips = [
         each
         for name, each in DEVICES.items()
-        if name.partition("-")[0] in words - {"cpu"} and each.budget_bytes <= memory_bytes
+        if name.partition("-")[0] in words
+        and "cpu" not in words
+        and each.budget_bytes <= memory_bytes
     ]
     most = max(chips, key=lambda each: each.budget_bytes, default=None)
     return DEVICES.get(text) or most

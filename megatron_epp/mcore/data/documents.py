@@ -438,7 +438,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
         return
     digests = [
         digest(
-            repr((index.counts, index.masks is not None)).encode(),
+            repr(index.masks is not None).encode(),
             *map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)),
         )
         for index in config.indices.values()

@@ -8,6 +8,6 @@ def query_groups(args: Any) -> int:
 
     --num-query-groups is 1 by default, and Megatron reads it with --group-query-attention only.
     """
-    if not args.group_query_attention:
+    if not getattr(args, "group_query_attention", True):
         return args.num_attention_heads
     return args.num_query_groups or args.num_attention_heads

@@ -41,6 +41,14 @@ def _odd_rotary(args: Any) -> bool:
     return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
 
 
+_ODD_ROTARY = Limit(
+    "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size "
+    "over --num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
+    "give an even number",
+    _odd_rotary,
+)
+
+
 class AttentionKind(LayerKind):
     """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
 
@@ -66,12 +74,7 @@ class AttentionKind(LayerKind):
             any_of("attention_dropout", harmless=(0,)),
             slices=not_computed(attention_dropout="dropout in attention"),
         ),
-        Limit(
-            "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size "
-            "over --num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
-            "give an even number",
-            _odd_rotary,
-        ),
+        _ODD_ROTARY,
     )
     REPLACED = (
         ReplacedFlags(

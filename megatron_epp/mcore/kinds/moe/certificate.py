@@ -52,7 +52,8 @@ class MoECertificate(LayerCertificate):
             multiple, least = ranks, 2 * chosen
         experts = -(-max(least, SMALL_EXPERTS) // multiple) * multiple
         changed |= {"num_experts": min(experts, args.num_experts), "moe_router_topk": chosen}
-        if args.moe_token_dispatcher_type == "flex":  # in bf16 alone, and on several ranks
+        # In bf16 alone, and on several ranks.
+        if getattr(args, "moe_token_dispatcher_type", None) == "flex":
             changed["moe_token_dispatcher_type"] = "alltoall"
         for name in (
             "moe_ffn_hidden_size",
