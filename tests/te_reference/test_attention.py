@@ -139,8 +139,13 @@ def test_calls_that_are_alike_are_the_modules_to_the_last_bit(
         assert torch.equal(inference, direct[0])
         assert len(seen) == calls + 1
     assert len(seen) == 5  # of them one was the first without a backward
+    call, grad = drawn([9], [13])
+    wide = [None if x is None else x.double() for x in (*call.tensors, None)][:4]
+    exact = Operands(*wide[:3], call.cu_seqlens, wide[3])
+    found, again = (passes(kernel, exact, grad.double()) for _ in range(2))
+    assert all(map(torch.equal, found, again)) and len(seen) == 6  # another format is another call
     passes(kernel, *drawn([9, 5, 3], [9, 5, 3]))  # another bucket
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_a_module_that_hands_over_more_is_called_every_time(engine, monkeypatch) -> None:

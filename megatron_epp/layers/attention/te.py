@@ -105,7 +105,7 @@ class TransformerEngineKernel:
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         call = self._bucketed(call)
-        calls = self._calls.setdefault(alike(call.cu_seqlens, backward), KernelCalls())
+        calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if calls.forward is not None and (calls.backward is not None or not backward):
             return self._forward_directly(calls.forward, call, backward)
         if self._fused is None or calls.refused:
@@ -118,7 +118,7 @@ class TransformerEngineKernel:
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         call = self._bucketed(call)
-        calls = self._calls[alike(call.cu_seqlens, True)]
+        calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
             assert calls.backward is not None, "its forward was called directly"
             return self._backward_directly(calls.backward, grad_THD, call, *kept)
@@ -164,7 +164,7 @@ class TransformerEngineKernel:
         assert self._fused is not None
         own = own_arguments(call)
         if call.sinks_H is not None:
-            shape, dtype = self._calls[alike(call.cu_seqlens, backward)].sinks or ((-1,), None)
+            shape, dtype = self._calls[alike(call, backward)].sinks or ((-1,), None)
             own["softmax_offset"] = call.sinks_H.reshape(shape).to(dtype)
         with torch.no_grad():
             output_THD, needed, *_ = self._fused.forward(**others, **own)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
+from megatron_epp.layers.attention.varlen import Operands
 
 LAYOUT = "thd_thd_thd"  # queries, keys and values apart, so each may lie anywhere
 
@@ -116,8 +116,18 @@ def _same(recorded: Any, expected: Any) -> bool:
     return where == expected.data_ptr() and shape == expected.shape
 
 
-def alike(lengths: CuSeqlens, backward: bool) -> tuple[Any, ...]:
-    """Return a key of calls for which the module chooses alike: their lengths by powers of two."""
+def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
+    """Return a key of calls for which the module chooses alike.
+
+    They have one number format, and documents and lengths of the same power of two.
+    """
+    lengths = call.cu_seqlens
     most = lengths.most_queries, lengths.most_keys
     documents = (len(lengths.queries) - 2).bit_length()
-    return backward, documents, most[0] == most[1], *((size - 1).bit_length() for size in most)
+    return (
+        call.q_THD.dtype,
+        backward,
+        documents,
+        most[0] == most[1],
+        *((size - 1).bit_length() for size in most),
+    )
