@@ -35,6 +35,7 @@ from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 MASK = "padding_causal_bottom_right"
+DIRECT = True  # whether calls that are alike skip the module's choice of a kernel
 # From this cuDNN on a graph is built for every number of documents; before, Transformer Engine
 # itself takes the next of 32, 64, 128, ... of them.
 COUNTS_DOCUMENTS, DOCUMENTS = (9, 24), 32
@@ -106,9 +107,9 @@ class TransformerEngineKernel:
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
-        if calls.forward is not None and (calls.backward is not None or not backward):
+        if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
             return self._forward_directly(calls.forward, call, backward)
-        if self._fused is None or calls.refused:
+        if not DIRECT or self._fused is None or calls.refused:
             return self._forward(call, backward)
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(0, recorded):
@@ -122,7 +123,8 @@ class TransformerEngineKernel:
         if not isinstance(kept, _Run):
             assert calls.backward is not None, "its forward was called directly"
             return self._backward_directly(calls.backward, grad_THD, call, *kept)
-        if self._fused is None or calls.forward is None or calls.backward is not None:
+        known = calls.forward is None or calls.backward is not None
+        if not DIRECT or self._fused is None or known:
             return kept.gradients(grad_THD, _at_start(call))
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(1, recorded):

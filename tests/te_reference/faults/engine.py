@@ -1,15 +1,31 @@
 """Faults of what Transformer Engine's layers are given."""
 
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 
+from megatron_epp.layers.attention import te
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.kinds.positions import PositionedRotary
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 from tests.mcore.faults import executor
+
+
+def of_the_module(replacement):
+    """A fault of the module's calls, in whose place no recorded call may stand meanwhile."""
+
+    @contextmanager
+    def inject():
+        with (
+            patch.object(te, "DIRECT", False),
+            fault(TransformerEngineKernel, "_run", replacement)(),
+        ):
+            yield
+
+    return inject
 
 
 def see_one_less(run, kernel, inputs, cu_seqlens):
@@ -66,11 +82,11 @@ def mistake_what_was_saved(unpack, hooks, packed):
 FAULTS: Faults = {
     "nothing": nothing,
     # A slice's queries see a window that counts their own key.
-    "see one less behind a border": fault(TransformerEngineKernel, "_run", see_one_less),
+    "see one less behind a border": of_the_module(see_one_less),
     # Softmax over the keys alone, where there is a context.
-    "forget the sinks of slices": fault(TransformerEngineKernel, "_run", forget_the_sinks),
+    "forget the sinks of slices": of_the_module(forget_the_sinks),
     # A slice's queries see the beginning of its context.
-    "align at the top left": fault(TransformerEngineKernel, "_run", align_at_the_top_left),
+    "align at the top left": of_the_module(align_at_the_top_left),
     "drop returned gradients": executor.FAULTS["drop returned gradients"],
     # Rotary positions from 0 in every chunk.
     "turn by the row": fault(PositionedRotary, "forward", turn_by_the_row),
