@@ -123,8 +123,8 @@ class TransformerEngineKernel:
         if not isinstance(kept, _Run):
             assert calls.backward is not None, "its forward was called directly"
             return self._backward_directly(calls.backward, grad_THD, call, *kept)
-        known = calls.forward is None or calls.backward is not None
-        if not DIRECT or self._fused is None or known:
+        nothing_new = calls.forward is None or calls.backward is not None
+        if not DIRECT or self._fused is None or nothing_new:
             return kept.gradients(grad_THD, _at_start(call))
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(1, recorded):
