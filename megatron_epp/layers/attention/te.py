@@ -27,8 +27,6 @@ from megatron_epp.layers.attention.te_direct import (
     FusedFunctions,
     KernelCalls,
     alike,
-    has_tensors,
-    others_of,
     own_arguments,
 )
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
@@ -108,83 +106,64 @@ class TransformerEngineKernel:
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
-            return self._forward_directly(calls.forward, call, backward)
+            return self._forward_directly(calls, call, backward)
         if not DIRECT or self._fused is None or calls.refused:
             return self._forward(call, backward)
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(0, recorded):
             output, kept = self._forward(call, backward)
-        calls.forward = self._recorded(calls, recorded, own_arguments(call))
+        calls.forward = calls.others(recorded, call)
         return output, kept
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         call = self._bucketed(call)
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
-            assert calls.backward is not None, "its forward was called directly"
-            return self._backward_directly(calls.backward, grad_THD, call, *kept)
+            return self._backward_directly(calls, grad_THD, call, *kept)
         nothing_new = calls.forward is None or calls.backward is not None
         if not DIRECT or self._fused is None or nothing_new:
             return kept.gradients(grad_THD, _at_start(call))
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(1, recorded):
             gradients = kept.gradients(grad_THD, _at_start(call))
-        own = own_arguments(call)
-        for arguments in recorded:  # the output and what came with it
-            for name in ("o", "d_o", "aux_ctx_tensors"):
-                arguments.pop(name, None)
-        calls.backward = self._recorded(calls, recorded, own)
+        calls.backward = calls.others(recorded, call)
         return gradients
 
     def _bucketed(self, call: Operands) -> Operands:
         """``call``, with as many documents as its bucket has where graphs are built by number."""
         if not self._counts_documents:
             return call
-        documents = DOCUMENTS
-        while documents + 1 < len(call.cu_seqlens.queries):
-            documents *= 2
+        documents = bucket(len(call.cu_seqlens.queries) - 1)
         return replace(call, cu_seqlens=call.cu_seqlens.padded(documents))
 
     # -------------------------------------------------------------- the kernel alone
 
-    def _recorded(
-        self, calls: KernelCalls, recorded: list[dict[str, Any]], own: dict[str, Any]
-    ) -> dict[str, Any] | None:
-        """Return what the module handed over beside ``own``; ``calls`` are refused where that is
-        not all that a call needs."""
-        arguments = others_of(recorded, own)
-        if arguments is not None and (sinks := arguments.pop("softmax_offset", None)) is not None:
-            calls.sinks = tuple(sinks.shape), sinks.dtype
-        if arguments is None or has_tensors(arguments):
-            calls.refused, calls.forward = True, None
-            return None
-        return arguments
-
     def _forward_directly(
-        self, others: dict[str, Any], call: Operands, backward: bool
+        self, calls: KernelCalls, call: Operands, backward: bool
     ) -> tuple[Tensor, Any]:
-        assert self._fused is not None
+        assert self._fused is not None and calls.forward is not None
         own = own_arguments(call)
-        if call.sinks_H is not None:
-            shape, dtype = self._calls[alike(call, backward)].sinks or ((-1,), None)
+        if call.sinks_H is not None and calls.sinks is not None:
+            shape, dtype = calls.sinks
             own["softmax_offset"] = call.sinks_H.reshape(shape).to(dtype)
         with torch.no_grad():
-            output_THD, needed, *_ = self._fused.forward(**others, **own)
+            output_THD, needed, *_ = self._fused.forward(**calls.forward, **own)
         # Detached: the output becomes the result of an autograd function that holds ``kept``.
         return output_THD, (output_THD.detach(), *needed) if backward else None
 
     def _backward_directly(
         self,
-        others: dict[str, Any],
+        calls: KernelCalls,
         grad_THD: Tensor,
         call: Operands,
         output_THD: Tensor,
         *needed: Tensor,
     ) -> tuple[Tensor, ...]:
-        assert self._fused is not None
-        more = {"o": output_THD, "d_o": grad_THD.contiguous(), "aux_ctx_tensors": list(needed)}
+        assert self._fused is not None and calls.backward is not None
+        own = own_arguments(call) | {"o": output_THD, "d_o": grad_THD.contiguous()}
+        own["aux_ctx_tensors"] = list(needed)
         with torch.no_grad():
-            *qkv, _, of_sinks = _five(self._fused.backward(**others, **own_arguments(call), **more))
+            *qkv, _, of_sinks = _five(self._fused.backward(**calls.backward, **own))
         if call.sinks_H is None:
             return tuple(qkv)
         assert of_sinks is not None, "the kernel gives the gradient of its sinks"
@@ -229,6 +208,13 @@ class TransformerEngineKernel:
                 "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why)"
             )
         return output
+
+
+def bucket(count: int, least: int = DOCUMENTS) -> int:
+    """Return the most of the bucket of ``count``: ``least``, doubled until it holds as many."""
+    while least < count:
+        least *= 2
+    return least
 
 
 def _cudnn_version() -> tuple[int, ...]:

@@ -7,7 +7,7 @@ it hands over a tensor that is not one of the call's.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import Operands
 
 LAYOUT = "thd_thd_thd"  # queries, keys and values apart, so each may lie anywhere
+_OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")  # what a backward gets of its forward and behind it
 
 
 @dataclass(slots=True)
@@ -27,12 +28,30 @@ class KernelCalls:
 
     forward, backward  by name, but for the call's own; None: not recorded
     refused            the module does something that a call with these arguments does not do
+    sinks              shape and number format in which the kernel gets them
     """
 
     forward: dict[str, Any] | None = None
     backward: dict[str, Any] | None = None
     refused: bool = False
     sinks: tuple[tuple[int, ...], torch.dtype] | None = None
+
+    def others(self, recorded: list[dict[str, Any]], call: Operands) -> dict[str, Any] | None:
+        """Return the arguments of the one ``recorded`` call beside those of ``call``.
+
+        None, and :attr:`refused`: a call with these alone would not be the module's.
+        """
+        arguments = recorded[0] if len(recorded) == 1 else {}
+        same = [_same(arguments.pop(name, None), x) for name, x in own_arguments(call).items()]
+        for name in _OF_OUTPUT:
+            arguments.pop(name, None)
+        if (sinks := arguments.pop("softmax_offset", None)) is not None:
+            self.sinks = tuple(sinks.shape), sinks.dtype
+        plain = arguments.get("qkv_layout") == LAYOUT and arguments.get("dropout") == 0.0
+        if all(same) and plain and not any(isinstance(x, Tensor) for x in arguments.values()):
+            return arguments
+        self.refused, self.forward = True, None
+        return None
 
 
 @dataclass(slots=True)
@@ -87,24 +106,6 @@ def own_arguments(call: Operands) -> dict[str, Any]:
         "max_seqlen_q": lengths.most_queries,
         "max_seqlen_kv": lengths.most_keys,
     }
-
-
-def others_of(recorded: list[dict[str, Any]], own: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments of the one recorded call beside ``own``; None: they are not enough."""
-    if len(recorded) != 1:
-        return None
-    (arguments,) = recorded
-    for name, value in own.items():
-        if not _same(arguments.pop(name, None), value):
-            return None
-    if arguments.get("qkv_layout") != LAYOUT or arguments.get("dropout") != 0.0:
-        return None
-    return arguments
-
-
-def has_tensors(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a call with these ``arguments`` would see another call's tensors."""
-    return any(isinstance(value, Tensor) for value in arguments.values())
 
 
 def _same(recorded: Any, expected: Any) -> bool:

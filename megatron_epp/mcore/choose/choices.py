@@ -9,6 +9,7 @@ computes the same. A run that resumes has its checkpoint's choices (kept.py).
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from megatron_epp.control.recorded_steps import first_recorded
@@ -282,19 +283,32 @@ def _first_batches(args: Any) -> list[list[int]]:
             "no --data-path, so no lengths are known; --epp-partition auto chooses by them"
         )
     prefixes, weights = blend
-    corpora = [
-        open_corpus(f"{prefix}.idx", args.seq_length, args.epp_overlong) for prefix in prefixes
-    ]
-    # Without weights each corpus is read once.
-    parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
-    means = [
-        corpus.tokens / len(corpus) if weights is not None and args.epp_blend == TOKENS else 1.0
-        for corpus in corpora
-    ]
-    fractions = document_weights(parts, means)
     size = args.global_batch_size
     if getattr(args, "step_batch_size_schedule", None):
         size = scheduled_sizes()(sys.maxsize)  # as large as they get
+    by_tokens = weights is not None and args.epp_blend == TOKENS
+    parts = None if weights is None else tuple(weights)
+    return _batches_of(tuple(prefixes), parts, by_tokens, args.seq_length, args.epp_overlong, size)
+
+
+@lru_cache(maxsize=1)
+def _batches_of(
+    prefixes: tuple[str, ...],
+    weights: tuple[float, ...] | None,
+    by_tokens: bool,
+    context: int,
+    overlong: str,
+    size: int,
+) -> list[list[int]]:
+    """Return the document lengths of the first global batches of ``size``.
+
+    Every choice asks for them, so they are read once.
+    """
+    corpora = [open_corpus(f"{prefix}.idx", context, overlong) for prefix in prefixes]
+    # Without weights each corpus is read once.
+    parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
+    means = [corpus.tokens / len(corpus) if by_tokens else 1.0 for corpus in corpora]
+    fractions = document_weights(parts, means)
     batches = []
     for number in range(FIRST_BATCHES):
         lengths: list[int] = []

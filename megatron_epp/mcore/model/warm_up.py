@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_epp.layers.attention.layer_attention import Attention, Heads
+from megatron_epp.layers.attention.te import DOCUMENTS, bucket
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAttention
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 60.0  # of warming up at most; what is left is built when it is first needed
 FIRST, DOUBLES_TO = 1024, 32768
 # Documents that are packed into a chunk, of together as many tokens as chunks mostly have, at most.
-PACKED, PACKS_TO = (32, 64, 128), 32768
+PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
 
 
 def buckets(most: int) -> list[int]:
@@ -48,20 +49,14 @@ class WarmUpCall:
     @property
     def graph(self) -> tuple[int, int, int]:
         """The buckets of documents, queries and keys: calls with the same ones share a graph."""
-        most = next(count for count in _doubled(PACKED[0]) if count >= self.documents)
+        most = bucket(self.documents, PACKED[0])
         return most, _bucket(self.queries), _bucket(self.keys)
-
-
-def _doubled(size: int) -> Iterator[int]:
-    while True:
-        yield size
-        size *= 2
 
 
 def _bucket(tokens: int) -> int:
     if tokens > DOUBLES_TO:
         return -(-tokens // DOUBLES_TO) * DOUBLES_TO
-    return next(size for size in _doubled(FIRST) if size >= tokens)
+    return bucket(tokens, FIRST)
 
 
 def calls(context: int, alone: bool, before: int | None = None) -> Iterator[WarmUpCall]:
