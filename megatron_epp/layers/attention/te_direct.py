@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import Operands
 
 LAYOUT = "thd_thd_thd"  # queries, keys and values apart, so each may lie anywhere
-_OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")  # what a backward gets of its forward and behind it
+_OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")  # what a backward gets of its forward and after it
 
 
 @dataclass(slots=True)
@@ -47,8 +47,8 @@ class KernelCalls:
             arguments.pop(name, None)
         if (sinks := arguments.pop("softmax_offset", None)) is not None:
             self.sinks = tuple(sinks.shape), sinks.dtype
-        plain = arguments.get("qkv_layout") == LAYOUT and arguments.get("dropout") == 0.0
-        if all(same) and plain and not any(isinstance(x, Tensor) for x in arguments.values()):
+        usual = arguments.get("qkv_layout") == LAYOUT and arguments.get("dropout") == 0.0
+        if all(same) and usual and not any(isinstance(x, Tensor) for x in arguments.values()):
             return arguments
         self.refused, self.forward = True, None
         return None
