@@ -47,12 +47,14 @@ class OpSeconds:
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute; at least what the host takes to issue it."""
+        return np.maximum(self._device(kind, loads), self.host[kind][:, None])
+
+    def _device(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: what the device takes for it, alone, without recompute."""
         taken = self.per(kind) @ self.layout.features(loads)
         if kind in OF_HEAD:  # which exchanges no rows for heads
             return taken
-        taken = taken - _unexchanged(self.exchange_per_token[kind], loads)
-        host = self.host.get(kind)
-        return taken if host is None else np.maximum(taken, host[:, None])
+        return taken - _unexchanged(self.exchange_per_token[kind], loads)
 
     def per(self, kind: Kind) -> np.ndarray:
         """[stages, columns]: seconds of ``kind`` per token, per query-key pair, per chunk, and per
@@ -126,7 +128,7 @@ class OpSeconds:
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.host[kind])
         none = np.zeros(self.layout.stages)
-        return dict.fromkeys(OF_HEAD, none) | {
+        return dict.fromkeys(Kind, none) | {
             kind: self.layout.over_stages(
                 [np.array([each.host_seconds.get(kind, 0.0)]) for each in self.layout.coefficients]
             )[:, 0]
@@ -136,7 +138,8 @@ class OpSeconds:
     def exposed_recompute(self, loads: Loads, counts: Counts, recompute: np.ndarray) -> np.ndarray:
         """[stages, chunks]: what recompute of so many seconds adds to a B, where the host may take
         longer than the device for one of the two, or for both together."""
-        if not self.host[Kind.BACKWARD].any():
+        host = self.host[Kind.BACKWARD][:, None]
+        if not host.any():
             return recompute
         again = np.zeros_like(recompute)
         for (kind, mode), count in counts.items():
@@ -144,10 +147,9 @@ class OpSeconds:
             if mode not in (KEEP, OFFLOAD):
                 of = self.layout.coefficients[kind].host_seconds.get(Kind.FORWARD, 0.0)
                 again += fraction * of * count
-        device = self.per(Kind.BACKWARD) @ self.layout.features(loads)
-        device = device - _unexchanged(self.exchange_per_token[Kind.BACKWARD], loads)
-        both = np.maximum(device + recompute, self.host[Kind.BACKWARD][:, None] + again)
-        return np.maximum(both - self.of(Kind.BACKWARD, loads), 0.0)
+        device = self._device(Kind.BACKWARD, loads)
+        both = np.maximum(device + recompute, host + again)
+        return np.maximum(both - np.maximum(device, host), 0.0)
 
     # --- of local documents ----------------------------------------------------------------------
 

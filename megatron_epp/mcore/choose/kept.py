@@ -16,6 +16,7 @@ from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
@@ -24,11 +25,7 @@ VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 def resumes(args: Any) -> bool:
     """Return whether the run continues another; one that only loads weights begins anew."""
-    return (
-        bool(args.load)
-        and not args.finetune
-        and (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
-    )
+    return bool(args.load) and not args.finetune and (Path(args.load) / TRACKER).exists()
 
 
 def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.mcore.choose.kept import CHOICES_FILE, EARLIER_PARTITION, EARLIER_VOCABULARY
+from megatron_epp.mcore.choose.kept import (
+    CHOICES_FILE,
+    EARLIER_PARTITION,
+    EARLIER_VOCABULARY,
+    TRACKER,
+)
 from megatron_epp.mcore.data.chat_cache import digest_of, tokenizer_files
 from megatron_epp.runtime.consensus import require_same
 
@@ -50,9 +55,8 @@ def facts_of(args: Any) -> dict[str, str]:
 
 
 def _checkpoint(folder: Path) -> str:
-    tracker = folder / "latest_checkpointed_iteration.txt"
     try:
-        with tracker.open(encoding="utf-8", errors="replace") as file:
+        with (folder / TRACKER).open(encoding="utf-8", errors="replace") as file:
             latest = file.read(80).strip()
     except OSError:
         return "no checkpoint"
