@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained model: the environment, a corpus of real documents (the source
 # text of Python's standard library), a small Llama-style model trained over two pipeline stages by
-# elastic plans. Then the same batches are run three ways, in turn: packed into whole contexts,
-# elastic in the memory that packing took, and elastic in two fifths of it. Megatron's own schedule
+# elastic plans. Then the same batches are run four ways, in turn: packed into whole contexts, packed
+# to the length that suits each batch best, elastic in the memory that packing took, and elastic in
+# two fifths of it. Megatron's own schedule
 # is run beside them at a short context. Prints a plan, the losses and a table; draws what happened.
 #
 #   bash examples/quickstart.sh [FOLDER]        default: quickstart; 5 to 6 minutes on two cores
@@ -130,9 +131,9 @@ run epp -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$ITERS") --epp --epp-re
     --epp-memory-budget-gib "$BUDGET"
 cp "$out/epp/epp-cost-model.json" "$cost"
 
-say "2 of 4: $COMPARED batches, each packed, elastic in packing's memory, elastic in less"
-# Iteration 1 warms up, then every batch comes three times (quickstart_turns.py). Budgets are its own.
-run turns examples/quickstart_turns.py $(flags "$CONTEXT" $((3 * COMPARED + 1))) --epp \
+say "2 of 4: $COMPARED batches, each packed, packed at best, elastic, elastic in less memory"
+# Iteration 1 warms up, then every batch comes four times (quickstart_turns.py). Budgets are its own.
+run turns examples/quickstart_turns.py $(flags "$CONTEXT" $((4 * COMPARED + 1))) --epp \
     --epp-record "$out/turns" --epp-cost-model "$cost"
 
 say "3 of 4: elastic pipelines at context $short"

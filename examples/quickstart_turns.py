@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Training in which every batch is computed three times: packed, elastic, elastic in less memory.
+"""Training in which every batch is computed four times, by :data:`VARIANTS`.
 
     torchrun --nproc-per-node 2 examples/quickstart_turns.py <flags as of megatron_epp.pretrain_gpt>
 
 In turn and in one run, so that all meet the same host: a shared one may be twice as fast a minute
-later. Iteration 1 warms up; 2, 3, 4 are one batch, 5, 6, 7 the next. The batches are those of any
-run. What packing holds on each stage without recompute is the memory of which `epp` gets a share.
+later. Iteration 1 warms up; 2 to 5 are one batch, 6 to 9 the next. The batches are those of any
+run. What packing to the context holds on each stage without recompute is the memory of which the
+others get a share.
 """
 
 import sys
@@ -16,8 +17,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 import cpu_pipeline  # noqa: E402
 
-PACKING = cpu_pipeline.Variant("packing", None)
-VARIANTS = (PACKING, cpu_pipeline.Variant("epp", 1.0), cpu_pipeline.Variant("epp", 0.4))
+VARIANTS = tuple(
+    cpu_pipeline.Variant(planner, share)
+    for planner, share in (("packing", None), ("packing-best", 1.0), ("epp", 1.0), ("epp", 0.4))
+)
 
 
 def main() -> None:

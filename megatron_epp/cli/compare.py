@@ -15,7 +15,8 @@ from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import COMPARED, PLANNERS, Options
+from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlaps
+from megatron_epp.planner import COMPARED, OVERLAPPED, PLANNERS, STOCK, Options
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
@@ -24,7 +25,7 @@ from megatron_epp.show.units import GIB, fraction_text, seconds_text
 PAYS = 0.01
 COLUMNS = 100  # no line is longer
 _EPP = "epp"
-_KNOWN = ("packing", "infinipipe")  # what one has without elastic plans, and the paper's
+_KNOWN = (STOCK, OVERLAPPED, "infinipipe")  # what one has without elastic plans, and the paper's
 _WARM_UP = 24  # documents
 
 
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PLANNERS]
+    if not arguments.planner and overlaps(cost):
+        names.insert(names.index(STOCK) + 1, OVERLAPPED)
     chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
     cost, elastic_cost = chosen_costs(arguments, batches, cost, options, chosen_by)
     costs = {name: elastic_cost if name == _EPP else cost for name in names}
@@ -73,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     print(_table(names, outcomes))
     print(_LEGEND)
+    for name, description in _BASELINES.items():
+        if any(each.planner == name for each in outcomes):
+            print(f"{name:15}  {description}")
     slowest = max(outcomes, key=lambda each: each.plan_seconds)
     print()
     _say(
@@ -188,6 +194,12 @@ chunks   parts that the batch is cut and packed into
 plan s   seconds of planning, median; in training it runs while the batch before is computed
 fits     batches whose plan stays within the memory budget\
 """
+
+_BASELINES = {
+    STOCK: "packing to the length, of those up to the context, that is fastest for the batch",
+    OVERLAPPED: f"the same, Megatron hiding {TENSOR:.0%} of tensor-parallel exchanges, "
+    f"{EXPERTS:.0%} of experts'",
+}
 
 
 def _table(names: Sequence[str], outcomes: Sequence[Outcome]) -> str:

@@ -11,11 +11,13 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
     COMPARISON_METHODS,
+    OVERLAPPED,
     PLANNERS,
     Options,
     PlannerResult,
     balance_replicas,
     plan_step,
+    planner_and_cost,
 )
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -81,6 +83,7 @@ class Outcome:
             "pipelines": int(slowest.pipelines),
             "fits": bool(self.fits),
             "note": slowest.note,
+            **({"packing_tokens": slowest.packing_tokens} if slowest.packing_tokens else {}),
         }
 
 
@@ -99,12 +102,13 @@ def outcome(
     """
     results: tuple[PlannerResult, ...]
     free = None
-    if planner in PLANNERS:
-        planned = plan_step(lengths, cost, options, planner, replicas)
+    maker, cost = planner_and_cost(planner, cost)
+    if maker in PLANNERS:
+        planned = plan_step(lengths, cost, options, maker, replicas)
         results, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
             alone = replace(options, lockstep=1)
-            others = plan_step(lengths, cost, alone, planner, replicas).planned
+            others = plan_step(lengths, cost, alone, maker, replicas).planned
             free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(
@@ -133,7 +137,7 @@ def outcome(
 
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
-    known = (*PLANNERS, *comparison_methods())
+    known = (*PLANNERS, OVERLAPPED, *comparison_methods())
     if name in COMPARISON_METHODS and name not in known:
         raise ValueError(ABSENT)
     if name not in known:

@@ -22,8 +22,8 @@ from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_lay
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
 from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.registry import PACKED
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_fraction, offloaded_ratio
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
@@ -83,10 +83,10 @@ def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
     """UsageError: what a framework's settings cannot say."""
     name = arguments.framework
     require_framework(name)
-    if planner != STOCK:
+    if planner != PACKED:
         raise UsageError(
             f"--for {name}: frameworks run Megatron's own schedule, not plans of {planner}; "
-            f"expected --planner {STOCK}"
+            f"expected --planner {PACKED}"
         )
     if arguments.forward_only:
         raise UsageError(f"--for {name} --forward-only: settings are of training")

@@ -11,8 +11,9 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KEEP, Plan
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PACKED
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.survey import STOCK, Choice, Survey, heaviest_plan
+from megatron_epp.planner.tuning.survey import Choice, Survey, heaviest_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +52,14 @@ def stock_choice(
 ) -> tuple[Choice, StockSettings]:
     """The fastest choice that Megatron's own schedule runs, and its settings. ValueError: no layout
     does without --epp."""
-    choice = next((one for one in surveyed.choices if one.planner == STOCK), None)
+    choice = next((one for one in surveyed.choices if one.planner == PACKED), None)
     if choice is None:
         raise ValueError(
             "no layout fits by Megatron's own schedule with documents packed, and frameworks run "
             "no other; without --for, tune looks at --epp"
         )
     cost = cost_for(choice.layout).replace(layers=choice.layers)
-    plans = (heaviest_plan(lengths, cost, options, STOCK)[0].plan for lengths in batches)
+    plans = (heaviest_plan(lengths, cost, options, PACKED)[0].plan for lengths in batches)
     recomputed = recomputed_layers(plans)
     return choice, StockSettings(choice.layout, choice.layers, recomputed, tokens, choice.ep)
 

@@ -16,14 +16,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_epp.planner.evaluation import evaluation_plan
     from megatron_epp.planner.options import ALL, LEVERS, TRAINING_LEVERS, Options, parse_levers
-    from megatron_epp.planner.registry import COMPARED, COMPARISON_METHODS, PLANNERS, planner_of
+    from megatron_epp.planner.registry import (
+        COMPARED,
+        COMPARISON_METHODS,
+        OVERLAPPED,
+        PLANNERS,
+        STOCK,
+        planner_and_cost,
+        planner_of,
+    )
     from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
     from megatron_epp.planner.result import PlannedReplica, PlannedStep, PlannerResult
 
 _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
-    "registry": ("COMPARED", "COMPARISON_METHODS", "PLANNERS", "planner_of"),
+    "registry": (
+        *("COMPARED", "COMPARISON_METHODS", "OVERLAPPED", "PLANNERS", "STOCK"),
+        *("planner_and_cost", "planner_of"),
+    ),
     "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
     "result": ("PlannedReplica", "PlannedStep", "PlannerResult"),
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.overlap import overlapped
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.options import Options
@@ -21,6 +22,7 @@ from megatron_epp.planner.published import (
     chunkflow,
     one_f_one_b,
     packing,
+    packing_best,
     seq1f1b,
     slimpipe,
     zb_v,
@@ -99,6 +101,7 @@ _ROWS = (
     Planner("seq1f1b", seq1f1b.draft),
     Planner("chunkflow", chunkflow.draft),
     Planner("packing", packing.draft, whole=True),
+    Planner("packing-best", packing_best.draft, whole=True),
     Planner("1f1b", one_f_one_b.draft, True, False, one_f_one_b.is_interleaved, _INTERLEAVED),
     Planner("zb-v", zb_v.draft, True, False, zb_v.is_v, "v"),
     Planner("adaptis", adaptis.draft, True, False),
@@ -108,12 +111,25 @@ PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
 # Methods without a pipeline, which `compare` alone knows, in a checkout (scripts/bench).
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
+# The baselines: documents packed to the context; to the best length of each batch; and the latter
+# where Megatron hides a part of the exchanges (cost.overlap): `compare` and `tune` alone know it.
+PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
+
+
+def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
+    """Return the planner that makes the plans of a row of ``compare`` or ``tune``, and its cost."""
+    return (STOCK, overlapped(cost)) if name == OVERLAPPED else (name, cost)
 
 
 def planner_of(name: str, full_documents: bool = False) -> Planner:
     """The planner called ``name``; a ValueError with the near matches where there is none, or
     where it makes no pipeline plan, or none with ``full_documents`` documents where that is
     asked."""
+    if name == OVERLAPPED:
+        raise ValueError(
+            f"planner {name!r} is a baseline with Megatron's own overlaps, with which no plan "
+            f"runs; expected one of {', '.join(COMPARED)}"
+        )
     if name in COMPARISON_METHODS:
         raise ValueError(
             f"planner {name!r} makes no pipeline plan, so nothing can run it; "

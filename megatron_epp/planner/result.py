@@ -16,6 +16,7 @@ class PlannerResult:
     chunks                parts that the documents were cut and packed into
     pipelines             one after another; 0 where there is none
     levers                those that the planner was allowed to use
+    packing_tokens        that whole documents are packed to; 0 where chunks have no such length
     note                  how the planner came to it: the chosen slice count, bins, order
     plan_seconds          wall time of planning, for reports alone: it influences nothing; 0
                           before the registry has timed it
@@ -32,6 +33,7 @@ class PlannerResult:
     chunks: int
     pipelines: int = 0
     levers: tuple[str, ...] = ()
+    packing_tokens: int = 0
     note: str = ""
     plan_seconds: float = 0.0
 

@@ -36,8 +36,9 @@ class Variant:
 
 VARIANTS = (
     Variant("packing", None),
+    Variant("packing-best", 1.0),
     Variant("epp", 1.0),
-    Variant("packing", 0.6),
+    Variant("packing-best", 0.6),
     Variant("epp", 0.6),
 )
 LINE = "in_turns: "
@@ -223,10 +224,11 @@ class Turns:
         return statistics.median(entry[what] for entry in self.of(number))
 
     def ratio(self, number: int, what: str) -> float:
-        """Packing's in the same share of memory over this variant's, of the same batch, median."""
-        tight = self.variants[number].share_of_peak == 0.6
-        packing = self.of(self.variants.index(Variant("packing", 0.6 if tight else None)))
-        pairs = zip(packing, self.of(number), strict=True)
+        """What the best packing takes in the same memory over this variant's, batch by batch,
+        median."""
+        share = self.variants[number].share_of_peak or 1.0
+        baseline = self.of(self.variants.index(Variant("packing-best", share)))
+        pairs = zip(baseline, self.of(number), strict=True)
         return statistics.median(theirs[what] / mine[what] for theirs, mine in pairs)
 
     def peak_share(self, number: int) -> float:

@@ -27,12 +27,12 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner import STOCK, Options, plan_step
 from megatron_epp.planner.choose.partition import with_layers
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.tuning.layouts import Layout, layouts
-from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, partitions, survey
+from megatron_epp.planner.tuning.survey import ELASTIC, partitions, survey
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play

@@ -114,7 +114,7 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
     assert tune(str(equal), "--context", "2048") == 0
     said = capsys.readouterr().out
     assert "No pipeline is best here" in said
-    assert "No --epp is best here: Megatron's own schedule" in said
+    assert "No --epp is best here: stock, packed at best" in said
 
 
 def stock(layers: tuple[int, ...], recomputed: int = 0, tokens: int = 4097, ep: int = 1):

@@ -25,6 +25,7 @@ from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import stock_choice
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PACKED, STOCK
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         partition=arguments.partition == "auto",
         vocabulary=arguments.vocab_parallel,
         placement=arguments.placement == machine.AUTO_PLACEMENT,
+        stock=STOCK if arguments.framework is None else PACKED,
         progress=bar,
     )
     if not result.choices:

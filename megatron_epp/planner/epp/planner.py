@@ -19,13 +19,13 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, member_plans
-from megatron_epp.planner.published import chunkflow, packing, seq1f1b
+from megatron_epp.planner.published import chunkflow, packing_best, seq1f1b
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Baselines that try many plans, and skip those that cannot win.
-HINDSIGHT = (seq1f1b, chunkflow, packing)
+HINDSIGHT = (seq1f1b, chunkflow, packing_best)
 # Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
 # tightened by what was missing and a little more, this often at most: the exact peak moves with the
 # plan. Chosen by hand.
@@ -53,7 +53,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     candidates = _searched(batch, cost, options)
     if not options.whole and not cost.layout.place:
         candidates.append(infinipipe.draft(batch, cost, options))
-    for module in (packing,) if options.whole else HINDSIGHT:
+    for module in (packing_best,) if options.whole else HINDSIGHT:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         other = module.draft(batch, cost, options, min(fitting, default=np.inf))
         if other is not None:

@@ -62,6 +62,7 @@ class Draft:
     kinds, chunks    [stages, ops] the orders: codes of kinds (ir.KIND_CODE) or NOTHING, and chunks
     stages           where ranks have several stages: [ranks, ops] the stage of each, and the orders
                      are those of ranks
+    packing_tokens   that chunks are packed to, where one length was chosen for all; otherwise 0
     """
 
     chunking: Chunking
@@ -71,6 +72,7 @@ class Draft:
     pipelines: int = 1
     note: str = ""
     stages: np.ndarray | None = None
+    packing_tokens: int = 0
 
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
@@ -140,6 +142,7 @@ def as_planned(
         fits=all(p <= b for p, b in zip(peaks, cost.device_budget_bytes, strict=True)),
         levers=tuple(sorted(options.levers)),
         note=draft.note,
+        packing_tokens=draft.packing_tokens,
     )
 
 

@@ -4,6 +4,8 @@ What a trainer does that packs without letting documents see each other: the pla
 and the fallback where another planner failed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
@@ -37,4 +39,6 @@ def draft(
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
     policies = one_f_one_b(constant(chunking.sizes, cost.layout.stages), chunking.sizes, cost)
-    return uniform_draft(batch, chunking, policies, cost, options, note)
+    found = uniform_draft(batch, chunking, policies, cost, options, note)
+    tokens = max(options.context, int(batch.lengths[0]))
+    return replace(found, draft=replace(found.draft, packing_tokens=tokens))

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.overlap import overlaps
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import Placement
 from megatron_epp.planner.choose.choice import (
@@ -42,13 +43,13 @@ from megatron_epp.planner.choose.partition import (
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.registry import OVERLAPPED, PLANNERS, STOCK, planner_and_cost
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
-ELASTIC, STOCK = "epp", "packing"
+ELASTIC = "epp"
 FINALISTS = 4
 # The largest ratio seen of a first plan to its sketch was 1.26.
 GLANCE = 1.3
@@ -73,6 +74,7 @@ class Choice:
     shares              of seconds: compute, recompute, communication, bubbles, replicas
     vocabulary_parallel   whether the output layer is cut over the stages
     place               the rank of every stage; () where stage i lies on rank i
+    packing_tokens      that documents are packed to, of every batch planned; () where they are cut
     """
 
     layout: Layout
@@ -91,6 +93,7 @@ class Choice:
     ep: int = 1
     vocabulary_parallel: bool = False
     place: tuple[int, ...] = ()
+    packing_tokens: tuple[int, ...] = ()
 
     @property
     def shares(self) -> dict[str, float]:
@@ -112,8 +115,9 @@ class Choice:
             del own["ep"]
         if not self.vocabulary_parallel:
             del own["vocabulary_parallel"]
-        if not self.place:
-            del own["place"]
+        for name in ("place", "packing_tokens"):
+            if not own[name]:
+                del own[name]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
             **own,
@@ -143,6 +147,7 @@ def survey(
     partition: bool = True,
     vocabulary: str = "off",
     placement: bool = False,
+    stock: str = STOCK,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
 ) -> Survey:
     """The best ``top`` choices among the layouts, and what became of the others.
@@ -150,7 +155,8 @@ def survey(
     ``cost_for`` says what a layout costs with even layers; a ValueError: that it cannot run.
     ``vocabulary``: whether layouts of several stages cut the output layer over them for our own
     planner: off, on, or auto, as pays. ``placement``: whether several stages on a rank are tried
-    for the best of them.
+    for the best of them. ``stock``: the planner of Megatron's own schedule; where it is the best
+    packing length, also with Megatron's overlaps.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -188,7 +194,9 @@ def survey(
         if len(best) >= top and bounds[layout] > best[top - 1]:
             bounded.append(layout)
         else:
-            glances[layout] = looked_at(layout, glance, (ELASTIC, STOCK))
+            both = stock == STOCK and overlaps(costs[layout])
+            planners = (ELASTIC, stock, OVERLAPPED) if both else (ELASTIC, stock)
+            glances[layout] = looked_at(layout, glance, planners)
     near = {
         layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
     }
@@ -234,8 +242,10 @@ def _finals(
     least = min((c.seconds for c in elastic), default=0.0)
     near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
     finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
-    stock = sorted((c for c in choices if c.planner == STOCK), key=_order)[:1]
-    work = [*finalists, *stock]
+    baselines: dict[str, list[Choice]] = {}
+    for choice in sorted((c for c in choices if c.planner != ELASTIC), key=_order):
+        baselines.setdefault(choice.planner, []).append(choice)
+    work = [*finalists, *(c for each in baselines.values() for c in each[:FINALISTS])]
     evaluated = []
     for choice in progress(work, len(work), "finals"):
         cost = costs[choice.layout]
@@ -412,6 +422,7 @@ def choice_of(
         ep=cost.layout.ep,
         vocabulary_parallel=cut,
         place=place,
+        packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
     )
 
 
@@ -421,9 +432,8 @@ def heaviest_plan(
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
     lockstep = max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
     held = heaviest(lengths, cost, lockstep)
-    block = PLANNERS[planner].plan_block(
-        held, cost, dataclasses.replace(options, lockstep=lockstep)
-    )
+    maker, cost = planner_and_cost(planner, cost)
+    block = PLANNERS[maker].plan_block(held, cost, dataclasses.replace(options, lockstep=lockstep))
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")

@@ -193,7 +193,7 @@ MOE_LIMITS = (
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
-        "leave them out: chunks of other documents keep the device busy",
+        "leave them out: plans expose every exchange (compare shows the loss: packing-overlap)",
         **_both(
             any_of(
                 "moe_shared_expert_overlap",

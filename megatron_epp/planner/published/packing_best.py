@@ -1,0 +1,46 @@
+"""Whole documents packed to the length that suits the batch best, as a careful user may have it.
+
+Packing to the context turns a batch that is shorter than a few contexts into one or two
+micro-batches, and the pipeline idles. Lengths from the longest document's to the context are tried
+in simulation, batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.published import packing
+from megatron_epp.planner.recompute.uniform import ScoredDraft
+
+# Packing lengths grow by this factor; finer steps change little.
+STEP = 2**0.25
+
+
+def packing_lengths(longest: int, context: int) -> Iterator[int]:
+    """Yield the packing lengths to try, in tokens: from ``longest`` to ``context``."""
+    tokens = float(longest)
+    while tokens < context:
+        yield int(tokens)
+        tokens *= STEP
+    yield max(longest, context)
+
+
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """Return the best plan of :mod:`packing` over :func:`packing_lengths`.
+
+    None if surely not under ``below`` seconds.
+    """
+    best: ScoredDraft | None = None
+    for tokens in packing_lengths(int(batch.lengths[0]), options.context):
+        fits = best is not None and best.over_bytes <= 0
+        limit = min(below, best.seconds) if best is not None and fits else below
+        found = packing.draft(batch, cost, dataclasses.replace(options, context=tokens), limit)
+        if found is not None and (best is None or found.rank < best.rank):
+            best = found
+    return best
