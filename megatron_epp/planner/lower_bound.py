@@ -85,8 +85,10 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
 
 
 def work_bound_seconds(loads: Loads, cost: Cost) -> float:
-    """No plan that runs chunks of these loads is faster, in whatever order: the busiest rank's work
-    with nothing recomputed, backwards whole or split, whatever is less."""
+    """Return the busiest rank's work, below which no order of chunks of these loads comes.
+
+    Nothing is recomputed, and backwards are whole or split, whatever is less.
+    """
     of = {kind: block_seconds(cost, kind, loads) for kind in (*OF_LAYERS, *OF_HEAD)}
     backward = np.minimum(of[Kind.BACKWARD], of[Kind.INPUT] + of[Kind.WEIGHT])
     work = of[Kind.FORWARD] + backward + of[Kind.HEAD] + of[Kind.HEAD_WEIGHT]

@@ -108,7 +108,7 @@ def guessed_token_bytes(
         count = max(1, layers)
         cost = Cost(StageLayout(_profile(config, vocabulary, active), (count,)), (math.inf,))
         table = cost.table_of(one.loads, {(0, KEEP): np.full((1, 1), count)})
-        held.append(float(table.held_bytes[Item.ACTIVATIONS][0, 0]))
+        held.append(float(np.asarray(table.held_bytes[Item.ACTIVATIONS])[0, 0]))
     return tuple(held)
 
 

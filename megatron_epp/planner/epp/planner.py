@@ -107,7 +107,10 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
     """Published schedules that the levers allow on these stages; they skip what cannot win."""
     place, halves = cost.layout.placement.place, "wsplit" in options.levers
     splits = (True, False) if halves else (False,)
-    others = [packing.draft, partial(adaptis.draft, splits=splits)]
+    others: list[Callable[..., ScoredDraft | None]] = [
+        packing.draft,
+        partial(adaptis.draft, splits=splits),
+    ]
     if not options.whole:
         others = [seq1f1b.draft, chunkflow.draft, *others, slimpipe.draft]
     if one_f_one_b.is_interleaved(place):

@@ -24,7 +24,6 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
-
 _WHOLE_OPS = (Kind.FORWARD, Kind.BACKWARD)
 
 

@@ -23,8 +23,10 @@ def draft(
     below: float = np.inf,
     splits: Sequence[bool] = (True, False),
 ) -> ScoredDraft | None:
-    """Return the best of its schedules, with backwards as ``splits`` says; None if surely not under
-    ``below`` seconds."""
+    """Return the best of its schedules, with backwards split or whole as ``splits`` says.
+
+    None if surely not under ``below`` seconds.
+    """
     chunking, note = packed(batch, cost, options)
     policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, splits))
     return uniform_draft(batch, chunking, policies, cost, options, note, below=below)

@@ -290,5 +290,7 @@ def test_logits_count_where_they_are_held() -> None:
         extents(tokens), (4, 4), rates(2), CallOptions(token_bytes=(body, last)), False
     )
     budget = max(200 * body, 100 * last)
-    most = [count * each for count, each in zip(held(plan.orders, tokens), (body, last))]
+    most = [
+        count * each for count, each in zip(held(plan.orders, tokens), (body, last), strict=True)
+    ]
     assert max(most) <= budget * (1 + 1e-9) < 200 * last

@@ -95,8 +95,8 @@ def in_turn(ranks: int, stages: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_whole_micro_batches_do_not_lose_to_zb_v(ranks: int) -> None:
-    """Seconds alike, and what 1F1B holds on its fullest rank: on stages in a V never, on one stage a
-    rank not on the whole."""
+    """Seconds alike, and what 1F1B holds on its fullest rank: on stages in a V never, on one stage
+    a rank not on the whole."""
     random, place = Random(ranks), (*range(ranks), *reversed(range(ranks)))
     half, layers, shares = CURVED / 2, (1,) * 2 * ranks, (0.5,) * 2 * ranks
     ones, others, fitted = 0.0, 0.0, 0
