@@ -62,8 +62,8 @@ def install_schedule(
 
     The loop stays as it is: forward step, iterator, model, losses, order of what is returned. Each
     micro-batch is a chunk; seconds that were measured in earlier calls choose the order of
-    micro-batches and where backwards are split, within the tokens that Megatron's 1F1B would have
-    held in this call or one before.
+    micro-batches and where backwards are split, within what Megatron's 1F1B would have held on its
+    fullest rank in this call or one before.
     Where nothing is gained the order is Megatron's; calls that ask for what plans cannot do
     (CUDA graphs, ...) are left to Megatron, which is logged once.
 
@@ -76,7 +76,7 @@ def install_schedule(
     reorder          micro-batches may run in another order (never with experts)
     split_backward   backwards may be split into halves for input and weight gradients; None: in
                      Megatron's local layers, not in Transformer Engine's (no GPU has run those)
-    headroom         hold so much more than Megatron's 1F1B would, as a share of that
+    headroom         hold so much more than Megatron's 1F1B would on its fullest rank, as a share
     timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
     observe          called behind every call with its plan, records and peak (loops/settings.py)
 

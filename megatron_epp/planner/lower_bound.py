@@ -5,7 +5,7 @@ import numpy as np
 from megatron_epp.cost.columns import TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import OF_HEAD, Kind
+from megatron_epp.ir import OF_HEAD, OF_LAYERS, Kind
 from megatron_epp.planner.block_table import block_seconds
 from megatron_epp.planner.chunks.chunking import Chunking
 
@@ -82,6 +82,17 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
     if width == 1:
         return batch_bound
     return max(batch_bound / width, lower_bound_seconds(lengths[:1], cost))
+
+
+def work_bound_seconds(loads: Loads, cost: Cost) -> float:
+    """Return the busiest rank's work, below which no order of chunks of these loads comes.
+
+    Nothing is recomputed, and backwards are whole or split, whatever is less.
+    """
+    of = {kind: block_seconds(cost, kind, loads) for kind in (*OF_LAYERS, *OF_HEAD)}
+    backward = np.minimum(of[Kind.BACKWARD], of[Kind.INPUT] + of[Kind.WEIGHT])
+    work = of[Kind.FORWARD] + backward + of[Kind.HEAD] + of[Kind.HEAD_WEIGHT]
+    return max(cost.layout.placement.of_ranks(work.sum(axis=1).tolist()))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

@@ -20,6 +20,7 @@ LEVERS = MappingProxyType(
         "search": "a bounded local search over chunks, recompute and order",
         "persist": "in tight memory, search on for little effort while a plan is far off its bound",
         "local": "leave short documents whole to one context-parallel rank each: no all-to-all",
+        "hedge": "choose plans that lose little where hosts issue ops slower than was assumed",
         "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
     }
 )

@@ -103,7 +103,7 @@ _PLACED = (
 # The assumptions that these plans were first made with, and the levers of that day: later defaults
 # changed what is predicted for the named devices, and the texts stay as they were.
 _THEN = ("--logits-held", "--no-kv-read", "--topology", "flat", "--vocab-parallel", "off")
-_LATER = ",-lean,-persist,-local"
+_LATER = ",-lean,-persist,-local,-hedge"
 
 
 def _levers_of_then(words: list[str]) -> list[str]:
@@ -133,7 +133,7 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
                 "--batch",
                 batch,
                 "--levers",
-                "default,wsplit,-lean",
+                "default,wsplit,-lean,-hedge",
                 *others,
             ],
         )

@@ -34,8 +34,8 @@ from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.cuda_host import one_queue
-from megatron_epp.planner.calls.call_cost import guessed_rates
-from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
+from megatron_epp.planner.calls.call_cost import guessed_rates, guessed_token_bytes
+from megatron_epp.planner.calls.call_options import CallOptions, bytes_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
@@ -64,7 +64,8 @@ class ModelPipeline:
     seconds        what this rank learns of the ops of each of its stages: several where the
                    pipeline is interleaved
     track_record   whether predictions came true
-    had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
+    token_bytes    [stages] that a token holds from forward to backward, in proportion
+    had_bytes      the most that Megatron's own order has had to hold on a stage until now
     split_refused  why no stage may split backwards; None: all can
     unlike         why the framework's own micro-batches are not read; None: they may be, and
                    ``witnessed``: shapes of each call in which Megatron's schedule has
@@ -79,13 +80,14 @@ class ModelPipeline:
     rates_SK3: np.ndarray
     seconds: tuple[StageSeconds, ...]
     planning: ReplicaPlans
+    token_bytes: tuple[float, ...]
     split_refused: str | None
     in_lockstep: bool
     measured: bool = False
     witnessed: list[frozenset[tuple[int, ...]]] = field(default_factory=list)
     unlike: str | None = None
     track_record: TrackRecord = field(default_factory=TrackRecord)
-    had_rows: tuple[int, ...] = ()
+    had_bytes: float = 0.0
 
     @property
     def shown(self) -> bool:
@@ -123,15 +125,16 @@ class ModelPipeline:
         """The options of a plan of ``call``, with micro-batches of ``tokens``, among those that
         the user ``wanted``. All ranks of a replica reckon alike."""
         if not call.forward_only and self.stages > 1 and not self.interleaved:
-            now = rows_of_1f1b(tokens, self.stages).tolist()
-            self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
+            now = bytes_of_1f1b(tokens, self.stages, self.token_bytes)
+            self.had_bytes = max(self.had_bytes, float(now.max()))
         if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
             return CallOptions(False, False)
         return CallOptions(
             reorder=wanted.reorder and not any(p.replays(call.config) for p in LAYER_KINDS),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
-            had_rows=self.had_rows if not call.forward_only else (),
+            token_bytes=self.token_bytes,
+            had_bytes=self.had_bytes if not call.forward_only else 0.0,
             correction=self.track_record.correction,
         )
 
@@ -187,7 +190,7 @@ class Pipelines:
             seconds = tuple(StageSeconds(guessed_rates(call.config, *s, active)) for s in sizes)
             refused = filter(None, map(self._split_refused, call.models))
             guesses = [each.guess for each in seconds]
-            value = (rank, [layers for layers, _ in sizes], guesses, next(refused, None))
+            value = (rank, sizes, guesses, next(refused, None))
         except Exception as error:  # the others wait for a word
             status = RankStatus(error=error_text(error))
             raise_remote_failure(gather_statuses(status, control), control)
@@ -197,14 +200,16 @@ class Pipelines:
         counts = {len(status.value[1]) for status in every}
         if len(counts) > 1:
             raise ValueError(f"{' and '.join(map(str, sorted(counts)))} model chunks on ranks")
+        of_stages = _by_stage([by_rank[r][1] for r in range(ranks)])
         return ModelPipeline(
             group,
             programs,
             rank,
-            tuple(_by_stage([by_rank[r][1] for r in range(ranks)])),
+            tuple(layers for layers, _ in of_stages),
             np.stack(_by_stage([by_rank[r][2] for r in range(ranks)])),
             seconds,
             ReplicaPlans(groups),
+            guessed_token_bytes(call.config, of_stages, active),
             next((status.value[3] for status in every if status.value[3]), None),
             group is not None and meets_other_replicas(call.config),
         )

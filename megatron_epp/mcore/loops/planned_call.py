@@ -194,9 +194,10 @@ class PlannedCall:
         if self.model is not None:
             options = replace(options, memory=self.model.memory)
         key = (tuple(extents), call.forward_only, options, rates.tobytes())
-        ranks = [pipeline.ranks] if pipeline.interleaved else []
+        place = [tuple(s % pipeline.ranks for s in range(pipeline.stages))]
+        places = place if pipeline.interleaved else []
         plan = pipeline.plan(
-            key, lambda: make(extents, layers, rates, options, call.forward_only, *ranks)
+            key, lambda: make(extents, layers, rates, options, call.forward_only, *places)
         )
 
         def make_stage(part: int) -> LoopStage:

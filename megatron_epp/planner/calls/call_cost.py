@@ -97,6 +97,21 @@ def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) ->
     return np.stack([forward, backward, half, half])  # in the order of ir.KIND_CODE
 
 
+def guessed_token_bytes(
+    config: Any, sizes: Sequence[tuple[int, int]], active: int = 1
+) -> tuple[float, ...]:
+    """Bytes that a token holds between forward and backward on stages of ``sizes`` (layers, words
+    of an output layer), right up to a factor; logits are held. Arguments: :func:`guessed_rates`."""
+    one = CallChunks.of([[[(0, 0, 1)]]], (1,))
+    held = []
+    for layers, vocabulary in sizes:
+        count = max(1, layers)
+        cost = Cost(StageLayout(_profile(config, vocabulary, active), (count,)), (math.inf,))
+        table = cost.table_of(one.loads, {(0, KEEP): np.full((1, 1), count)})
+        held.append(float(np.asarray(table.held_bytes[Item.ACTIVATIONS])[0, 0]))
+    return tuple(held)
+
+
 def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
     """Figures of the model that Megatron's ``config`` describes, as far as it does; the ``active``
     modules count as one dense MLP."""
@@ -200,10 +215,13 @@ def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(ends[g] - sizes[g], ends[g]) for g in order])
 
 
-def token_table(call: CallChunks, rates_SK3: np.ndarray) -> Table:
-    """``call`` by measured rates [stages, kinds, 3]; its bytes are tokens."""
+def token_table(
+    call: CallChunks, rates_SK3: np.ndarray, token_bytes: Sequence[float] = ()
+) -> Table:
+    """``call`` by measured rates [stages, kinds, 3]; its bytes are tokens, or ``token_bytes``
+    [stages] of each."""
     stages, loads = len(rates_SK3), call.loads
-    tokens = np.tile(loads.tokens, (stages, 1))
+    tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)
     nothing, of_documents = np.zeros_like(tokens), np.zeros((stages, len(call.documents)))
     return Table(
         seconds=_seconds(call, rates_SK3),

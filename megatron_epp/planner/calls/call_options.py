@@ -1,6 +1,6 @@
 """Options of a call's plan: its freedom of order, the memory that it may hold."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,9 @@ from megatron_epp.planner.calls.call_cost import ActivationBudget
 PLANNED = "loop"
 AS_CALLED = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
 PAYS_FROM = 0.015  # at least so much faster than the caller's order, or it is not worth another
+# What may be held, as multiples of what the fullest rank holds by Megatron's order.
+BUDGET_SHARES = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,8 @@ class CallOptions:
     reorder      run them in another order
     split        split backwards into I and W
     headroom     hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
-    had_rows     [stages] the most tokens that 1F1B has had to hold in calls until now; (): none
+    token_bytes  [stages] bytes that a token holds on a stage, in proportion; (): alike on all
+    had_bytes    the most that 1F1B has had to hold on a rank in calls until now, in such bytes
     correction   measured over predicted seconds of planned orders, against that of the caller's
                  (track_record)
     memory       bytes that chunks may hold, for which layers may be recomputed; None: as many
@@ -30,7 +34,8 @@ class CallOptions:
     reorder: bool = True
     split: bool = True
     headroom: float = 0.0
-    had_rows: tuple[int, ...] = ()
+    token_bytes: tuple[float, ...] = ()
+    had_bytes: float = 0.0
     correction: float = 1.0
     memory: ActivationBudget | None = None
 
@@ -38,21 +43,32 @@ class CallOptions:
         if not self.headroom >= 0:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
-    def memory_of_call(self, tokens: Sequence[int], stages: int) -> np.ndarray:
-        """[stages]: tokens that may be held between forward and backward in a call with micro-
-        batches of ``tokens``. A whole job so holds no more at once than it would by 1F1B."""
-        now = rows_of_1f1b(tokens, stages)
-        most = np.maximum(now, self.had_rows) if self.had_rows else now
-        return most * (1 + self.headroom)
+    def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield rising budgets [ranks] of what may be held between forward and backward.
+
+        ``held`` [ranks] is what Megatron's order holds. Memory of all ranks is alike, so that every
+        one may hold what the fullest does, in this call or an earlier one, and the headroom more.
+        Budgets are multiples of what this call holds, whatever the headroom: a larger one leads to
+        the same search, and further.
+        """
+        yield held
+        most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
+        for share in BUDGET_SHARES:
+            if share * held.max() <= most * (1 + _ROUNDING):
+                yield np.full(len(held), share * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
         """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
         return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
 
 
-def rows_of_1f1b(tokens: Sequence[int], stages: int) -> np.ndarray:
-    """[stages]: the most tokens between forward and backward in the caller's order by Megatron's
-    1F1B, which holds as many micro-batches in a row as stages follow, this one included."""
+def bytes_of_1f1b(
+    tokens: Sequence[int], stages: int, token_bytes: Sequence[float] = ()
+) -> np.ndarray:
+    """[stages]: the most that is held between forward and backward in the caller's order by
+    Megatron's 1F1B, as many micro-batches in a row as stages follow, this one included; in tokens,
+    or in ``token_bytes`` of the stages."""
     ends = np.concatenate(([0], np.cumsum(tokens)))
     widths = [min(stages - stage, len(tokens)) for stage in range(stages)]
-    return np.array([(ends[width:] - ends[:-width]).max() for width in widths])
+    most = [float((ends[width:] - ends[:-width]).max()) for width in widths]
+    return np.array(most) * (token_bytes or (1.0,) * stages)

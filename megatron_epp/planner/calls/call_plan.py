@@ -7,7 +7,13 @@ import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, KIND_CODE, Kind, Op, Plan, Prediction
 from megatron_epp.planner.calls.call_cost import CallChunks, byte_table, token_table
-from megatron_epp.planner.calls.call_options import AS_CALLED, PAYS_FROM, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_options import (
+    AS_CALLED,
+    PAYS_FROM,
+    PLANNED,
+    CallOptions,
+    bytes_of_1f1b,
+)
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.group_order import (
     best_order,
@@ -17,7 +23,7 @@ from megatron_epp.planner.calls.group_order import (
     problem_of_call,
     search_ops,
 )
-from megatron_epp.planner.calls.interleaved import interleaved_plan
+from megatron_epp.planner.calls.interleaved import placed_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.calls.recompute import RecomputeFit
 from megatron_epp.planner.calls.tree_cutting import Parents
@@ -30,12 +36,13 @@ def unsliced_plan(
     rates_SK3: np.ndarray,
     options: CallOptions,
     forward_only: bool,
-    ranks: int = 0,
+    place: tuple[int, ...] = (),
 ) -> Plan:
     """Every micro-batch a chunk of its own, in the order that takes least.
 
     rates_SK3   [stages, kinds, 3] by which seconds follow (stage_seconds)
-    ranks       of a pipeline that is interleaved: stage s lies on rank s modulo ``ranks``
+    place       the rank of every stage where ranks have several: in turn, as Megatron's interleaved
+                pipelines have them, or in a V
 
     PlanError: nothing holds as little as ``options.memory`` wants.
     """
@@ -43,8 +50,8 @@ def unsliced_plan(
     uncut = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
     pairs = np.array([shape.pairs for shape in shapes])
     uncut = replace(uncut, chunking=replace(uncut.chunking, pairs=pairs))
-    if ranks:
-        return interleaved_plan(uncut, layers, rates_SK3, options, forward_only, ranks)
+    if place:
+        return placed_plan(uncut, layers, rates_SK3, options, forward_only, place)
     return _fastest([uncut], layers, rates_SK3, options, forward_only)
 
 
@@ -98,14 +105,16 @@ def _fastest(
     memory = None if forward_only else options.memory
     if not (forward_only or memory or options.reorder or options.split):
         return as_called
-    ops = max(1, search_ops(called.seconds) // len(cuttings))
-    budget = options.memory_of_call(uncut.loads.tokens.tolist(), stages)
+    held = bytes_of_1f1b(uncut.loads.tokens.tolist(), stages, options.token_bytes)
+    budgets = list(options.budgets(held))
+    # Half for each of the two budgets that there are without headroom.
+    ops = max(1, search_ops(called.seconds) // (2 * len(cuttings)))
     best: Plan | None = None
     for cutting in cuttings:
         if forward_only:
             tried: Plan | None = _forwards(cutting, layers, rates_SK3, options)
         else:
-            tried = _training(cutting, layers, rates_SK3, options, budget, ops)
+            tried = _training(cutting, layers, rates_SK3, options, budgets, ops)
         if tried is not None and (
             best is None or _seconds(tried) < _seconds(best) * (1 - PAYS_FROM)
         ):
@@ -124,21 +133,24 @@ def _training(
     layers: Sequence[int],
     rates_SK3: np.ndarray,
     options: CallOptions,
-    budget: np.ndarray,
+    budgets: Sequence[np.ndarray],
     ops: int,
 ) -> Plan | None:
-    """Forwards and backwards of ``call``, within ``budget`` tokens or the options' bytes; None
-    where no order is."""
+    """Forwards and backwards of ``call``, within the last of ``budgets`` or the options' bytes;
+    None where no order is."""
     free = options.split, options.reorder, ops
     again = None
     if options.memory is not None:
         fitted = RecomputeFit(call, rates_SK3, tuple(layers), options.memory).best(*free)
         ordered, again = fitted or (None, None)
     else:
-        problem = problem_of_call(call, token_table(call, rates_SK3), budget)
+        table = token_table(call, rates_SK3, options.token_bytes)
+        problem = problem_of_call(call, table, budgets[-1])
         alone = len(layers) == 1
         ordered = (
-            call_order(problem, call.sizes) if alone else best_order(problem, call.sizes, *free)
+            call_order(problem, call.sizes)
+            if alone
+            else best_order(problem, call.sizes, *free, budgets)
         )
     if ordered is None:
         return None

@@ -8,7 +8,7 @@ sought besides. It is a pure function of seconds and bytes, bounded in work.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -92,13 +92,19 @@ def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
 
 
 def best_order(
-    problem: ScheduleProblem, sizes: np.ndarray, split: bool, reorder: bool, ops: int = MOST_OPS
+    problem: ScheduleProblem,
+    sizes: np.ndarray,
+    split: bool,
+    reorder: bool,
+    ops: int = MOST_OPS,
+    budgets: Iterable[np.ndarray] = (),
 ) -> OrderedGroups | None:
     """The fastest order found that holds at most the problem's budget; None where none does.
 
     split     backwards may be split into I and W
     reorder   groups may run in another order than the caller's
     ops       how many the search may play
+    budgets   rising ones [stages] instead of the problem's: the last is what may be held
     """
     # Policies that tell orders apart, and those that the best is played by.
     few = [PolicyParams(strict=True), PolicyParams(strict=False)]
@@ -107,13 +113,14 @@ def best_order(
     # One order at least is played by every policy: the first may not fit.
     left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
     search = GroupSearch(problem, sizes, left, _in_flight)
-    search.play(range(len(sizes)), every)
-    if reorder:
-        for order in orders_worth_playing(problem, sizes):
-            search.play(order, few)
-        if search.best is not None:
-            search.play(search.best.order, every)
-            search.climb()
+    for _ in search.within(budgets):
+        search.play(range(len(sizes)), every)
+        if reorder:
+            for order in orders_worth_playing(problem, sizes):
+                search.play(order, few)
+            if search.best is not None:
+                search.play(search.best.order, every)
+                search.climb()
     return search.best
 
 
@@ -137,6 +144,14 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         self.policies_for = policies_for
         self.best: OrderedGroups | None = None
         self.policy: Chosen | None = None  # of the best
+
+    def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
+        """Search within rising budgets, with as many ops for each; without any, the problem's own.
+        What was found within a smaller one stays unless it is beaten."""
+        ops = self.left
+        for budget in list(budgets) or [self.problem.headroom_bytes]:
+            self.problem, self.left = dataclasses.replace(self.problem, headroom_bytes=budget), ops
+            yield
 
     def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
         """Play ``order``; whether it is the best so far."""

@@ -1,12 +1,13 @@
 """The plan of a call whose ranks have several parts of the model: Megatron's own interleaved order,
-or a faster one of whole micro-batches that holds no more at once."""
+or that of ZB-V where stages lie in a V, or a faster one within the memory of the fullest rank."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
-from megatron_epp.ir import Plan, Prediction
+from megatron_epp.ir import Plan, Prediction, Table
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in, token_table
 from megatron_epp.planner.calls.call_options import AS_CALLED, PLANNED, CallOptions
 from megatron_epp.planner.calls.group_order import (
@@ -17,41 +18,45 @@ from megatron_epp.planner.calls.group_order import (
 )
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import ops_of_ranks, orders_of_ranks
-from megatron_epp.planner.order.list_scheduler import Policy
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import interleaved_warm_up
+from megatron_epp.planner.published.zb_v import is_v
 from megatron_epp.sim.play import play
 
 Ran = list[tuple[int, int, int]]  # (kind's code, chunk, stage) of a rank's ops
 
 
-def interleaved_plan(
+def placed_plan(
     call: CallChunks,
     layers: Sequence[int],
     rates_SK3: np.ndarray,
     options: CallOptions,
     forward_only: bool,
-    ranks: int,
+    place: tuple[int, ...],
 ) -> Plan:
-    """Stage s on rank s modulo ``ranks``. Passes of forwards are in the caller's order."""
-    table, place = token_table(call, rates_SK3), [stage % ranks for stage in range(len(layers))]
-    turns = call_turns(call.chunking.count, ranks, len(layers), forward_only)
+    """Stage s on rank ``place[s]``. Passes of forwards are in the caller's order."""
+    table, ranks = token_table(call, rates_SK3, options.token_bytes), 1 + max(place)
+    if is_v(place):
+        turns = v_turns(call, table, place, forward_only)
+    else:
+        turns = call_turns(call.chunking.count, ranks, len(layers), forward_only)
     as_called = _plan(call, layers, turns, place)
     played = play(as_called, table)
     as_called = _predicted(as_called, played.seconds, AS_CALLED)
     if forward_only or not (options.reorder or options.split):
         return as_called
-    budget = np.array(played.peak_bytes, float) * (1 + options.headroom)
-    problem = replace(problem_of_call(call, table, budget), place=as_called.place)
-    ops = search_ops(played.seconds)
+    problem = replace(problem_of_call(call, table, np.full(ranks, np.inf)), place=place)
+    ops = search_ops(played.seconds) // 2  # for each of two budgets
     search = GroupSearch[Policy](problem, call.sizes, ops, lambda work, sizes: lambda one: one)
     every = _policies(problem, call.sizes, options.split)
-    search.play(range(len(call.sizes)), every)
-    if options.reorder:
-        for order in orders_worth_playing(problem, call.sizes):
-            search.play(order, every)
-        search.climb()
+    for _ in search.within(options.budgets(np.array(played.peak_bytes, float))):
+        search.play(range(len(call.sizes)), every)
+        if options.reorder:
+            for order in orders_worth_playing(problem, call.sizes):
+                search.play(order, every)
+            search.climb()
     best = search.best
     if best is None or not options.pays(best.seconds, played.seconds):
         return as_called
@@ -62,16 +67,34 @@ def interleaved_plan(
 
 
 def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[Policy]:
-    """As many forwards at first as Megatron runs, then shorter and longer warm-ups."""
-    place, ranks = problem.place, 1 + max(problem.place)
-    warm = interleaved_warm_up(ranks, len(place)) + 1
+    """As many forwards at first as Megatron runs, or ZB-V, then shorter and longer warm-ups."""
+    place, splits = problem.place, (True, False) if split else (False,)
+    ranks, v = 1 + max(place), is_v(place)
+    warm = np.full(ranks, 2 * ranks) if v else interleaved_warm_up(ranks, len(place)) + 1
     held = [
-        warm_up_policy(place, problem.chunks, warm, split=False, deep=deep, strict=strict)
+        warm_up_policy(place, problem.chunks, warm, split=halves, deep=deep, strict=strict)
+        for halves in (splits if v else (False,))
         for strict in (True, False)
         for deep in (True, False)
     ]
-    splits = (True, False) if split else (False,)
     return [*held, *(policy for policy, _ in warm_up_policies(place, sizes, splits))]
+
+
+def v_turns(
+    call: CallChunks, table: Table, place: tuple[int, ...], forward_only: bool
+) -> list[Ran]:
+    """Every rank's ops in the caller's order on stages in a V, which no schedule of Megatron has:
+    backwards whole, with as many forwards in flight as ZB-V holds (arXiv 2401.10241)."""
+    ranks, chunks = 1 + max(place), call.chunking.count
+    if forward_only:
+        flow = sorted(product(range(chunks), range(len(place))), key=lambda each: (sum(each), each))
+        return [[(F, c, s) for c, s in flow if place[s] == rank] for rank in range(ranks)]
+    problem = replace(problem_of_call(call, table, np.full(ranks, np.inf)), place=place)
+    warm = np.full(ranks, 2 * ranks)
+    policy = warm_up_policy(place, chunks, warm, split=False, deep=True, strict=True)
+    schedule = list_schedule(problem, policy)
+    of_ranks = zip(schedule.kinds, schedule.chunks, schedule.stages, strict=True)
+    return [list(zip(*(row.tolist() for row in rows), strict=True)) for rows in of_ranks]
 
 
 def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:

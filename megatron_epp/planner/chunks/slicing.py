@@ -24,6 +24,8 @@ class Rates:
     column_seconds    (column, seconds per unit) of the others
     exchange_seconds  of token_seconds what exchanging rows for heads takes; a document that one
                       context-parallel rank computes alone does without
+    host_ops          (fraction of the seconds that an op takes, seconds that the host takes to
+                      issue it) of forward and backward; none where hosts take nothing
     """
 
     token_seconds: float
@@ -32,6 +34,12 @@ class Rates:
     window_seconds: tuple[tuple[int, float], ...] = ()
     column_seconds: tuple[tuple[Column, float], ...] = ()
     exchange_seconds: float = 0.0
+    host_ops: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds of a chunk below which the host takes longer for one of its ops."""
+        return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
         """Seconds of tokens and of pairs without a window, without the constant of a chunk; numbers
@@ -209,17 +217,27 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
 # many would not be worth their planning either.
 MOST_CHUNKS_PER_STAGE = 24
 MANY_CHUNKS = 256
+COUNTS_TRIED = 64  # of chunks, where hosts take their time
 MOST_CHUNKS_PER_STAGE_OF_MANY = 6
 
 
 def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
     """How many equal chunks take least: constants grow with their number, ramps shrink with it.
 
-    n chunks cost n * chunk_seconds and (stages - 1) * total_seconds / n.
+    n chunks cost n * chunk_seconds and (stages - 1) * total_seconds / n. Where hosts take their
+    time the iteration of n + stages - 1 chunks is looked for that takes least: an op takes what its
+    host takes at least, so that more of them cost time and shorten nothing.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,
         max(MANY_CHUNKS, MOST_CHUNKS_PER_STAGE_OF_MANY * stages),
     )
     least = max(1, stages - 1) * total_seconds / most**2
-    return float(np.sqrt(max(1, stages - 1) * total_seconds / max(rates.chunk_seconds, least)))
+    ideal = float(np.sqrt(max(1, stages - 1) * total_seconds / max(rates.chunk_seconds, least)))
+    if not rates.host_ops:
+        return ideal
+    counts = np.geomspace(1.0, max(ideal, 1.0), COUNTS_TRIED)
+    each = rates.chunk_seconds + sum(
+        np.maximum(host, fraction * total_seconds / counts) for fraction, host in rates.host_ops
+    )
+    return float(counts[np.argmin((counts + stages - 1) * each)])

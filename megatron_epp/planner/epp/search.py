@@ -35,6 +35,7 @@ GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5
 FULL_GRID_EFFORT = (0.35, 0.6, 1.0)  # the same, with documents left whole
 # Of the seeds where no stage waits for the last one's output layer.
 RAMP = 20  # packs of a ramp
+RAMP_MEAN = 0.3  # of a full pack: an average one of a ramp
 SEED_CUT = 1.4  # slices, as shares of a chunk, where short documents come first
 SEED_LOCAL = (1.0, 2.0)  # times LOCAL
 CLIMBERS = 2  # of the grid's best that are improved
@@ -63,6 +64,8 @@ class Search(Player):
     ):
         super().__init__(batch, cost, options, headroom_bytes, host)
         self.rates = rates_of(cost)
+        # Seconds of one replica's documents on an average stage.
+        self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
         if options.whole:  # where the longest does not fit, no plan will
             self.most = max(self.most, int(batch.lengths[0]))
@@ -198,10 +201,7 @@ class Search(Player):
         return total * (1 + (self.cost.layout.stages - 1) / prepared.work.chunks)
 
     def _grid(self) -> Candidate:
-        total = float(self.rates.document_seconds(self.batch.lengths).sum())
-        ideal = ideal_chunks(
-            total / self.options.lockstep, self.rates, self.cost.layout.placement.ranks
-        )
+        ideal = ideal_chunks(self.total, self.rates, self.cost.layout.placement.ranks)
         factors = GRID if "chunks" in self.levers else (1.0,)
         effort_left = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
@@ -222,8 +222,10 @@ class Search(Player):
 
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
         """With how the search begins for about so many chunks. Where no stage waits for the last
-        one's output layer, filling the pipeline and draining it is what is left."""
-        if not self.cost.layout.vocabulary_parallel:
+        one's output layer, filling the pipeline and draining it is what is left; but a small pack
+        of a ramp takes the host as long as a large one."""
+        ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
+        if not (self.cost.layout.vocabulary_parallel and ramped):
             yield ChunkingParams(chunks, local=self.local)
             return
         for start in (

@@ -24,6 +24,8 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
+_WHOLE_OPS = (Kind.FORWARD, Kind.BACKWARD)
+
 
 def rates_of(cost: Cost) -> Rates:
     """Forward plus backward on the average stage, its part of the output layer included."""
@@ -36,7 +38,13 @@ def rates_of(cost: Cost) -> Rates:
     )
     of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
-    return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange)
+    tokens = {kind: float(cost.seconds.per(kind)[:, TOKENS].mean()) for kind in _WHOLE_OPS}
+    host_ops = tuple(
+        (taken / sum(tokens.values()), float(cost.seconds.host[kind].mean()))
+        for kind, taken in tokens.items()
+    )
+    hosts = host_ops if any(host for _, host in host_ops) else ()
+    return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange, hosts)
 
 
 def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:

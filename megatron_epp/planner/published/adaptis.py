@@ -4,6 +4,10 @@ Whole documents packed to the context, backwards split or whole, the best of a f
 placement and its partition are those of the job.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
@@ -12,8 +16,17 @@ from megatron_epp.planner.published.packing import packed
 from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
 
-def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return the best of its schedules."""
+def draft(
+    batch: SortedBatch,
+    cost: Cost,
+    options: Options,
+    below: float = np.inf,
+    splits: Sequence[bool] = (True, False),
+) -> ScoredDraft | None:
+    """Return the best of its schedules, with backwards split or whole as ``splits`` says.
+
+    None if surely not under ``below`` seconds.
+    """
     chunking, note = packed(batch, cost, options)
-    policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (True, False)))
-    return uniform_draft(batch, chunking, policies, cost, options, note)
+    policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, splits))
+    return uniform_draft(batch, chunking, policies, cost, options, note, below=below)

@@ -17,14 +17,16 @@ from megatron_epp.planner.published.packing import packed
 from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uniform_draft
 
 
-def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return its schedule."""
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """Return its schedule; None if surely not under ``below`` seconds."""
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.layout.placement.ranks, cost.layout.stages
     alone = ranks - 1 - np.arange(ranks)
     warm = (alone if stages == ranks else interleaved_warm_up(ranks, stages)) + 1
     policies = list(held_policies(cost, chunking.count, warm, split=False))
-    return uniform_draft(batch, chunking, policies, cost, options, note)
+    return uniform_draft(batch, chunking, policies, cost, options, note, below=below)
 
 
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:

@@ -35,5 +35,6 @@ def draft(
             in_flight_limit = constant(chunking.sizes, cost.layout.stages)
             policies = one_f_one_b(in_flight_limit, chunking.sizes, cost)
             played = uniform_draft(batch, chunking, policies, cost, options, f"size {size}")
-            best = played if best is None else min(best, played, key=lambda scored: scored.rank)
+            drafts = [each for each in (best, played) if each is not None]
+            best = min(drafts, key=lambda scored: scored.rank, default=None)
     return best

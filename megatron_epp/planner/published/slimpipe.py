@@ -4,6 +4,8 @@ Slices of one size, a multiple of the ranks for a document as long as the contex
 activations offloaded where memory is tight and the lever `offload` is on.
 """
 
+import numpy as np
+
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.block import folded
@@ -18,21 +20,23 @@ RANK_SLICES = (1, 2, 4)  # times the ranks
 MOST_SLICES = 2048
 
 
-def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return the fastest of a few numbers of slices."""
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """Return the fastest of a few numbers of slices; None if surely not under ``below`` seconds."""
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
     drafts: list[ScoredDraft] = []
-    for times in RANK_SLICES:
+    for number, times in enumerate(RANK_SLICES):
         each = -(-context // (times * cost.layout.placement.ranks))
         size = -(-each // options.multiple) * options.multiple
         slices = fixed_chunks(batch.lengths, size, rates)
-        if drafts and slices.count > MOST_SLICES:
+        if number and slices.count > MOST_SLICES:
             break
         chunking = folded(slices, options.lockstep, rates)
         policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, (False,)))
         modes = (OFFLOAD, FULL) if offloads else (FULL,)
-        drafts.append(
-            uniform_draft(batch, chunking, policies, cost, options, f"slices of {size}", modes)
-        )
-    return min(drafts, key=lambda each: each.rank)
+        how = f"slices of {size}", modes, below
+        drafted = uniform_draft(batch, chunking, policies, cost, options, *how)
+        drafts += [drafted] if drafted is not None else []
+    return min(drafts, key=lambda each: each.rank, default=None)

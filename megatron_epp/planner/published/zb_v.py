@@ -13,12 +13,14 @@ from megatron_epp.planner.published.packing import packed
 from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
 
-def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return its schedule."""
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
+    """Return its schedule; None if surely not under ``below`` seconds."""
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
     policies = list(held_policies(cost, chunking.count, warm, split=True))
-    return uniform_draft(batch, chunking, policies, cost, options, note)
+    return uniform_draft(batch, chunking, policies, cost, options, note, below=below)
 
 
 def is_v(place: tuple[int, ...]) -> bool:

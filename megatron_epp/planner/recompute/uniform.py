@@ -9,6 +9,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.lower_bound import work_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
@@ -86,13 +87,17 @@ def uniform_draft(
     options: Options,
     note: str = "",
     modes: Sequence[str] = (FULL,),
-) -> ScoredDraft:
+    below: float = np.inf,
+) -> ScoredDraft | None:
     """The best of ``policies`` with the fewest recomputed layers that fit, alike on all stages.
 
     Where nothing fits, everything is recomputed, and the plan says that it does not fit. Of several
-    ``modes`` the first one with which something fits is taken.
+    ``modes`` the first one with which something fits is taken. None if surely not under ``below``
+    seconds.
     """
     loads = loads_of(chunking, batch.lengths, options.multiple)
+    if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
+        return None
 
     def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]

@@ -1,7 +1,8 @@
 """Orders of micro-batches and slices: valid, within memory, and faster where that is to be had."""
 
-from itertools import permutations
+from itertools import pairwise, permutations
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,10 @@ from megatron_epp.planner.calls.call_cost import (
     CallChunks,
     features,
     guessed_rates,
+    guessed_token_bytes,
     token_table,
 )
-from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
+from megatron_epp.planner.calls.call_options import CallOptions, bytes_of_1f1b
 from megatron_epp.planner.calls.call_plan import sliced_plan, unsliced_plan
 from megatron_epp.planner.calls.group_order import (
     OrderedGroups,
@@ -83,16 +85,18 @@ def test_the_callers_order_is_megatrons_1f1b() -> None:
 def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
     random = Random(seed)
     tokens = [random.randint(10, 1000) for _ in range(random.randint(3, 12))]
-    room = CallOptions().memory_of_call(tokens, stages)
+    held_by_1f1b = bytes_of_1f1b(tokens, stages)
     first = given(tokens, stages)
-    assert room.tolist() == held(first.ops(ones(tokens)), tokens)
-    within = problem(tokens, stages, room)
+    assert held_by_1f1b.tolist() == held(first.ops(ones(tokens)), tokens)
+    within = problem(tokens, stages, held_by_1f1b)
     found = best_order(within, ones(tokens), split=False, reorder=True, ops=60_000)
     assert found is not None
+    most = held_by_1f1b
+    assert all(a <= b for a, b in zip(held(found.ops(ones(tokens)), tokens), most, strict=True))
+    assert found.seconds <= first.seconds * (1 + 1e-9)
     plan = unsliced_plan(extents(tokens), (1,) * stages, rates(stages), CallOptions(), False)
     check(plan)
-    assert all(a <= b for a, b in zip(held(found.ops(ones(tokens)), tokens), room, strict=True))
-    assert found.seconds <= first.seconds * (1 + 1e-9)
+    assert max(held(plan.orders, tokens)) <= held_by_1f1b[0]
 
 
 def test_a_better_order_is_found() -> None:
@@ -237,15 +241,56 @@ def test_what_halves_take_says_nothing_of_whole_backwards() -> None:
 
 
 def test_a_job_holds_no_more_than_it_would_by_1f1b() -> None:
-    """A call may hold what an earlier one would have, stage by stage."""
+    """Every rank may hold what the fullest would have in this call or an earlier one."""
     tokens = [10, 1000, 10, 10, 10, 10]
-    assert rows_of_1f1b(tokens, 3).tolist() == [1020, 1010, 1000]
-    assert rows_of_1f1b([7], 3).tolist() == [7, 7, 7]
-    had = CallOptions(had_rows=(1500, 1010, 900), headroom=0.5)
-    assert had.memory_of_call(tokens, 3).tolist() == [2250, 1515, 1500]
+    most = bytes_of_1f1b(tokens, 3)
+    assert most.tolist() == [1020, 1010, 1000]
+    assert bytes_of_1f1b(tokens, 3, (1.0, 1.0, 1.5)).tolist() == [1020, 1010, 1500]
+    assert bytes_of_1f1b([7], 3).tolist() == [7, 7, 7]
+    assert [each.tolist() for each in CallOptions().budgets(most)] == [
+        [1020, 1010, 1000], [1020] * 3
+    ]  # fmt: skip
+    had = CallOptions(had_bytes=1360.0, headroom=0.5)  # together twice of this call's
+    assert [each.tolist() for each in had.budgets(most)][-1] == [2040] * 3
     plain, roomy = (
-        unsliced_plan(extents(tokens), (1,) * 3, rates(3), CallOptions(had_rows=rows), False)
-        for rows in ((), (2000, 2000, 2000))
+        unsliced_plan(extents(tokens), (1,) * 3, rates(3), CallOptions(had_bytes=had), False)
+        for had in (0.0, 2040.0)
     )
     assert held(roomy.orders, tokens) > held(plain.orders, tokens)
     assert roomy.predicted.seconds < plain.predicted.seconds
+
+
+@pytest.mark.parametrize("place", [(), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)])
+def test_more_memory_is_never_predicted_worse(place: tuple[int, ...]) -> None:
+    """A search within a larger budget goes on from the best within smaller ones."""
+    random, stages, gained = Random(len(place) + sum(place[:1])), len(place) or 3, 0
+    for case in range(4):
+        tokens = [random.choice((30, 200, 900)) + random.randint(0, 99) for _ in range(9)]
+        taken = []
+        for headroom in (0, 0.06, 0.2, 0.3, 0.5, 0.9, 1.0, 9):
+            options = CallOptions(split=case % 2 == 0, headroom=headroom)
+            more = [place] if place else []
+            plan = unsliced_plan(
+                extents(tokens), (1,) * stages, rates(stages, CURVED), options, False, *more
+            )
+            check(plan)
+            taken.append(plan.predicted.seconds)
+        assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(taken)), taken
+        gained += taken[-1] < taken[0]
+    assert gained >= 2
+
+
+def test_logits_count_where_they_are_held() -> None:
+    """The last stage holds fewer tokens, since each has its logits there besides its layers."""
+    config = SimpleNamespace(num_layers=8, hidden_size=64, ffn_hidden_size=256)
+    body, last = guessed_token_bytes(config, [(4, 0), (4, 1000)])
+    assert last > 1.3 * body
+    tokens = [100] * 8
+    plan = unsliced_plan(
+        extents(tokens), (4, 4), rates(2), CallOptions(token_bytes=(body, last)), False
+    )
+    budget = max(200 * body, 100 * last)
+    most = [
+        count * each for count, each in zip(held(plan.orders, tokens), (body, last), strict=True)
+    ]
+    assert max(most) <= budget * (1 + 1e-9) < 200 * last

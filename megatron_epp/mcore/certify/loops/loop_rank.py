@@ -152,10 +152,10 @@ class LoopRank(Rank):
         rates: numpy.ndarray,
         freedom: CallOptions,
         forward_only: bool,
-        ranks: int = 0,
+        place: tuple[int, ...] = (),
     ) -> Plan:
         tokens = [extent.tokens for extent in extents]
-        random = self._random(forward_only)
+        random, ranks = self._random(forward_only), 1 + max(place, default=-1)
         return arbitrary_unsliced_plan(tokens, layers, random, freedom.split, forward_only, ranks)
 
     def _sliced_plan(

@@ -1,0 +1,293 @@
+"""Jobs of many kinds: plans against other host times, against noise, without each default.
+
+    python scripts/bench/study_jobs.py [--parts host,noise,defaults] [--jobs 8b-a 8b-b ...]
+                                       [--batches 1] [-o RESULT.md]
+
+Everything is **simulated** with the analytic cost model, with the levers of training on the device
+and vocabulary parallelism as `auto` chooses it. Of a job with several replicas the one with most
+work counts. ``even`` jobs (the second, fourth, ...) are those that defaults are chosen on, ``odd``
+ones judge. `sft`, `conv` and `synth` are drawn from logarithmic normal distributions (median 450,
+7,000, 11,000 tokens; sigma 1, 1.05, 0.8), others are the project's.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from headline import ROOT, publish
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.cli.machine import AS_TRAINED
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue import devices
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Plan, PlanError
+from megatron_epp.planner import Options, PlannedReplica, planner_of
+from megatron_epp.planner.choose.choice import heaviest, placed_cost, vocabulary_of
+from megatron_epp.planner.options import default_levers
+from megatron_epp.show.table import markdown
+from megatron_epp.sim.play import play
+
+K = 1024
+DRAWN = {"sft": (450, 1.0), "conv": (7000, 1.05), "synth": (11_000, 0.8)}
+
+
+@dataclass(frozen=True)
+class Job:
+    model: str
+    pp: int
+    tp: int
+    cp: int
+    dp: int
+    context: int  # in thousands
+    corpus: str
+    documents: int
+    device: str = "h100-80g"
+    zero: int | None = None
+
+    def cost(self, device: str = "") -> Cost:
+        degrees = {name: getattr(self, name) for name in ("pp", "tp", "cp", "dp", "zero")}
+        return named_cost(
+            self.model, device or self.device, **degrees, **AS_TRAINED, published=False
+        )
+
+    def batch(self, number: int) -> tuple[int, ...]:
+        if self.corpus not in DRAWN:
+            return open_corpus(self.corpus, self.context * K).batch(number, self.documents)
+        median, sigma = DRAWN[self.corpus]
+        random = np.random.RandomState(number)
+        drawn = random.lognormal(np.log(median), sigma, self.documents)
+        return tuple(np.clip(drawn, 16, self.context * K).astype(int).tolist())
+
+    def options(self, **fields: object) -> Options:
+        levers = default_levers(self.device)
+        return Options(**{"context": self.context * K, "levers": levers, **fields})
+
+
+A = {"device": "a100-80g"}
+JOBS = {
+    "8b-a": Job("llama3-8b", 4, 1, 8, 1, 128, "wlb", 512),
+    "8b-b": Job("llama3-8b", 2, 4, 2, 2, 32, "sft", 256),
+    "8b-c": Job("llama3-8b", 4, 2, 1, 2, 32, "conv", 128, **A),
+    "8b-d": Job("llama3-8b", 2, 2, 8, 1, 256, "sft", 256),
+    "13b-a": Job("gpt-13b", 4, 1, 8, 1, 96, "wlb", 512, **A),
+    "13b-b": Job("gpt-13b", 8, 1, 8, 1, 128, "conv", 256, **A),
+    "13b-c": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64, zero=1),
+    "70b-a": Job("llama3-70b", 4, 8, 2, 1, 128, "wlb", 256),
+    "70b-b": Job("llama3-70b", 8, 8, 1, 2, 32, "sft", 512),
+    "70b-c": Job("llama3-70b", 16, 8, 2, 1, 256, "sft", 128),
+    "70b-d": Job("llama3-70b", 8, 8, 1, 1, 128, "wlb", 128, **A),
+    "q30-a": Job("qwen3-30b-a3b", 2, 1, 8, 2, 128, "wlb", 256),
+    "q30-b": Job("qwen3-30b-a3b", 4, 8, 1, 1, 32, "sft", 256),
+    "q235": Job("qwen3-235b-a22b", 8, 4, 2, 2, 128, "synth", 256),
+    "nemo": Job("nemotron-h-8b", 4, 8, 1, 1, 256, "conv", 64),
+    "qnext": Job("qwen3-next-80b", 4, 8, 1, 2, 128, "sft", 256),
+    "dsv3": Job("deepseek-v3", 16, 1, 8, 4, 32, "wlb", 512),
+}
+EVEN, ODD = tuple(JOBS)[1::2], tuple(JOBS)[::2]
+WORLDS = (0.5, 1.0, 2.0)  # times the host time that plans assume
+NOISES, SLOW = (0.1, 0.2), (1.1, 1.3)
+SEEDS = range(5)
+
+
+def with_host(name: str, factor: float, folder: str) -> str:
+    """A file that describes the device with other host times."""
+    known = devices.DEVICES[name]
+    scaled = {
+        field: getattr(known, field) * factor
+        for field in ("host_forward_seconds", "host_backward_seconds")
+    }
+    path = Path(folder) / f"{name}-{factor:g}.json"
+    path.write_text(json.dumps(dataclasses.asdict(known) | scaled))
+    return str(path)
+
+
+def planned(
+    job: Job,
+    cost: Cost,
+    batch: Sequence[int],
+    planner: str = "epp",
+    options: Options | None = None,
+) -> PlannedReplica:
+    """A plan for the job on ``cost``, with vocabulary parallelism as it takes less time."""
+    options = options or job.options()
+    made = vocabulary_of(cost.replace(dp=1), [batch], options, planner).cost
+    found = planner_of(planner)(
+        batch, cost.with_vocabulary(made.layout.vocabulary_parallel), options
+    )
+    if not found.fits:
+        raise PlanError("does not fit")
+    return found
+
+
+def seconds_on(plan: Plan, cost: Cost) -> float:
+    return play(plan, cost.with_vocabulary(plan.vocabulary_parallel).table(plan)).seconds
+
+
+def host_times(jobs: dict[str, Job], batches: int) -> str:
+    """Loss of the plan of the assumed host time against the best plan, by what the host takes: of
+    plans for each, and the same without the lever `hedge`."""
+    rows = []
+    for name, batch, job in each_batch(jobs, batches):
+        with tempfile.TemporaryDirectory() as folder:
+            costs = [job.cost(with_host(job.device, world, folder)) for world in WORLDS]
+        plain = lacking(job.options(), "hedge")
+        own = [planned(job, cost, batch, options=plain) for cost in costs]
+        ours, middle = planned(job, costs[WORLDS.index(1.0)], batch), own[WORLDS.index(1.0)]
+        cells = [name, str(ours.chunks)]
+        for cost, best in zip(costs, own, strict=True):
+            least = min(seconds_on(made.plan, cost) for made in (*own, ours))
+            taken = [seconds_on(made.plan, cost) for made in (ours, middle)]
+            losses = [f"{each / least - 1:.1%}" for each in taken]
+            cells += [f"{taken[0]:.3f}", *losses, str(best.chunks)]
+        rows.append(cells)
+        progress(cells)
+    told = ("s at x {:g}", "loss", "without hedge", "chunks of its own")
+    return markdown(
+        ["job", "chunks", *(each.format(world) for world in WORLDS for each in told)], rows
+    )
+
+
+def noise(jobs: dict[str, Job], batches: int) -> str:
+    """How many times epp is as fast as others, as predicted and under noise or a slow rank."""
+    rows = []
+    for name, batch, job in each_batch(jobs, batches):
+        cost, cells = job.cost(), [name]
+        ours = planned(job, cost, batch)
+        for other in ("packing", "infinipipe"):
+            try:
+                theirs = planned(job, cost, batch, other)
+            except PlanError:
+                cells += ["-"] * (1 + len(NOISES) + len(SLOW))
+                continue
+            cells.append(f"{theirs.seconds / ours.seconds:.2f}")
+            for share in NOISES:
+                pairs = [
+                    [noisy(p.plan, cost, share, seed) for p in (theirs, ours)] for seed in SEEDS
+                ]
+                cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
+            for factor in SLOW:
+                cells.append(
+                    f"{slowed(theirs.plan, cost, factor) / slowed(ours.plan, cost, factor):.2f}"
+                )
+        rows.append(cells)
+        progress(cells)
+    ways = [f"noise {share:.0%}" for share in NOISES] + [f"a rank {factor}" for factor in SLOW]
+    heads = [
+        f"{other} / epp{how}"
+        for other in ("packing", "infinipipe")
+        for how in ("", *(f", {way}" for way in ways))
+    ]
+    return markdown(["job", *heads], rows)
+
+
+def noisy(plan: Plan, cost: Cost, share: float, seed: int) -> float:
+    table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
+    return play(plan, table, noise=share, seed=seed).seconds
+
+
+def slowed(plan: Plan, cost: Cost, factor: float) -> float:
+    """With the middle rank so much slower than was known."""
+    table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
+    slow = np.ones((plan.stages, 1))
+    slow[plan.stages // 2] = factor
+    return play(plan, dataclasses.replace(
+        table,
+        seconds={kind: slow * np.asarray(taken) for kind, taken in table.seconds.items()},
+        recompute_seconds=slow * np.asarray(table.recompute_seconds),
+    )).seconds  # fmt: skip
+
+
+def defaults(jobs: dict[str, Job], batches: int) -> str:
+    """Seconds by default, and with each choice made otherwise over these."""
+    rows = []
+    for name, batch, job in each_batch(jobs, batches):
+        cost, options = job.cost(), job.options()
+        choice = vocabulary_of(cost.replace(dp=1), [batch], options, "epp").cost
+        on = choice.layout.vocabulary_parallel
+        chosen = cost.with_vocabulary(on)
+        base = of(batch, chosen, options)
+        placed = [placed_cost(cost, name) for name in ("v", "interleaved 2")]
+        others = [
+            of(batch, cost.with_vocabulary(not on), options),
+            of(batch, chosen, lacking(options, "local")),
+            of(batch, chosen, lacking(options, "lean")),
+            of(batch, chosen, lacking(options, "hedge")),
+            of(batch, chosen, dataclasses.replace(options, levers=options.levers | {"wsplit"})),
+            *(of(batch, made, options) for made in placed),
+        ]
+        ratios = [f"{other / base:.3f}" for other in others]
+        rows.append([name, f"{base:.3f}", "on" if on else "off", *ratios])
+        progress(rows[-1])
+    return markdown(
+        [
+            "job",
+            "default s",
+            "vocabulary",
+            "vocabulary otherwise",
+            "no single-rank documents",
+            "not lean",
+            "no hedge",
+            "split backward",
+            "v",
+            "interleaved 2",
+        ],
+        rows,
+    )
+
+
+def lacking(options: Options, lever: str) -> Options:
+    return dataclasses.replace(options, levers=options.levers - {lever})
+
+
+def of(batch: Sequence[int], cost: Cost | None, options: Options) -> float:
+    """Seconds of epp's plan; none: not a number."""
+    try:
+        found = planner_of("epp")(batch, cost, options) if cost is not None else None
+    except ValueError:
+        return np.nan
+    return found.seconds if found is not None and found.fits else np.nan
+
+
+def each_batch(jobs: dict[str, Job], batches: int) -> Iterator[tuple[str, Sequence[int], Job]]:
+    for name, job in jobs.items():
+        for number in range(batches):
+            yield name, heaviest(job.batch(number), job.cost()), job
+
+
+def progress(cells: Sequence[str]) -> None:
+    print(*cells, file=sys.stderr, flush=True)
+
+
+PARTS: dict[str, tuple[str, Callable[[dict[str, Job], int], str]]] = {
+    "host": ("Plans of the assumed host time where hosts are faster or slower", host_times),
+    "noise": ("epp's lead under noise and one slow rank", noise),
+    "defaults": ("Choices made otherwise, over the default's seconds", defaults),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--jobs", nargs="+", default=["even"], help="names, even or odd")
+    parser.add_argument("--batches", type=int, default=1)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    args = parser.parse_args()
+    sets = {"even": EVEN, "odd": ODD}
+    jobs = {name: JOBS[name] for word in args.jobs for name in sets.get(word, (word,))}
+    parts = [PARTS[name] for name in args.parts.split(",")]
+    text = "\n".join(f"### {title}\n\n{table(jobs, args.batches)}" for title, table in parts)
+    publish(text, args.output)
+
+
+if __name__ == "__main__":
+    main()
