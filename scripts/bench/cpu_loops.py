@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Training loops of others on this host's CPU: Megatron's schedule, whole micro-batches, slices.
 
-    scripts/bench/cpu_loops.py [--cases sft agent] [--pp 2 4] [--batches 3] [--repeats 2]
-                               [--variants level0 level1] [--busy-host] [-o RESULT.md]
+    scripts/bench/cpu_loops.py [--cases sft agent 16384x8] [--pp 2 4] [--batches 3] [--repeats 2]
+                               [--variants level0 level1 torch-1f1b torch-interleaved]
+                               [--busy-host] [-o RESULT.md]
 
 A loop of its own on megatron.core (no trainer): --pp stages (gloo), 8 layers, hidden 128, 4 heads
 in 2 groups; a micro-batch is one document [1, T]. In one run, in turn and in changing order, on the
@@ -11,9 +12,14 @@ same micro-batches, weights and kernels (torch's flash attention for all):
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
     level0   megatron_epp.install_schedule: planned order, split backward, planned shapes
     level1   megatron_epp.attach: documents in slices
+    torch-*  torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B, the latter
+             with two stages of half the layers a rank. Messages are padded to the longest
+             document, computing is not. Its zero-bubble schedules cannot split the backward of
+             Megatron's own autograd functions (torch 2.11)
 
     sft      24 documents, lengths log-normal around 300 tokens, at most 2048
     agent    8 documents around 400 tokens, and one of 3072
+    16384x8  8 documents of the distribution wlb, cut at 16384 tokens; others likewise
 
 Where every stage has a core of its own ops are timed by the clock, else in their processor's
 seconds. *Replayed* is what the orders that ran take with the seconds of their ops,
@@ -25,7 +31,8 @@ halves of stock's repeats are apart, replayed, is the noise of all this.
 Ratios are stock's seconds over the others', medians over the batches (least to most); the first
 calls warm up. Bubbles: stages' idle share. Peaks: bytes that autograd saved and kept K and V, the
 largest of all stages and calls, those that warm up included: orders may hold what stock has had to
-hold before. Every call must end in stock's losses and gradients.
+hold before. Every call of the same model must end in stock's losses and gradients. Calls of torch's
+are measured, not replayed.
 """
 
 import argparse
@@ -47,7 +54,10 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.corpus.lengths import open_corpus
+
 STOCK, OURS = "stock", ("level0", "level1")
+TORCH = ("torch-1f1b", "torch-interleaved")
 CASES = ("sft", "agent")
 WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
 HIDDEN, LAYERS, HEADS, GROUPS, WORDS = 128, 8, 4, 2, 2048
@@ -57,6 +67,9 @@ TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
 
 def lengths_of(case: str, batch: int) -> list[int]:
     """Lengths of the documents of a batch, each a micro-batch."""
+    if case not in CASES:
+        context, documents = map(int, case.split("x"))
+        return open_corpus("wlb", context).batch(batch + WARM_UP, documents)
     chance = random.Random(f"{case} {batch}")
     if case == "sft":
         return [
@@ -107,7 +120,13 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=stages)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     model_parallel_cuda_manual_seed(1)
-    model = build_model(stages, rank, LONGEST[case])
+    longest = LONGEST[case] if case in CASES else int(case.split("x")[0])
+    model = build_model(stages, rank, longest)
+    torchs = {
+        name: TorchSchedule(name, rank, stages, model, longest)
+        for name in chosen.variants
+        if name in TORCH
+    }
     ran: list[Any] = []
     settings = Settings(
         observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
@@ -146,6 +165,9 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
                 meter.op_peak()
                 peak, chunks, ops = meter.peak_bytes, str(len(micro_batches)), list(stock_ops)
                 by = STOCK
+            elif variant in TORCH:
+                losses, peak = torchs[variant].step(micro_batches)
+                chunks, ops, by = str(len(micro_batches)), [], "torch"
             else:
                 losses = schedules[variant](PIPELINE, keywords)
                 done = ran[-1]
@@ -157,7 +179,8 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
                     if r.op.kind in COMPUTE
                 ]
             seconds = time.perf_counter() - began
-            made[variant] = outcome(model, losses)
+            if variant not in TORCH or torchs[variant].same_model:
+                made[variant] = outcome(model, losses)
             every: list[Any] = [None] * stages
             dist.all_gather_object(every, (seconds, ops, peak))
             run = Run(
@@ -174,12 +197,13 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
                 said = f"batch {batch + 1} of {chosen.batches}" if batch >= 0 else "warming up"
                 print(
                     f"  {case}, {stages} stages, {said}: {variant} ({by}) {run.seconds:.2f} s, "
-                    f"replayed {replay(run.ops):.2f} s",
+                    f"{peak / 2**20:.0f} MiB, replayed {replay(run.ops):.2f} s",
                     file=sys.stderr,
                     flush=True,
                 )
         for variant, found in made.items():
-            far = max(abs(a / b - 1) for a, b in zip(found, made[STOCK], strict=True))
+            stocks = made[STOCK] if found[:-1] else made[STOCK][-1:]
+            far = max(abs(a / b - 1) for a, b in zip(found, stocks, strict=True))
             assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made[STOCK]}"
         if batch >= 0:
             results += [
@@ -264,7 +288,104 @@ def replay(orders: list[list[tuple[str, int, float]]]) -> float:
     return max(free)
 
 
-def build_model(stages: int, stage: int, context: int) -> Any:
+class TorchSchedule:
+    """A schedule of torch.distributed.pipelining over the model of this rank, or over two of half
+    its layers: ``same_model`` says which."""
+
+    def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
+        import torch
+        from torch.distributed import pipelining
+        from torch.distributed.pipelining import schedules
+
+        self.same_model = name == "torch-1f1b"
+        place = [*range(ranks)] * (1 if self.same_model else 2)
+        self.kind: Any = (
+            schedules.Schedule1F1B if self.same_model else schedules.ScheduleInterleaved1F1B
+        )
+        last = len(place) - 1
+        mine = [stage for stage, at in enumerate(place) if at == rank]
+        self.first, self.last, self.rows = 0 in mine, last in mine, longest
+        self.micro_batches: list[dict] = []
+        schedule = self
+
+        class Padded(torch.nn.Module):
+            """One stage: rows of the document alone are computed, all are handed on."""
+
+            def __init__(self, stage: int):
+                super().__init__()
+                self.stage, self.number = stage, 0
+                ends = {"first": stage == 0, "last": stage == last, "layers": LAYERS // 2}
+                self.model = (
+                    model if schedule.same_model else build_model(ranks, rank, longest, **ends)
+                )
+
+            def forward(self, x: Any) -> Any:
+                batch = schedule.micro_batches[self.number]
+                length = batch["tokens"].shape[1]
+                labels = batch["labels"] if self.stage == last else None
+                if self.stage:
+                    self.model.set_input_tensor(x[:length])
+                places = torch.arange(length)[None]
+                out = self.model(batch["tokens"], places, None, labels=labels)
+                pad = torch.nn.functional.pad
+                if labels is not None:
+                    return pad(out[0], (0, longest - length))[None]
+                return pad(out, (0, 0, 0, 0, 0, longest - length))
+
+        class Stage(pipelining.PipelineStage):
+            def _get_init_p2p_neighbors_ops(self) -> list:
+                return []  # it makes NCCL's communicators; gloo sends nothing to the same rank
+
+            def forward_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
+                self.submod.number = chunk
+                return super().forward_one_chunk(chunk, *args, **named)
+
+        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, HIDDEN)
+        self.stages = [
+            Stage(
+                *(Padded(stage), stage, len(place), torch.device("cpu")),
+                hidden if stage else tokens,
+                torch.zeros(1, longest) if stage == last else hidden,
+            )
+            for stage in mine
+        ]
+        self.schedules: dict[int, Any] = {}
+
+    def step(self, micro_batches: list[dict]) -> tuple[list[dict], int]:
+        """One call; the losses, on the last stage's rank, and bytes that autograd held at most."""
+        import torch
+
+        from megatron_epp.runtime.kv_store import Store
+        from megatron_epp.runtime.memory_meter import SavedBytesMeter
+
+        self.micro_batches, count = micro_batches, len(micro_batches)
+        if count not in self.schedules:
+            given: Any = self.stages[0] if self.same_model else self.stages
+            # As Megatron's schedule scales them.
+            loss = lambda output, tokens: output.sum() / tokens.sum() / count  # noqa: E731
+            self.schedules[count] = self.kind(given, count, loss_fn=loss, scale_grads=False)
+        losses: list[Any] = []
+        tokens = torch.tensor([batch["tokens"].shape[1] for batch in micro_batches])
+        named = {"target": tokens, "losses": losses} if self.last else {}
+        inputs = [torch.zeros(count, self.rows).long()] if self.first else []
+        modules = [stage.submod for stage in self.stages]
+        meter = SavedBytesMeter(p for module in modules for p in module.parameters())
+        with meter.watch(Store({})):
+            self.schedules[count].step(*inputs, **named)
+        meter.op_peak()
+        for module in modules if not self.same_model else ():
+            module.zero_grad(set_to_none=True)
+        return [{"lm loss": loss.detach()} for loss in losses], meter.peak_bytes
+
+
+def build_model(
+    stages: int,
+    stage: int,
+    context: int,
+    layers: int = LAYERS,
+    first: bool | None = None,
+    last: bool | None = None,
+) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -272,7 +393,7 @@ def build_model(stages: int, stage: int, context: int) -> Any:
     from torch.nn import functional
 
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         num_query_groups=GROUPS,
@@ -294,8 +415,8 @@ def build_model(stages: int, stage: int, context: int) -> Any:
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         WORDS,
         context,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
+        pre_process=stage == 0 if first is None else first,
+        post_process=stage == stages - 1 if last is None else last,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
@@ -383,7 +504,7 @@ def row(case: str, stages: int, shared: bool, ours: Sequence[str], results: list
     cells = [case, str(stages), f"{statistics.median(of(STOCK, 'replayed')):.2f}"]
     cells.append(spread(of(STOCK, "noise")))
     for key in ("replayed", "seconds"):
-        for variant in OURS:
+        for variant in OURS if key == "replayed" else (*OURS, *TORCH):
             cells.append(ratios(variant, key))
             if shared and key == "seconds" and variant in variants:
                 cells[-1] += ", shared cores"
@@ -403,6 +524,7 @@ HEAD = (
     "level 1, replayed",
     "level 0, measured",
     "level 1, measured",
+    *(f"{name}, measured" for name in TORCH),
     "bubble % (stock / 0 / 1)",
     "peak MiB (stock / 0 / 1)",
     "chunks",
@@ -413,10 +535,10 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE")
     parser.add_argument("--batches", type=int, default=3, help="measured, of each case")
     parser.add_argument("--repeats", type=int, default=2, help="calls of each batch, by each")
-    parser.add_argument("--variants", nargs="+", choices=OURS, default=list(OURS))
+    parser.add_argument("--variants", nargs="+", choices=(*OURS, *TORCH), default=list(OURS))
     parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline stages")
     parser.add_argument(
         "--busy-host", action="store_true", help="other work runs beside: as if stages shared cores"
