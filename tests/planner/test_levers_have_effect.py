@@ -29,6 +29,10 @@ WHERE = {
     "uneven": HEAD,
     "search": TIGHT,
     "persist": ("--memory-budget-gib", "8", "--effort", "0"),
+    "hedge": (
+        *("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--cp", "1", "--tp", "8"),
+        *("--effort", "1"),
+    ),
     "lean": ("--effort", "1", "--levers", "default,wsplit"),
     "local": (
         *("--lengths", "wlb", "--context", "32768"),

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -90,9 +91,12 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     candidates = _searched(batch, cost, options)
     if not options.whole and not cost.layout.place:
         candidates.append(infinipipe.draft(batch, cost, options))
-    for other in _others(cost, options):
+    # With the layers of the stages as they are, and as the best has them.
+    moved = min(candidates, key=lambda candidate: candidate.rank, default=None)
+    costs = [cost] if moved is None or moved.cost is cost else [cost, moved.cost]
+    for layers, other in product(costs, _others(cost, options)):
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
-        drafted = other(batch, cost, options, min(fitting, default=np.inf))
+        drafted = other(batch, layers, options, min(fitting, default=np.inf))
         if drafted is not None:
             candidates.append(drafted)
     best = min(candidates, key=lambda candidate: candidate.rank)
