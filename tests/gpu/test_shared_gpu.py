@@ -12,6 +12,7 @@ import pytest
 from megatron_epp.te_reference import reference_switch
 
 # ruff: noqa: F811  fixtures of another module
+from tests.gpu.test_multi_gpu import EXAMPLE
 from tests.gpu.test_training import ITERATIONS, corpus, weights, words  # noqa: F401
 from tests.mcore.runs import Run, train
 
@@ -22,7 +23,7 @@ ON_GPU = pytest.mark.skipif(
 )
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
 GLOO = {"epp_attention": "torch", "distributed_backend": "gloo"}
-NCCL = {"epp_attention": "te", "epp_vocab_parallel": "on"}
+NCCL = {**EXAMPLE, "epp_attention": "te", "epp_vocab_parallel": "on"}
 
 
 def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:

@@ -7,7 +7,7 @@ import numpy as np
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, local_of, over_ranks
+from megatron_epp.cost.loads import Loads, local_of, over_ranks, padded
 from megatron_epp.ir import (
     BACKWARDS,
     KEEP,
@@ -37,10 +37,6 @@ def rates_of(cost: Cost) -> Rates:
     of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
     return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange)
-
-
-def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
-    return -(-tokens // multiple) * multiple
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:

@@ -33,7 +33,7 @@ def draft(
     None if surely not under ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
-    loads = loads_of(chunking, batch.lengths, options.multiple)
+    loads = loads_of(chunking, batch.lengths, cost.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
     policies = one_f_one_b(constant(chunking.sizes, cost.layout.stages), chunking.sizes, cost)

@@ -25,7 +25,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     drafts: list[ScoredDraft] = []
     for times in RANK_SLICES:
         each = -(-context // (times * cost.layout.placement.ranks))
-        size = -(-each // options.multiple) * options.multiple
+        size = -(-each // cost.multiple) * cost.multiple
         slices = fixed_chunks(batch.lengths, size, rates)
         if drafts and slices.count > MOST_SLICES:
             break

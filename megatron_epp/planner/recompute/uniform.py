@@ -92,7 +92,7 @@ def uniform_draft(
     Where nothing fits, everything is recomputed, and the plan says that it does not fit. Of several
     ``modes`` the first one with which something fits is taken.
     """
-    loads = loads_of(chunking, batch.lengths, options.multiple)
+    loads = loads_of(chunking, batch.lengths, cost.multiple)
 
     def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]

@@ -73,6 +73,7 @@ class Choice:
     shares              of seconds: compute, recompute, communication, bubbles, replicas
     vocabulary_parallel   whether the output layer is cut over the stages
     place               the rank of every stage; () where stage i lies on rank i
+    multiple            tokens that chunks are padded to a multiple of
     """
 
     layout: Layout
@@ -91,6 +92,7 @@ class Choice:
     ep: int = 1
     vocabulary_parallel: bool = False
     place: tuple[int, ...] = ()
+    multiple: int = 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -412,6 +414,7 @@ def choice_of(
         ep=cost.layout.ep,
         vocabulary_parallel=cut,
         place=place,
+        multiple=cost.multiple,
     )
 
 

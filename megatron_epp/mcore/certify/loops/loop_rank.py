@@ -33,6 +33,7 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
+from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -128,7 +129,11 @@ class LoopRank(Rank):
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
-        batches = drawn.micro_batches[mpu.get_data_parallel_rank()]
+        device = this_device()
+        batches = [
+            {name: value.to(device) if torch.is_tensor(value) else value for name, value in of}
+            for of in map(dict.items, drawn.micro_batches[mpu.get_data_parallel_rank()])
+        ]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
             model.train(not forward_only)
