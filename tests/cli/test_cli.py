@@ -619,12 +619,11 @@ def test_serve_survives_a_crash():
 
 
 def test_serve_and_plan_agree(capsys, lengths):
-    """The same batch and options give the same plan in both."""
-    shown = printed(
-        capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "--levers", "default"
-    ).out
+    """The same batch and options give the same plan in both; a job says what it pads to."""
+    padded = ("--pp", 2, *MACHINE, "--multiple", 64)
+    shown = printed(capsys, "plan", "--lengths", lengths, *padded, "--levers", "default").out
     request = json.dumps({"id": 0, "lengths": list(LENGTHS)})
-    found = run("serve", "--pp", 2, *MACHINE, stdin=f"{request}\n")
+    found = run("serve", *padded, stdin=f"{request}\n")
     assert Step.parse(json.loads(found.stdout)["step"]).plans[0] == Plan.parse(shown)
 
 
