@@ -36,7 +36,7 @@ WHERE = {
         *("--global-batch-size", "256", "--effort", "1"),
     ),
 }
-# By field of Options, and of the costs that planners are given, two command lines that differ in nothing else.
+# By field of Options, and by the multiple, two command lines that differ in nothing else.
 FIELDS = {
     "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
     "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
