@@ -116,13 +116,13 @@ def test_the_small_model_has_the_heads_proportions() -> None:
         ({"kv_lora_rank": 0}, "--kv-lora-rank 0: expected at least 1"),
         (
             {"qk_pos_emb_head_dim": 3},
-            "--qk-pos-emb-head-dim 3: an odd number of rotary channels of a head (times "
-            "--rotary-percent); give an even number",
+            "--qk-pos-emb-head-dim 3: an odd number of rotary channels of a head, times "
+            "--rotary-percent; give an even one",
         ),
         (
             {"qk_pos_emb_head_dim": 6, "rotary_percent": 0.5},
-            "--qk-pos-emb-head-dim 6: an odd number of rotary channels of a head (times "
-            "--rotary-percent); give an even number",
+            "--qk-pos-emb-head-dim 6: an odd number of rotary channels of a head, times "
+            "--rotary-percent; give an even one",
         ),
         (
             {"kv_lora_rank": 511},

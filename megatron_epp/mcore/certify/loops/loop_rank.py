@@ -16,6 +16,7 @@ from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from megatron_epp.certify.batches import modes_drawn
 from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
+    MicroBatch,
     arbitrary_sliced_plan,
     arbitrary_unsliced_plan,
     loop_forward_step,
@@ -129,11 +130,7 @@ class LoopRank(Rank):
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
-        device = this_device()
-        batches = [
-            {name: value.to(device) if torch.is_tensor(value) else value for name, value in of}
-            for of in map(dict.items, drawn.micro_batches[mpu.get_data_parallel_rank()])
-        ]
+        batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
             model.train(not forward_only)
@@ -180,6 +177,13 @@ class LoopRank(Rank):
     def _random(self, forward_only: bool) -> Random:
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it
         return Random(f"{self.seed} {self.number} {block} {forward_only}")
+
+
+def _on_device(batch: MicroBatch) -> MicroBatch:
+    device = this_device()
+    return {
+        name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()
+    }
 
 
 def _virtual_parts(args: Any) -> Any:

@@ -32,6 +32,9 @@ def _undivided(model: Any) -> str | None:
     return None
 
 
+ODD_ROTARY = "an odd number of rotary channels of a head, times --rotary-percent; give an even one"
+
+
 def odd_rotary(args: Any, channels: int) -> bool:
     """Return whether the rotary ``channels`` of a head do not make the pairs that are turned."""
     return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
