@@ -157,8 +157,13 @@ class Trial:
     def _require_loop(self, level: str) -> None:
         if level not in LEVELS:
             raise ValueError(f"--loop {level}: expected {' or '.join(LEVELS)}")
-        if self.device != "cpu":
-            raise ValueError(f"--loop {level}: loops are certified on CPUs; leave out --device")
+        if self.device != "cpu" and self.dtype == FLOAT64:
+            raise ValueError(f"--loop {level}: on GPUs in bf16; give --dtype bf16, or no --device")
+        if self.device != "cpu" and level == "level0" and self.degrees.cp > 1:
+            raise ValueError(
+                f"--loop {level}: over context-parallel ranks on CPUs alone; leave out --device or "
+                "--cp"
+            )
         if self.loop_model is not None and self.loop_model not in LOOP_MODELS:
             raise ValueError(f"--loop-model {self.loop_model}: expected {' or '.join(LOOP_MODELS)}")
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import chosen_costs, layout_cost
+from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
-    cost = layout_cost(arguments, first, options, names[0])
+    cost = layout_cost(arguments, first, batches.first, options, names[0])
     pipelines = [name for name in names if name in PLANNERS]
     if not arguments.planner and overlaps(cost):
         names.insert(names.index(STOCK) + 1, OVERLAPPED)
@@ -71,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"machine  {cost.layout}, layers {_layers(cost.layout.layers)}{_kinds(cost)}"
         f"{_of_elastic(cost, costs.get(_EPP, cost))}"
     )
-    _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
+    levers = ", ".join(sorted(options.levers)) or "none"
+    _say(f"levers   {levers}; effort {options.effort}")
+    if padding := padding_text(cost):
+        print(f"padding  {padding}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")
     print()
     print(_table(names, outcomes))

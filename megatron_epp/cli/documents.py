@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
+from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.show.units import tokens_text
 
 # Documents in a batch where the user names no number: that of the published experiments.
@@ -46,6 +47,11 @@ class Batches:
             batch = self.corpus.batch(index, self.size, self.seed)
         require_batch(batch, f"{self.corpus.name}: batch {index}")
         return batch
+
+    @property
+    def first(self) -> list[tuple[int, ...]]:
+        """Batches that a choice is made on, as a training run makes it."""
+        return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:
         size = len(self.corpus) if self.size is None else self.size

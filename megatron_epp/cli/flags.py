@@ -46,7 +46,7 @@ def file_to_write(text: str) -> str:
 
 # A metavar and what reads the word.
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
-TOKENS = ("TOKENS", whole_number(1))
+TOKENS, MULTIPLE = ("TOKENS", whole_number(1)), ("TOKENS", whole_number(1, 1 << 20))
 DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
 NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
 SWITCH = ("HOW", one_of("auto", "on", "off"))
@@ -152,6 +152,12 @@ class PlansMachineFlags(MachineFlags):
         "auto, as it has)",
         SWITCH,
     )
+    multiple: int | None = flag(
+        None,
+        "chunks are padded to a multiple of this (default: as training pads the plan's documents "
+        "on that device)",
+        MULTIPLE,
+    )
 
 
 @dataclass
@@ -236,10 +242,10 @@ class PlannerFlags:
     levers: str = shared_setting("levers", "; all has also what can only be simulated")
     host_memory_gib: float | None = shared_setting("host_memory_gib", " (default: any)")
     effort: int | None = shared_setting("effort", default=None)
-    multiple: int = flag(
-        1,
-        "chunks are padded to a multiple of this (default: 1)",
-        ("TOKENS", whole_number(1, 1 << 20)),
+    multiple: int | None = flag(
+        None,
+        "chunks are padded to a multiple of this (default: as training pads them on that device)",
+        MULTIPLE,
     )
     lockstep: int | None = flag(
         None,
@@ -252,8 +258,11 @@ class PlannerFlags:
     )
 
 
+@dataclass
 class ServedPlannerFlags(PlannerFlags):
     OMIT: ClassVar = ("planner",)
+
+    multiple: int | None = flag(1, "chunks are padded to a multiple of this (default: 1)", MULTIPLE)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PLANNERS, Options, plan_step
-from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
@@ -19,18 +18,23 @@ from megatron_epp.show.units import fraction_text, seconds_text
 
 
 def layout_cost(
-    arguments: argparse.Namespace, lengths: Sequence[int], options: Options, planner: str
+    arguments: argparse.Namespace,
+    lengths: Sequence[int],
+    first: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
 ) -> Cost:
     """The cost in the layout that the options name, or that ``planner`` likes best for
-    ``lengths``; then what was tried is said on stderr."""
+    ``lengths``; then what was tried is said on stderr. ``first``: the batches that a run's choices
+    are made on."""
     if AUTO not in (arguments.pp, arguments.cp):
         if arguments.devices is not None:
             raise UsageError(
                 "--devices has no effect where --pp and --cp are numbers; leave it out, or give "
                 "--pp auto or --cp auto"
             )
-        return machine.planning_cost(arguments)
-    cost, tried = choose_layout(arguments, lengths, options, planner)
+        return machine.planning_cost(arguments, first)
+    cost, tried = choose_layout(arguments, lengths, first, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
         mark = " <- chosen" if (pp, cp) == (cost.layout.placement.ranks, cost.layout.cp) else ""
@@ -58,7 +62,7 @@ def chosen_costs(
     chosen = cost
     if arguments.placement == AUTO_PLACEMENT:
         _require_open("--placement", arguments, cost, options, planner)
-        placement = placement_of(cost, _first(batches), options, planner)
+        placement = placement_of(cost, batches.first, options, planner)
         chosen = placement.cost
         print(
             f"placement: {placement.key}, layers {' '.join(map(str, chosen.layout.layers))}; "
@@ -72,16 +76,11 @@ def chosen_costs(
         cut = chosen.with_vocabulary(True)
         if arguments.partition != "even":
             cut = _partitioned(cut, batches, options, planner)
-        vocabulary = vocabulary_of(chosen, _first(batches), options, planner, cut)
+        vocabulary = vocabulary_of(chosen, batches.first, options, planner, cut)
         chosen, why = vocabulary.cost, f"{vocabulary.comparison} (simulated)"
     how = "on" if chosen.layout.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
     return cost, chosen
-
-
-def _first(batches: Batches) -> list[tuple[int, ...]]:
-    """Return the batches that a choice is made on."""
-    return [batches[number] for number in range(1 if batches.size is None else FIRST_BATCHES)]
 
 
 def _require_open(
@@ -106,7 +105,7 @@ def _require_open(
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
     """Return ``cost`` with layers by time, and print them with Megatron's flags for them."""
-    partition = partition_of(cost, _first(batches), options, planner)
+    partition = partition_of(cost, batches.first, options, planner)
     flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
@@ -118,7 +117,11 @@ def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -
 
 
 def choose_layout(
-    arguments: argparse.Namespace, lengths: Sequence[int], options: Options, planner: str
+    arguments: argparse.Namespace,
+    lengths: Sequence[int],
+    first: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
     """The fastest layout's cost, and what was tried: (pp, cp, seconds or None, why not)."""
     tried: list[tuple[int, int, float | None, str]] = []
@@ -126,7 +129,7 @@ def choose_layout(
     for pp, cp in _splits(arguments):
         arguments_here = argparse.Namespace(**{**vars(arguments), "pp": pp, "cp": cp})
         try:
-            cost = machine.planning_cost(arguments_here)
+            cost = machine.planning_cost(arguments_here, first)
             step = plan_step(lengths, cost, options, planner, arguments.dp)
         except ValueError as error:
             tried.append((pp, cp, None, str(error).split("\n")[0]))

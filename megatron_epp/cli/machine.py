@@ -1,12 +1,13 @@
 """From options to a cost: model, device, layout, budget."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
-from megatron_epp.cost.analytic import budgeted
+from megatron_epp.cost.analytic import budgeted, is_of_cpu
 from megatron_epp.cost.build import expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device_budgets, devices_of
 from megatron_epp.cost.catalogue.models import MODELS, model
@@ -16,6 +17,7 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
+from megatron_epp.planner.padding import gpu_row_multiple
 from megatron_epp.safe_files import bounded_text
 
 # What the analytic cost model assumes where no option does: what training runs. The papers' world,
@@ -30,7 +32,7 @@ def names_machine(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
-    others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
+    others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero", "multiple")
     for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise UsageError(
@@ -148,8 +150,34 @@ def _measured_cost(
     return Cost(StageLayout(budgeted(profile), layers, *degrees, kinds, place=place), budgets)
 
 
-def planning_cost(arguments: argparse.Namespace) -> Cost:
-    """For a plan that is still to be made; nothing is auto here."""
+def with_padding(
+    cost: Cost,
+    arguments: argparse.Namespace,
+    batches: Sequence[Sequence[int]],
+    replicas: int,
+) -> Cost:
+    """Return ``cost`` with chunks padded as --multiple says, or as training pads them.
+
+    ``batches``: lengths of the documents of all ``replicas``, which training chooses by.
+    """
+    layout, multiple = cost.layout, getattr(arguments, "multiple", None)
+    if multiple is None:
+        ranks = layout.tp * layout.cp  # training shards rows over both
+        of_rank = gpu_row_multiple(batches, layout.placement.ranks, replicas, ranks)
+        multiple = 1 if is_of_cpu(layout.profile) else of_rank * ranks
+    return cost.replace(multiple=multiple)
+
+
+def padding_text(cost: Cost) -> str:
+    """Text on how chunks are padded; empty where they are not."""
+    return f"chunks to multiples of {cost.multiple} tokens" if cost.multiple > 1 else ""
+
+
+def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
+    """For a plan that is still to be made; nothing is auto here.
+
+    ``batches``: the first ones, for the multiple of tokens that chunks are padded to.
+    """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp
     if pp is None:
@@ -169,7 +197,8 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
             "--pp of at least 2, or leave it out"
         )
     degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
-    return cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
+    cost = cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
+    return with_padding(cost, arguments, batches, arguments.dp)
 
 
 def asked_placement_of(text: str, ranks: int) -> Placement:
@@ -198,4 +227,5 @@ def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
         raise UsageError(f"--vocab-parallel {asked}: the plan {has}; leave the option out")
     here = argparse.Namespace(**{**vars(arguments), "tp": arguments.tp or 1})
     degrees: dict[str, Any] = {"pp": plan.stages, "cp": arguments.cp or 1, "dp": dp}
-    return cost_of(here, **degrees, layers=plan.layers, cut=cut, place=plan.place)
+    cost = cost_of(here, **degrees, layers=plan.layers, cut=cut, place=plan.place)
+    return with_padding(cost, arguments, [plan.documents], 1)

@@ -9,6 +9,7 @@ from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.layout import chosen_costs, layout_cost
+from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_of(arguments)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
-    cost = layout_cost(arguments, lengths, options, planner)
+    cost = layout_cost(arguments, lengths, batches.first, options, planner)
     _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = result.facts()
         facts["tokens"] = sum(lengths)
         facts["documents"] = len(lengths)
+        facts["multiple"] = cost.multiple
         facts["read"] = _read(batches.corpus.counts)
         if result.free_seconds is not None:
             facts["lockstep"] = {"replicas": options.lockstep, "free_seconds": result.free_seconds}
@@ -142,7 +144,6 @@ def options_of(arguments: argparse.Namespace) -> Options:
     options = Options(
         arguments.context,
         levers,
-        multiple=arguments.multiple,
         open_layers=not arguments.layers,
         lockstep=lockstep,
         whole=arguments.whole,
@@ -214,6 +215,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         + (f", ep {cost.layout.ep}" if cost.layout.ep > 1 else "")
         + (", vocabulary over the stages" if cost.layout.vocabulary_parallel else ""),
         *([f"layers      {cost.layout.kinds_text}"] if cost.layout.kinds_text else []),
+        *([f"padding     {padding}"] if (padding := padding_text(cost)) else []),
         f"planner     {result.planner}, planned in {seconds_text(result.plan_seconds)}",
         *([f"how         {replica.note}"] if replica.note else []),
         f"iteration   {seconds_text(result.seconds)}; lower bound "

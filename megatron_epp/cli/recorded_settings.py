@@ -22,7 +22,7 @@ _START = "# made for: "
 _NAMES = (
     *("model", "device", "cost_model", "tp", "cp", "ep", "vocab_parallel", "layer_kinds"),
     "memory_budget_gib",
-    *("zero", *ASSUMPTIONS),
+    *("multiple", "zero", *ASSUMPTIONS),
 )
 
 
@@ -30,6 +30,7 @@ def comment(arguments: argparse.Namespace, cost: Cost) -> str:
     """The line that says for which machine ``cost`` was; the plan itself says pp, dp and layers."""
     cut = "on" if cost.layout.vocabulary_parallel else None
     chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
+    chosen["multiple"] = cost.multiple
     words = _words({name: chosen[name] for name in _NAMES})
     line = _START + shlex.join(words) + "\n"
     return line if line[:-1].isprintable() else ""  # a file name of several lines
@@ -71,6 +72,8 @@ def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
             taken.pop(name, None)
     elif arguments.model or arguments.device:
         taken.pop("cost_model", None)  # was measured with the plan's model on its device
+    if any((arguments.cost_model, arguments.device, arguments.tp, arguments.cp)):
+        taken.pop("multiple", None)  # was of the plan's device and degrees
     vars(arguments).update(taken)
     return shlex.join(_words(taken))
 

@@ -65,14 +65,17 @@ class Cost:
     device_budget_bytes   of every pipeline rank: all that training holds on one of its devices, for
                           all stages of the rank, states included
     host_budget_bytes     of the host's memory, for what one device offloads
+    multiple              tokens that executors pad every chunk to a multiple of
     """
 
     layout: StageLayout
     device_budget_bytes: tuple[float, ...]
     host_budget_bytes: float = math.inf
+    multiple: int = 1
 
     def __post_init__(self):
         """Raise a ValueError where the budgets are not those of the ranks."""
+        assert self.multiple >= 1
         ranks = self.layout.placement.ranks
         if len(self.device_budget_bytes) != ranks:
             raise ValueError(
@@ -135,7 +138,7 @@ class Cost:
     # --- tables ----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
-        return plan_loads(chunks, documents, ranks=self.layout.cp)
+        return plan_loads(chunks, documents, ranks=self.layout.cp, multiple=self.multiple)
 
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
@@ -143,7 +146,7 @@ class Cost:
         if plan.vocabulary_parallel != self.layout.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         check_ranks(plan, self.layout.cp)
-        loads = loads_of_plan(plan, self.layout.cp)
+        loads = loads_of_plan(plan, self.layout.cp, self.multiple)
         counts = self.layout.kinds.of_plan(plan)
         runs = runs_of_plan(self.memory, plan, loads, counts)
         return self._table(loads, counts, runs, plan.forward_only)

@@ -174,10 +174,15 @@ class TreeLoads(Loads):
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
-def loads_of_plan(plan: Plan, ranks: int) -> Loads:
-    """The loads of a plan's chunks on so many context-parallel ``ranks``."""
+def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
+    """Return ``tokens`` rounded up to a multiple."""
+    return -(-tokens // multiple) * multiple
+
+
+def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
+    """The loads of a plan's chunks on so many context-parallel ``ranks``, padded to a multiple."""
     slices = slices_of(plan)
-    loads = plan_loads(plan.chunks, plan.documents, slices, ranks)
+    loads = plan_loads(plan.chunks, plan.documents, slices, ranks, multiple)
     if not plan.prefixes:
         return loads
     offset = [plan.offset(document) for document in range(len(plan.documents))]
@@ -226,9 +231,10 @@ def plan_loads(
     documents: Sequence[int],
     slices: Slices | None = None,
     ranks: int = 1,
+    multiple: int = 1,
 ) -> Loads:
     """The loads of ``chunks`` of ``documents`` on so many context-parallel ``ranks``; a PlanError
-    where they do not cover each other."""
+    where they do not cover each other. Chunks are padded to a ``multiple`` of tokens."""
     slices = slices_in(documents, chunks) if slices is None else slices
     cut_tokens = [
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
@@ -249,7 +255,7 @@ def plan_loads(
         all_pairs = np.array([span.pairs for chunk in chunks for span in chunk.spans], np.float64)
         pairs = over_ranks(of, rank, all_pairs, ranks, len(chunks))
     return Loads(
-        tokens=tokens,
+        tokens=padded(tokens, multiple),
         pairs=pairs,
         cut_tokens=np.array(cut_tokens, np.float64),
         document=np.array(slices.document, np.int64),

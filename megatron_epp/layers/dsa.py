@@ -240,8 +240,8 @@ def _block_backward(
     top_bK = chosen_bK[:, : block.stop].long()
     gathered_bKD, probabilities_bHK = _gathered(q_bHD, key_SD, top_bK, how)
     wide = probabilities_bHK.dtype
+    dodds_bHK = _product(grad, gathered_bKD[..., : how.values].mT)
     grad_bHR, q, gathered_bKD = grad.to(wide), q_bHD.to(wide), gathered_bKD.to(wide)
-    dodds_bHK = grad_bHR @ gathered_bKD[..., : how.values].mT
     mean_bH1 = (dodds_bHK * probabilities_bHK).sum(-1, keepdim=True)
     dlogits_bHK = probabilities_bHK * (dodds_bHK - mean_bH1) * how.scale
     dpicked_bKD = dlogits_bHK.mT @ q
@@ -251,13 +251,13 @@ def _block_backward(
     dq_bHD = dlogits_bHK @ gathered_bKD
     if not trains_indexer:
         return dq_bHD, torch.zeros_like(iq_bJI), torch.zeros_like(weight_bJ)
-    iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey_SI))
     if how.among:  # below S are the chosen ones
-        causal_bS, probabilities, ikey = top_bK != NONE, probabilities_bHK, ikey[places_bK]
+        causal_bS, probabilities, ikey = top_bK != NONE, probabilities_bHK, ikey_SI[places_bK]
     else:
-        causal_bS = block.there(q.device)
+        causal_bS, ikey = block.there(q.device), ikey_SI
         probabilities = _probabilities(q_bHD, key_SD, causal_bS, how)
     dots_bJS = _dots(iq_bJI, ikey)
+    iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey))
     scores_bS = _scores(dots_bJS, weight_bJ, causal_bS, how)
     # Of KL(p || softmax(scores)).
     dscores_bS = (scores_bS.softmax(-1) - _target(probabilities, how)) * how.weight
@@ -328,10 +328,24 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
+    """Return the product [b, M, K] with [N, K], or each row's own [b, N, K], in the wide format.
+
+    On a GPU halves are multiplied as they are and added up in float32, and nothing is rounded:
+    elsewhere torch has no such product, and their float32 copies have the same terms.
+    """
+    wide = _wide(left_bMN)
+    halves = left_bMN.dtype == right.dtype and right.itemsize == 2
+    if not (left_bMN.is_cuda and halves):
+        return left_bMN.to(wide) @ right.to(wide)
+    if right.dim() == 3:
+        return torch.bmm(left_bMN, right, out_dtype=wide)
+    return torch.mm(left_bMN.flatten(0, 1), right, out_dtype=wide).unflatten(0, left_bMN.shape[:2])
+
+
 def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
     """[b, J, S] of keys [S, I], or of each row's own [b, S, I]."""
-    wide = _wide(iq_bJI)
-    return iq_bJI.to(wide) @ ikey.to(wide).mT
+    return _product(iq_bJI, ikey.mT)
 
 
 def _scores(dots_bJS: Tensor, weight_bJ: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
@@ -342,16 +356,14 @@ def _scores(dots_bJS: Tensor, weight_bJ: Tensor, causal_bS: Tensor, how: Sparse)
 
 def _probabilities(q_bHD: Tensor, key_SD: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
     """Softmax [b, H, S] of queries over all keys that are there."""
-    wide = _wide(q_bHD)
-    logits_bHS = q_bHD.to(wide) @ key_SD.to(wide).mT * how.scale
+    logits_bHS = _product(q_bHD, key_SD.mT) * how.scale
     return logits_bHS.masked_fill(~causal_bS[:, None], -torch.inf).softmax(-1)
 
 
 def _gathered(q_bHD: Tensor, key_SD: Tensor, top_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
     """The chosen keys of each row [b, K, D], and the softmax over them [b, H, K]."""
-    wide = _wide(q_bHD)
     gathered_bKD = key_SD[top_bK.clamp_min(0)]
-    logits_bHK = q_bHD.to(wide) @ gathered_bKD.to(wide).mT * how.scale
+    logits_bHK = _product(q_bHD, gathered_bKD.mT) * how.scale
     logits_bHK.masked_fill_((top_bK == NONE)[:, None], -torch.inf)
     return gathered_bKD, logits_bHK.softmax(-1)
 

@@ -42,7 +42,7 @@ def evaluation_plans(
     total = int(batch.lengths.sum())
     most = total if most is None else min(most, total)
     while True:
-        if most < max(options.multiple, longest // FINEST):
+        if most < max(cost.multiple, longest // FINEST):
             raise PlanError(
                 f"document {batch.names[0]} of {longest} tokens does not fit in evaluation, even "
                 f"in {FINEST} slices: raise the memory budget or use more devices"
@@ -101,7 +101,7 @@ def _shares(
     total = float(rates.document_seconds(batch.lengths).sum())
     pp = cost.layout.stages
     wanted = max(pp, round(ideal_chunks(total / width, rates, pp))) * width
-    cuts = cut_each(batch.lengths, total / wanted, rates, most, options.multiple)
+    cuts = cut_each(batch.lengths, total / wanted, rates, most, cost.multiple)
     loose = rates.span_seconds(cuts.tails).sum()
     loose += rates.span_seconds(cuts.shorts).sum()
     bins = max(1, round(float(loose) * wanted / total))

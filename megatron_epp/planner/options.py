@@ -43,7 +43,6 @@ class Options:
     context       the most inputs of a document; also what `packing` packs to. 0: the longest given
     levers        names of LEVERS that `epp` may use
     effort        how much work the search may do, in proportion; 0 takes the first good plan
-    multiple      executors pad the tokens of a chunk to a multiple of this; costs count the padding
     open_layers   whether stages may get other numbers of layers than the cost says (lever uneven)
     lockstep      replicas of a block, which share the experts of a layer and have one skeleton
                   (ir.program.skeleton); 1: every replica is planned for itself
@@ -53,7 +52,6 @@ class Options:
     context: int = 0
     levers: frozenset[str] = field(default=TRAINING_LEVERS)
     effort: int = 4
-    multiple: int = 1
     open_layers: bool = False
     lockstep: int = 1
     whole: bool = False
@@ -62,9 +60,8 @@ class Options:
         for name in ("context", "effort"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 0")
-        for name in ("multiple", "lockstep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.lockstep < 1:
+            raise ValueError(f"lockstep {self.lockstep}: expected at least 1")
         for lever in sorted(self.levers - ALL):
             raise ValueError(_unknown(lever))
 

@@ -17,6 +17,8 @@ def gpu_row_multiple(
     ``ranks``: of a stage of one replica, over which the rows of a chunk are sharded. A chunk is
     padded by half a multiple on average.
     """
-    tokens = sum(map(sum, batches)) / max(1, len(batches) * replicas)
+    if not batches:  # of lengths that are not known
+        return GPU_ROWS
+    tokens = sum(map(sum, batches)) / (len(batches) * replicas)
     padding = CHUNKS_PER_STAGE * stages * GPU_ROWS * ranks / 2
     return GPU_ROWS if padding <= MOST_PADDING * tokens else FEWER_GPU_ROWS

@@ -89,8 +89,9 @@ class Tasks:
         self.tasks, self.groups = tasks, place.groups
         profile = obtain(args, config, model, place.groups, place.row_shard)
         cost = training_cost(args, config, place.layers, profile)
-        self.cost = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
-        self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
+        ample = (1e15,) * cost.layout.stages
+        self.cost = cost.replace(device_budget_bytes=ample, multiple=multiple)
+        self.options = Options(context=args.seq_length, effort=config.epp_effort)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.control.planned_steps import shared

@@ -179,6 +179,10 @@ small=(
     [training]="--collect-only"
     [shared-nccl-2-1]="--collect-only"
     [certificates]="--collect-only"
+    [loops]="--collect-only"
+    [prefixes]="--collect-only"
+    [log-probs]="-k bfloat16"
+    [flex]="--collect-only"
     [host-cost]="--device cpu --bf16 --model tiny --layers 2 --tokens 64"
     [multi-gpu]="--collect-only"
     [certify]="--device cpu --batches 2 $tiny"
@@ -233,13 +237,19 @@ add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ 
     "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 9001 --contexts 0 32768 131072 --lengths 32768 131072 \
     -o "$results/stage-llama-7b.md"
 # More of whether the numbers are right.
+certificates=("${test[@]}" tests/gpu/test_certificates.py -k)
 add certificates 1 480 "random plans over NCCL, ranks sharing the GPU: every layer kind and degree of parallelism" "$tests" \
-    "${test[@]}" tests/gpu/test_certificates.py
+    "${certificates[@]}" "not loops and not prefixes"
+add loops 1 300 "external training loops, whole micro-batches and slices: gradients in bf16" "$tests" "${certificates[@]}" "loops and not prefixes"
+add prefixes 1 240 "documents that continue others, computed once: gradients" "$tests" "${certificates[@]}" prefixes
+add log-probs 1 60 "log-probabilities and entropies by blocks of logits: errors beside all logits at once" "$tests" \
+    "${test[@]}" tests/gpu/test_log_probs.py
 # The same over several GPUs.
 add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" "$certified" \
     "${certify[@]}" --pp 2 --batches 10
 add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
     "${test[@]}" -rs tests/gpu/test_multi_gpu.py
+add flex 2 300 "exchanges of tokens by DeepEP and HybridEP (where deep_ep is): losses of alltoall" "$tests" "${test[@]}" -rs tests/gpu/test_flex.py
 add certify-tp 4 480 "random plans with two-way tensor parallelism, reductions overlapped" "$certified" \
     "${certify[@]}" --pp 2 --tp 2 --overlap --batches 10
 # Whole iterations, beside stock.

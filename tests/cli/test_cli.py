@@ -57,7 +57,7 @@ def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):
     shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "-o", path, "--json")
     promised = json.loads(shown.out)
     written = path.read_text()
-    assert written == f"# made for: {' '.join(MACHINE)}\n{promised['plan']}"
+    assert written == f"# made for: {' '.join(MACHINE)} --multiple 32\n{promised['plan']}"
     assert str(Plan.parse(written)) == promised["plan"]
     assert "ok: 7 documents" in printed(capsys, "check", path).out
     assert printed(capsys, "check", path, *MACHINE).out.startswith("ok: ")
@@ -257,7 +257,8 @@ def made(capsys, lengths, tmp_path):
 
 
 def test_a_plan_brings_its_machine(capsys, made):
-    taken = f"{' '.join(MACHINE)} --memory-budget-gib 60.5 --zero 3 --no-head-seconds"
+    budget = "--memory-budget-gib 60.5 --multiple 32 --zero 3 --no-head-seconds"
+    taken = f"{' '.join(MACHINE)} {budget}"
     assert made.read_text().startswith(f"# made for: {taken}\nplan v1\n")
     text = printed(capsys, "simulate", made).out
     assert text.startswith(f"machine     {taken} (the plan's own)\n")
@@ -281,7 +282,8 @@ def test_a_layout_that_was_chosen_is_noted(capsys, lengths, tmp_path):
     path = tmp_path / "auto.plan"
     machine = [*MACHINE[:4], "--pp", 2, "--cp", "auto", "--devices", 8, "--planner", "packing"]
     printed(capsys, "plan", "--lengths", lengths, *machine, "-o", path)
-    assert path.read_text().startswith("# made for: --model gpt-7b --device a100-80g --cp 4\n")
+    made_for = "--model gpt-7b --device a100-80g --cp 4 --multiple 16"
+    assert path.read_text().startswith(f"# made for: {made_for}\n")
 
 
 @pytest.mark.parametrize(
@@ -617,12 +619,11 @@ def test_serve_survives_a_crash():
 
 
 def test_serve_and_plan_agree(capsys, lengths):
-    """The same batch and options give the same plan in both."""
-    shown = printed(
-        capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "--levers", "default"
-    ).out
+    """The same batch and options give the same plan in both; a job says what it pads to."""
+    padded = ("--pp", 2, *MACHINE, "--multiple", 64)
+    shown = printed(capsys, "plan", "--lengths", lengths, *padded, "--levers", "default").out
     request = json.dumps({"id": 0, "lengths": list(LENGTHS)})
-    found = run("serve", "--pp", 2, *MACHINE, stdin=f"{request}\n")
+    found = run("serve", *padded, stdin=f"{request}\n")
     assert Step.parse(json.loads(found.stdout)["step"]).plans[0] == Plan.parse(shown)
 
 

@@ -31,7 +31,8 @@ def test_check(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "ok: 2 documents, 15 tokens in 2 chunks on 4 stages on 2 ranks, 16 ops; digest "
     )
     budget = 1.2 * states_bytes(plan) / GIB  # enough for each stage, not for two of them
-    assert main(["check", str(plan), *MACHINE, "--memory-budget-gib", f"{budget:.3f}"]) == 2
+    asked = ("--multiple", "1", "--memory-budget-gib", f"{budget:.3f}")
+    assert main(["check", str(plan), *MACHINE, *asked]) == 2
     error = capsys.readouterr().err
     assert re.search(r"error: rank 0 at F[23]\.1: holds .* GiB, the budget is .* GiB", error), error
 

@@ -10,7 +10,7 @@ from megatron_epp.certify.trial import BF16, EXPERTS, GPT, LLAMA, Trial
 from megatron_epp.mcore.patching.cuda_host import SHARE
 from megatron_epp.te_reference import reference_switch
 from tests.mcore.certified import certified, models
-from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, V3, V3_MOE, WINDOWS
+from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, SSM, V3, V3_MOE, WINDOWS
 from tests.te_reference.test_certificate import ENGINE, EVERY_DEGREE
 
 pytestmark = [
@@ -60,8 +60,10 @@ def test_random_plans_over_nccl_compute_what_the_plain_model_computes(name, monk
     certified(replace(EXACT[name], device="cuda"))
 
 
-# External training loops are certified on CPUs.
-@pytest.mark.parametrize("name", [name for name, one in EVERY_DEGREE.items() if one.loop is None])
+# Each once, in bf16; loops are by their own attention over context-parallel ranks on CPUs.
+@pytest.mark.parametrize(
+    "name", [name for name, one in EVERY_DEGREE.items() if one.loop is None or one.dtype == BF16]
+)
 def test_the_engines_layers_are_within_twice_the_plain_models_error(
     name, monkeypatch, engine
 ) -> None:
@@ -69,11 +71,17 @@ def test_the_engines_layers_are_within_twice_the_plain_models_error(
     certified(replace(EVERY_DEGREE[name], device="cuda", dtype=BF16))
 
 
-@pytest.mark.parametrize("kind", ["GDN", "MLA"])
+KERNELS = {
+    "GDN": (GATED_DELTA_NET, Degrees(1, 1, 1), "fla"),
+    "Mamba-2": (f"{SSM} --hybrid-layer-pattern M*|M-", Degrees(2, 1, 1), "mamba_ssm"),
+    "MLA": (f"{LITE} --num-layers 4", Degrees(2, 1, 1), None),
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
 def test_layers_with_kernels_of_their_own_are(kind, monkeypatch, engine) -> None:
-    if kind == "GDN":
-        pytest.importorskip("fla", reason="needs a GPU and flash-linear-attention")
+    line, degrees, package = KERNELS[kind]
+    if package is not None:
+        pytest.importorskip(package, reason=f"needs a GPU and {package}")
     monkeypatch.setenv(SHARE, "1")
-    line = {"GDN": GATED_DELTA_NET, "MLA": f"{LITE} --num-layers 4"}[kind] + ENGINE
-    degrees = Degrees(1 if kind == "GDN" else 2, 1, 1)
-    certified(local(degrees, line, device="cuda", dtype=BF16))
+    certified(local(degrees, line + ENGINE, device="cuda", dtype=BF16))

@@ -1,5 +1,6 @@
 """Layers in the host's memory on a GPU: gradients of keeping, memory freed, fast copies."""
 
+import copy
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -69,13 +70,22 @@ def test_the_guard_can_fail(alone) -> None:
     assert off(found, run(alone, model)) > 0.1
 
 
-def test_what_is_offloaded_is_gone(alone) -> None:
-    """All but two layers of what all chunks hold: 6 of 8."""
+def test_what_is_offloaded_is_gone(alone, engine) -> None:
+    """All but two layers of what all chunks hold: 6 of 8.
+
+    With linears that add up their weights' gradients in their product, as trainings do. Gradients
+    of other linears are added up on DDP's own stream, and the allocator gives their memory back
+    only when the device is through: where B waits for copies the host runs ahead, and they stand
+    in memory beside what is offloaded. (On an H200 3.2 layers of 8 stayed so; the gradients of one
+    layer's weights are as large as 1.05 of them.)
+    """
     import torch
 
     from scripts.bench.single_stage import peak_bytes, run_stage
 
-    model = stage(alone)
+    args = copy.copy(alone.args)
+    args.gradient_accumulation_fusion = True
+    model = stage(replace(alone, args=args))
     offloaded = lettered(*("oo",) * SLICES)
 
     def ran(its_plan):

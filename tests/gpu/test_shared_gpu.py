@@ -5,6 +5,7 @@ Transformer Engine's attention and vocabulary parallelism. Over gloo, messages g
 memory.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from megatron_epp.te_reference import reference_switch
 
 # ruff: noqa: F811  fixtures of another module
+from tests.gpu.test_multi_gpu import EXAMPLE
 from tests.gpu.test_training import ITERATIONS, corpus, weights, words  # noqa: F401
 from tests.mcore.runs import Run, train
 
@@ -22,7 +24,26 @@ ON_GPU = pytest.mark.skipif(
 )
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
 GLOO = {"epp_attention": "torch", "distributed_backend": "gloo"}
-NCCL = {"epp_attention": "te", "epp_vocab_parallel": "on"}
+NCCL = {**EXAMPLE, "epp_attention": "te", "epp_vocab_parallel": "on"}
+
+
+def require_no_mps() -> None:
+    """Fail in one line where the driver's multi-process service runs, which the ranks would use."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (folder / "control").exists():
+        pytest.fail(
+            f"MPS runs on this host ({folder}), where ranks that share a GPU were out of memory "
+            "when they started; stop it: echo quit | nvidia-cuda-mps-control",
+            pytrace=False,
+        )
+
+
+def test_mps_is_named_before_ranks_start(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    require_no_mps()
+    (tmp_path / "control").touch()
+    with pytest.raises(pytest.fail.Exception, match=r"MPS runs on this host .*; stop it"):
+        require_no_mps()
 
 
 def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
@@ -51,6 +72,7 @@ def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
     ids=lambda value: str(value),
 )
 def test_losses_are_those_of_one_rank(corpus, weights, backend, pp, tp) -> None:
+    require_no_mps()
     changes = GLOO if backend == "gloo" else NCCL
     one = {**changes, "epp_vocab_parallel": None}
     alone = trained(corpus, weights, 1, 1, **one)

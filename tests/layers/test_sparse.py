@@ -1,10 +1,13 @@
 """Sparse attention of slices, and what its indexer learns, are those of whole documents."""
 
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_epp.cost.kinds.dsa import CHOICE_BLOCK
 from megatron_epp.ir import Plan
@@ -110,6 +113,39 @@ def test_evaluation_leaves_nothing_behind() -> None:
     given, how = documents(plan.documents), WAYS["taught on all"]
     results = SparseRunner(plan, given, how).run()
     torch.testing.assert_close(results[0][0], naive(given, how)[0][0][0], rtol=0, atol=1e-12)
+
+
+class Products(TorchDispatchMode):
+    """Counts products by the format of their operands and of their result."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            self.seen[args[0].dtype, made.dtype] += 1
+        return made
+
+
+@pytest.mark.parametrize("among", [False, True])
+def test_a_gpu_multiplies_halves_and_adds_up_in_float32(among) -> None:
+    """Index scores, logits and what a gradient meets; on tensors that claim to be a GPU's."""
+    how, block = Sparse(SCALE, MOST, VALUE, weight=0.7, among=among), dsa._Block(slice(0, 6), 3)
+    half, float32 = torch.bfloat16, torch.float32
+    with FakeTensorMode(), Products() as products:
+        here = {"device": "cuda", "dtype": half}
+        q, iq = torch.empty(6, HEADS, SIZE, **here), torch.empty(6, INDEX_HEADS, INDEX_SIZE, **here)
+        seen = torch.empty(9, SIZE, **here), torch.empty(9, INDEX_SIZE, **here)
+        chosen = torch.zeros(6, MOST, dtype=torch.int32, device="cuda")
+        weight, grad = torch.empty(6, INDEX_HEADS, **here), torch.empty(6, HEADS, VALUE, **here)
+        assert dsa._dots(iq, seen[1]).shape == (6, INDEX_HEADS, 9)
+        assert products.seen == {(half, float32): 1}
+        of_rows, to_seen = (grad, q, iq, weight, chosen), tuple(map(torch.Tensor.float, seen))
+        made = dsa._block_backward(block, of_rows, seen, to_seen, how, True)
+        assert [one.shape for one in made] == [q.shape, iq.shape, weight.shape]
+    assert products.seen[half, float32] == (4 if among else 5) and not products.seen[half, half]
 
 
 def test_planners_know_the_block() -> None:

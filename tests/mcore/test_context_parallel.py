@@ -1,11 +1,14 @@
 """Context parallelism: chunks spread over ranks compute what one rank computes."""
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.__main__ import main
 from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, modes_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
@@ -13,7 +16,9 @@ from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
-from megatron_epp.mcore.data.row_shard import RowShard, row_block
+from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.choose.choices import choose_row_multiple
+from megatron_epp.mcore.data.row_shard import RowShard, chunk_multiple, row_block
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner.padding import gpu_row_multiple
 from tests.mcore.certified import certified
@@ -65,6 +70,30 @@ def test_rows_are_padded_to_what_gpus_like(monkeypatch) -> None:
     assert gpu_row_multiple([[12_700]], 4, 1, 1) == 4
     assert gpu_row_multiple([[12_800], [0, 12_800]], 4, 1, 1) == 16
     assert gpu_row_multiple([[12_800]], 4, 2, 1) == gpu_row_multiple([[12_800]], 4, 1, 2) == 4
+
+
+@pytest.mark.parametrize("documents", [8, 40], ids=["few", "many"])
+def test_training_and_plan_pad_the_same_corpus_alike(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    documents: int,
+) -> None:
+    """Padding to 16 takes 128 tokens; 1% of twice 8 documents are 100, of twice 40 about 500."""
+    prefix = write_corpus(tmp_path / "corpus", [481, 961, 33, 1441] * documents)
+    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 1024"
+    words += " --max-position-embeddings 1024 --tensor-model-parallel-size 2 --sequence-parallel"
+    words += f" --global-batch-size {2 * documents} --data-path {prefix}"
+    args = parsed(words.split(), 2)
+    args.data_parallel_size = 1
+    monkeypatch.setattr(cpu_host, "has_gpu_kernels", lambda: True)
+    line = choose_row_multiple(args)
+    of_rank = {8: 4, 40: 16}[documents]
+    assert args.epp_row_multiple == of_rank and (line is None) == (of_rank == 16)
+    asked = f"plan --lengths {prefix}.idx --global-batch-size {2 * documents} --context 1024"
+    asked += " --model llama3-8b --device h100-80g --pp 2 --tp 2 --effort 0 --json"
+    assert main(asked.split()) == 0
+    assert json.loads(capsys.readouterr().out)["multiple"] == chunk_multiple(args) == 2 * of_rank
 
 
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:

@@ -114,7 +114,16 @@ def test_the_small_model_has_the_heads_proportions() -> None:
     ("wrong", "line"),
     [
         ({"kv_lora_rank": 0}, "--kv-lora-rank 0: expected at least 1"),
-        ({"qk_pos_emb_head_dim": 3}, "--qk-pos-emb-head-dim 3: expected a multiple of 2"),
+        (
+            {"qk_pos_emb_head_dim": 3},
+            "--qk-pos-emb-head-dim 3: an odd number of rotary channels of a head, times "
+            "--rotary-percent; give an even one",
+        ),
+        (
+            {"qk_pos_emb_head_dim": 6, "rotary_percent": 0.5},
+            "--qk-pos-emb-head-dim 6: an odd number of rotary channels of a head, times "
+            "--rotary-percent; give an even one",
+        ),
         (
             {"kv_lora_rank": 511},
             "--kv-lora-rank 511 and --qk-pos-emb-head-dim 64: 575 channels do not divide over "

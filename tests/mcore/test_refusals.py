@@ -182,10 +182,6 @@ class Wanted:
         ({"position_embedding_type": "mrope"}, "position embeddings"),
         ({"kv_channels": 9}, "an odd number of rotary channels of a head"),
         ({"kv_channels": 6, "rotary_percent": 0.5}, "an odd number of rotary channels of a head"),
-        (
-            {"multi_latent_attention": True, "qk_pos_emb_head_dim": 7, "kv_channels": 8},
-            "an odd number of rotary channels of a head",
-        ),
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"reset_position_ids": True}, "a document is a sample"),

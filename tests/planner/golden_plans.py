@@ -103,6 +103,7 @@ _PLACED = (
 # The assumptions that these plans were first made with, and the levers of that day: later defaults
 # changed what is predicted for the named devices, and the texts stay as they were.
 _THEN = ("--logits-held", "--no-kv-read", "--topology", "flat", "--vocab-parallel", "off")
+_UNPADDED = ("--multiple", "1")
 _LATER = ",-lean,-persist,-local,-hedge"
 
 
@@ -120,7 +121,11 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
         lengths, batch, *others = line.split()
         yield (
             FOLDER / f"{number:02}-{lengths}.plan",
-            ["plan", "--lengths", lengths, "--batch", batch, *_levers_of_then(others), *_THEN],
+            [
+                *("plan", "--lengths", lengths, "--batch", batch, *_UNPADDED),
+                *_levers_of_then(others),
+                *_THEN,
+            ],
         )
     for number, line in enumerate(_PLACED, len(_LINES)):
         lengths, batch, *others = line.split()
@@ -134,6 +139,7 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
                 batch,
                 "--levers",
                 "default,wsplit,-lean,-hedge",
+                *_UNPADDED,
                 *others,
             ],
         )

@@ -12,6 +12,7 @@ from megatron_epp.planner import ALL, LEVERS, PLANNERS, Options, balance_replica
 from tests.planner.cases import machine
 
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
+MACHINE += ("--multiple", "1")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
 # The output layer lies on the last stage alone: what it takes makes layers uneven.
@@ -39,7 +40,7 @@ WHERE = {
         *("--global-batch-size", "256", "--effort", "1"),
     ),
 }
-# By field of Options, two command lines that differ in nothing else.
+# By field of Options, and by the multiple, two command lines that differ in nothing else.
 FIELDS = {
     "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
     "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
@@ -81,7 +82,9 @@ def test_every_lever_changes_a_plan(lever: str, lengths: Path) -> None:
     assert plan(lengths, *where, "--levers", f"{levers},-{lever}") != on
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Options)])
+@pytest.mark.parametrize(
+    "field", ["multiple", *(field.name for field in dataclasses.fields(Options))]
+)
 def test_every_option_changes_a_plan(field: str, lengths: Path) -> None:
     one, other = FIELDS[field]
     assert plan(lengths, *one) != plan(lengths, *other)

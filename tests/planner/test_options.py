@@ -43,7 +43,7 @@ def test_unknown_levers_are_named_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"context": -1}, {"effort": -1}, {"multiple": 0}], ids=lambda bad: next(iter(bad))
+    "bad", [{"context": -1}, {"effort": -1}, {"lockstep": 0}], ids=lambda bad: next(iter(bad))
 )
 def test_bad_options_are_refused(bad) -> None:
     with pytest.raises(ValueError, match="expected at least"):

@@ -122,11 +122,13 @@ def test_padding_is_charged() -> None:
     """A chunk costs as many tokens as the executor pads it to, and slices end on the multiple."""
     lengths = [5_001, 3_003, 77, 50, 9]
     cost = machine(pp=2)
+    padded = cost.replace(multiple=64)
     for name in COMPARED:
-        planned = PLANNERS[name](lengths, cost, Options(multiple=64, context=5_001))
+        planned = PLANNERS[name](lengths, padded, Options(context=5_001))
         plan = planned.plan
         check(plan)
         assert planned.seconds > play(plan, cost.table(plan)).seconds, name
+        assert planned.seconds == pytest.approx(play(plan, padded.table(plan)).seconds), name
         for chunk in plan.chunks:
             for span in chunk.spans:
                 assert span.stop == lengths[span.document] or span.stop % 64 == 0, name

@@ -1,16 +1,20 @@
 """The script for a day with GPUs, run with stand-ins for Python and for the driver."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, modes_drawn
+from megatron_epp.certify.trial import BF16
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.planner import PLANNERS, Options
+from tests.gpu.test_shared_gpu import NCCL
+from tests.mcore.runs import flags
 from tests.programs import BASH, ROOT, Done, run, stand_in
 from tests.te_reference.test_certificate import EVERY_DEGREE
 
@@ -164,9 +168,34 @@ def test_a_gpu_step_runs_every_op_and_recompute_mode_that_training_plans() -> No
     assert {kind.value for kind in planned[0]} >= set("FBHG") and len(planned[1]) > 1
     assert planned[0] <= drawn[0] and planned[1] <= drawn[1]
     on_gpus = [trial for trial in EVERY_DEGREE.values() if trial.loop is None]
+    loops = {(one.loop, one.trees) for one in EVERY_DEGREE.values() if one.dtype == BF16}
+    assert loops >= {("level0", False), ("level1", False), ("level1", True), (None, True)}
     assert any("--epp-vocab-parallel" in words for trial in on_gpus for words in trial.models)
     script = (ROOT / "scripts" / "gpu" / "gpu_day.sh").read_text()
     assert "tests/gpu/test_certificates.py" in script
+
+
+FLAG = re.compile(r"(?<!\S)--[a-z0-9-]+")
+# Flags of the example that say sizes, files, or what an optimizer and a log do.
+SAID_ELSEWHERE = {
+    *("--adam-beta1", "--adam-beta2", "--clip-grad", "--eval-interval", "--lr-decay-style"),
+    *("--lr-warmup-fraction", "--min-lr", "--weight-decay", "--rotary-base"),
+    *("--dist-ckpt-optim-fully-reshardable", "--save", "--load", "--save-interval"),
+    "--list-gpus",
+}
+
+
+def test_a_step_of_one_gpu_has_every_flag_of_the_example(tmp_path: Path) -> None:
+    """Ranks that share it (shared-nccl-2-1) run a pipeline as the example's; others its shape."""
+    example = (ROOT / "examples" / "pretrain_gpt_epp.sh").read_text()
+    asked = set(FLAG.findall(example)) - SAID_ELSEWHERE
+    assert re.search(r"^shared-nccl-2-1 +1 GPUs", Day(tmp_path, gpus=1)("--list").stdout, re.M)
+    shared = {"tensor_model_parallel_size": 1, "sequence_parallel": True, "epp": True, **NCCL}
+    words = flags(tmp_path / "corpus", pipeline_model_parallel_size=2, **shared)
+    script = (ROOT / "scripts" / "gpu" / "gpu_day.sh").read_text()
+    assert {"--overlap-grad-reduce", "--use-distributed-optimizer", "--swiglu"} <= asked
+    assert asked <= {*FLAG.findall(script), *words}
+    assert shared["epp_vocab_parallel"] == "on"
 
 
 def _note(plan: Plan, seen: tuple[set, set]) -> None:

@@ -191,7 +191,8 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
         each_B = clipped(batch, token_losses_BS, mask_BS)
         if batch["loss"] == "sequences":
             total = each_B.sum()
-            return total, torch.tensor(len(each_B)).int(), {"value": total.detach().item()}
+            count = torch.tensor(len(each_B), dtype=torch.int, device=total.device)
+            return total, count, {"value": total.detach().item()}
         value = each_B.mean()
     return value, {"value": value.detach().item()}
 

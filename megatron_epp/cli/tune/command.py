@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     joined = _joined(arguments, node_devices)
 
     def cost_for(layout: Layout) -> Cost:
-        return _cost(arguments, layout, joined)
+        cost = _cost(arguments, layout, joined)
+        return machine.with_padding(cost, arguments, batches.first, layout.dp)
 
     pp = arguments.pp
     if pp is None and len(arguments.memory_budget_gib or ()) > 1:  # one for every pipeline rank
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     machines = (
         f"{the_model.name} on {arguments.nodes} nodes of {node_devices} x {the_device.name}, "
-        f"{documents} documents a batch, {arguments.batches} batches"
+        f"{documents} documents a batch, {arguments.batches} batches{_rows(first)}"
     )
     print(tuning_lines(result, str(batches), machines, arguments.top), end="")
     for line in accuracy_lines(cost_for(first.layout).layout.profile):
@@ -133,6 +134,12 @@ def _require_framework(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--for {name}: --vocab-parallel on is --epp's, {name} cannot say it")
     if arguments.levers != "default":
         raise UsageError(f"--for {name}: --levers are of --epp's plans, {name} cannot say them")
+
+
+def _rows(first: Choice) -> str:
+    """Text on the rows of a device, which training pads alike in all layouts of its devices."""
+    of_device = first.multiple // (first.layout.tp * first.layout.cp)
+    return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 
 
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:

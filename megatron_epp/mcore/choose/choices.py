@@ -24,7 +24,7 @@ from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.choose.kept import kept_blend, kept_placement, kept_vocabulary, resumes
 from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
-from megatron_epp.mcore.data.row_shard import row_block
+from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ranks
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
@@ -66,9 +66,10 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
     be read.
     """
     blend = choose_blend(args)
+    rows = choose_row_multiple(args, parts)  # first: the others are made on padded chunks
     vocabulary = choose_vocabulary(args, parts)
     placement, line = choose_placement(args)
-    lines = blend, vocabulary, line, choose_row_multiple(args, parts)
+    lines = blend, vocabulary, line, rows
     return JobChoices(tuple(filter(None, lines)), placement)
 
 
@@ -82,8 +83,7 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
     args.epp_row_multiple = row_block(argparse.Namespace(transformer_impl=args.transformer_impl))
     if args.epp_row_multiple != GPU_ROWS or (parts is not None and parts.items is not None):
         return None
-    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    ranks = tensor * args.context_parallel_size
+    ranks = row_ranks(args)
     try:
         batches = _first_batches(args)
     except (OSError, ValueError):  # of lengths that nobody knows
@@ -258,10 +258,8 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
         cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
-    options = Options(
-        context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
-    )
-    return cost, options
+    options = Options(args.seq_length, training_levers(config.epp_levers, args))
+    return cost.replace(multiple=chunk_multiple(args)), options
 
 
 def _first_batches(args: Any) -> list[list[int]]:

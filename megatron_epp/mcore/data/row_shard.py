@@ -32,6 +32,17 @@ def row_block(args: Any) -> int:
     return lcm(block, 128 if sharded else 16)
 
 
+def row_ranks(args: Any) -> int:
+    """Return the number of ranks that the rows of a chunk are sharded over."""
+    tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return args.context_parallel_size * tensor
+
+
+def chunk_multiple(args: Any) -> int:
+    """Return what the rows of a chunk come in multiples of."""
+    return row_ranks(args) * row_block(args)
+
+
 @dataclass(frozen=True, slots=True)
 class RowShard:
     """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;

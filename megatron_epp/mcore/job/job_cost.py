@@ -67,7 +67,6 @@ def make_planning(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
-        multiple=multiple,
         lockstep=groups.lockstep,
         whole=full_documents,
     )
@@ -82,7 +81,7 @@ def make_planning(
         _require_rate(profile, config)
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
-    cost = training_cost(args, config, layers, profile)
+    cost = training_cost(args, config, layers, profile).replace(multiple=multiple)
     planner.require_place(cost.layout.placement.place)
     # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
     # that go by other names.

@@ -118,7 +118,7 @@ class Preparation:
     def prepare(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
         """``chunking`` with just enough recompute for its window law; where ``bare``, or where
         none is enough, for one document at a time; where that is too little too, all of it."""
-        loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
+        loads = loads_of(chunking, self.batch.lengths, self.cost.multiple)
         work = self.work(chunking, loads, {})
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []

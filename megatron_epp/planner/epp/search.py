@@ -84,7 +84,7 @@ class Search(Player):
             self.effort.spend(ops)
             return prepared
         before = self.effort.left
-        arguments = params, self.batch.lengths, self.rates, self.most, self.options.multiple
+        arguments = params, self.batch.lengths, self.rates, self.most, self.cost.multiple
         width = self.options.lockstep
         if width == 1:
             chunking: Chunking = build_chunks(*arguments, self.cost.layout.cp)

@@ -58,7 +58,7 @@ def _member_plan(
     member_batch = SortedBatch(batch.lengths, names, documents)
     plan = plan_of(member_batch, dataclasses.replace(draft, chunking=member), cost)
     return MemberPlan(
-        assignment, plan, member_batch.named(loads_of(member, batch.lengths, options.multiple))
+        assignment, plan, member_batch.named(loads_of(member, batch.lengths, cost.multiple))
     )
 
 

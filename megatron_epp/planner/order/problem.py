@@ -7,7 +7,7 @@ import numpy as np
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, local_of, over_ranks
+from megatron_epp.cost.loads import Loads, local_of, over_ranks, padded
 from megatron_epp.ir import (
     BACKWARDS,
     KEEP,
@@ -45,10 +45,6 @@ def rates_of(cost: Cost) -> Rates:
     )
     hosts = host_ops if any(host for _, host in host_ops) else ()
     return Rates(mean[TOKENS], mean[PAIRS], mean[CHUNKS], windows, others, exchange, hosts)
-
-
-def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
-    return -(-tokens // multiple) * multiple
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:

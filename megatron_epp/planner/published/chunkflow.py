@@ -35,10 +35,10 @@ def draft(
     seconds."""
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
-    for size in sizes(context, options.multiple):
+    for size in sizes(context, cost.multiple):
         rates = rates_of(cost)
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
-        loads = loads_of(chunking, batch.lengths, options.multiple)
+        loads = loads_of(chunking, batch.lengths, cost.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
         in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
         policies = one_f_one_b(in_flight_limit, chunking.sizes, cost)

@@ -35,10 +35,12 @@ def draft(
     None if surely not under ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
-    loads = loads_of(chunking, batch.lengths, options.multiple)
+    loads = loads_of(chunking, batch.lengths, cost.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
     policies = one_f_one_b(constant(chunking.sizes, cost.layout.stages), chunking.sizes, cost)
     found = uniform_draft(batch, chunking, policies, cost, options, note)
+    if found is None:
+        return None
     tokens = max(options.context, int(batch.lengths[0]))
     return replace(found, draft=replace(found.draft, packing_tokens=tokens))

@@ -29,7 +29,7 @@ def draft(
     drafts: list[ScoredDraft] = []
     for number, times in enumerate(RANK_SLICES):
         each = -(-context // (times * cost.layout.placement.ranks))
-        size = -(-each // options.multiple) * options.multiple
+        size = -(-each // cost.multiple) * cost.multiple
         slices = fixed_chunks(batch.lengths, size, rates)
         if number and slices.count > MOST_SLICES:
             break

@@ -95,7 +95,7 @@ def uniform_draft(
     ``modes`` the first one with which something fits is taken. None if surely not under ``below``
     seconds.
     """
-    loads = loads_of(chunking, batch.lengths, options.multiple)
+    loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
         return None
 

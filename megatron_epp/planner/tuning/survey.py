@@ -75,6 +75,7 @@ class Choice:
     vocabulary_parallel   whether the output layer is cut over the stages
     place               the rank of every stage; () where stage i lies on rank i
     packing_tokens      that documents are packed to, of every batch planned; () where they are cut
+    multiple            tokens that chunks are padded to a multiple of
     """
 
     layout: Layout
@@ -94,6 +95,7 @@ class Choice:
     vocabulary_parallel: bool = False
     place: tuple[int, ...] = ()
     packing_tokens: tuple[int, ...] = ()
+    multiple: int = 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -423,6 +425,7 @@ def choice_of(
         vocabulary_parallel=cut,
         place=place,
         packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
+        multiple=cost.multiple,
     )
 
 

@@ -142,6 +142,12 @@ def test_the_command_line() -> None:
         main(["--loop", "level1", "--placement", "interleaved 2"])
     with pytest.raises(ValueError, match="--loop-model other: expected subclass or encoder"):
         main(["--loop", "level1", "--loop-model", "other"])
+    for more, said in (
+        (["--loop", "level1"], "--loop level1: on GPUs in bf16; give --dtype bf16, or no --device"),
+        (["--loop=level0", "--cp=2", "--dtype=bf16"], "over context-parallel ranks on CPUs alone"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            main(["--device", "cuda", *more])
     with pytest.raises(ValueError, match="--window-size: a loop's attention over context-parallel"):
         main(["--loop", "level0", "--cp", "2", *WINDOWS.split(), *LLAMA.split(), "--num-layers=2"])
     with pytest.raises(ValueError, match="ranks is certified without auxiliary losses; give none"):

@@ -16,6 +16,7 @@ from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from megatron_epp.certify.batches import modes_drawn
 from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
+    MicroBatch,
     arbitrary_sliced_plan,
     arbitrary_unsliced_plan,
     loop_forward_step,
@@ -33,6 +34,7 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
+from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -128,7 +130,7 @@ class LoopRank(Rank):
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
-        batches = drawn.micro_batches[mpu.get_data_parallel_rank()]
+        batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
             model.train(not forward_only)
@@ -175,6 +177,13 @@ class LoopRank(Rank):
     def _random(self, forward_only: bool) -> Random:
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it
         return Random(f"{self.seed} {self.number} {block} {forward_only}")
+
+
+def _on_device(batch: MicroBatch) -> MicroBatch:
+    device = this_device()
+    return {
+        name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()
+    }
 
 
 def _virtual_parts(args: Any) -> Any:

@@ -32,18 +32,24 @@ def _undivided(model: Any) -> str | None:
     return None
 
 
+ODD_ROTARY = "an odd number of rotary channels of a head, times --rotary-percent; give an even one"
+
+
+def odd_rotary(args: Any, channels: int) -> bool:
+    """Return whether the rotary ``channels`` of a head do not make the pairs that are turned."""
+    return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
+
+
 def _odd_rotary(args: Any) -> bool:
-    """Whether the rotary channels of a head do not make the pairs that are turned."""
     if args.position_embedding_type not in ("rope", "yarn", "mrope"):
         return False
-    latent = getattr(args, "multi_latent_attention", False)
-    channels = getattr(args, "qk_pos_emb_head_dim" if latent else "kv_channels", None) or 0
-    return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
+    latent = getattr(args, "multi_latent_attention", False)  # its sizes are MLA's to refuse
+    return not latent and odd_rotary(args, getattr(args, "kv_channels", None) or 0)
 
 
 _ODD_ROTARY = Limit(
     "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size "
-    "over --num-attention-heads, times --rotary-percent; --qk-pos-emb-head-dim)",
+    "over --num-attention-heads, times --rotary-percent)",
     "give an even number",
     _odd_rotary,
 )

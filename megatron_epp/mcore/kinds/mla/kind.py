@@ -6,7 +6,12 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
-from megatron_epp.mcore.kinds.attention.kind import AttentionKind, derived_symbols
+from megatron_epp.mcore.kinds.attention.kind import (
+    ODD_ROTARY,
+    AttentionKind,
+    derived_symbols,
+    odd_rotary,
+)
 from megatron_epp.mcore.kinds.limit import Limit, any_of
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
@@ -77,8 +82,8 @@ class MLAKind(AttentionKind):
                 flag = name.replace("_", "-")
                 raise ValueError(f"--{flag} {getattr(args, name)}: expected at least 1")
         rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
-        if rotary % 2:
-            raise ValueError(f"--qk-pos-emb-head-dim {rotary}: expected a multiple of 2")
+        if odd_rotary(args, rotary):
+            raise ValueError(f"--qk-pos-emb-head-dim {rotary}: {ODD_ROTARY}")
         if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
             return
         over = f"over --tensor-model-parallel-size {tp}; expected a multiple of it"

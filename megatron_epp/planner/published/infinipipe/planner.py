@@ -120,7 +120,7 @@ def chunkings(
     for slices in SLICE_COUNTS:
         if longest / slices < least:
             break
-        points = equal_points(longest, slices, rates, options.multiple)
+        points = equal_points(longest, slices, rates, cost.multiple)
         if len(points) != slices + 1 or (points[1] > capacity and slices < SLICE_COUNTS[-1]):
             continue
         target = float(rates.document_seconds(batch.lengths[:1])[0]) / slices
@@ -154,7 +154,7 @@ def best_grouping(
     rates = rates_of(cost)
     best = None
     for chunking, note in method.chunkings(batch, cost, options, rates):
-        loads = loads_of(chunking, batch.lengths, options.multiple)
+        loads = loads_of(chunking, batch.lengths, cost.multiple)
         work = float(
             rates.chunk_spans_seconds(
                 chunking.spans, chunking.chunk, loads.tokens, loads.pairs
@@ -185,7 +185,7 @@ def _play(
     options: Options,
 ) -> tuple[ScoredDraft, np.ndarray]:
     """The plan, and its exact peaks by stage beside residents."""
-    loads = loads_of(chunking, batch.lengths, options.multiple)
+    loads = loads_of(chunking, batch.lengths, cost.multiple)
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(in_flight_limit))
     drafted = Draft(
