@@ -1,8 +1,9 @@
 """The rows of micro-batches where the user tells none: as the framework that calls lays them out.
 
 What a framework does with its micro-batches is known from its code (megatron_epp.frameworks),
-and code changes. So Megatron's own schedule runs the first call, in which stages tell each other
-every shape, and shows whether the rows that were read are those that came.
+and code changes. So Megatron's own schedule runs the first calls, in which stages tell each other
+every shape, and shows whether the rows that were read are those that came. Where they are not, then
+or later (redone_call.py), calls are Megatron's from there on.
 """
 
 import functools
@@ -15,14 +16,17 @@ import torch
 from megatron_epp.frameworks.caller import Caller
 from megatron_epp.frameworks.known import framework_of
 from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.mcore.loops.microbatch_shapes import shape_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 @dataclass(frozen=True, slots=True)
 class FrameworkReader:
-    """Reads micro-batches of ``framework``; an error of its own is a shape that it cannot tell."""
+    """Reads micro-batches of ``framework``; an error of its own is a shape that it cannot tell.
+    fields: what it reads of them."""
 
     framework: str
+    fields: str
     reader: Callable[[Any], MicrobatchShape | None]
 
     def __call__(self, micro_batch: Any) -> MicrobatchShape | None:
@@ -30,6 +34,17 @@ class FrameworkReader:
             return self.reader(micro_batch)
         except Exception:  # a version that lays them out otherwise
             return None
+
+    def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
+        """Why its micro-batches are Megatron's to run, for the line that says so."""
+        return (
+            f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
+            f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"
+        )
+
+
+# Of loops that are not known, whose micro-batches are mappings of a common form.
+COMMON_FORM = FrameworkReader("this loop", "tokens or input_ids", shape_of)
 
 
 def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
@@ -42,7 +57,9 @@ def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
         reader = framework.reader(caller)
     except Exception:
         return None
-    return None if reader is None else FrameworkReader(framework.name, reader)
+    if reader is None:
+        return None
+    return FrameworkReader(framework.name, framework.fields, reader)
 
 
 @dataclass
@@ -61,9 +78,10 @@ class ShapeWitness:
         self.seen.append(tuple(output.shape) if isinstance(output, torch.Tensor) else None)
         return result
 
-    def unlike(self, expected: list[tuple[int, ...]]) -> str | None:
-        """In which micro-batch another shape came than ``expected``; None: in none."""
-        for number, (predicted, came) in enumerate(zip(expected, self.seen, strict=True)):
+    def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
+        """Why micro-batches are not read: another shape came than ``expected``; None: in none."""
+        for number, predicted in enumerate(expected):
+            came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:
-                return f"micro-batch {number} was reckoned as {predicted} and came as {came}"
+                return reader.unlike(number, predicted, came)
         return None

@@ -14,6 +14,7 @@ from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.planned_call import PlannedCall
+from megatron_epp.mcore.loops.redone_call import Misread
 from megatron_epp.mcore.loops.replica.rank_status import LoopRefusal
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.runtime.executor import OutsidePhase
@@ -34,8 +35,8 @@ class LoopSchedule:
         the call.
 
         Any unexpected failure before the first op also falls back to Megatron's schedule, so that
-        a loop that ran before runs on. Errors of the forward step, of ``lengths``, of slices are
-        raised.
+        a loop that ran before runs on; so does a shape that was misread, in any call. Errors of the
+        forward step, of ``lengths``, of slices are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)
@@ -58,6 +59,10 @@ class LoopSchedule:
                 reason = f"calls with {pipeline}"
         except LoopRefusal:
             raise
+        except Misread as misread:  # on all ranks of the replica
+            assert planned is not None, "a planned call was misread"
+            planned.undo()
+            reason = f"calls with {misread} (install_schedule(lengths=))"
         except Exception as error:
             if planned is not None and planned.committed:
                 raise
