@@ -41,6 +41,7 @@ class LoopSchedule:
         if self._gave_up:
             return self.stock[kind](**keywords)
         planned: PlannedCall | None = None
+        speaker = 0
         try:
             call = LoopCall.of(keywords)
             pipeline = self._known_pipeline(call, kind)
@@ -62,6 +63,7 @@ class LoopSchedule:
         except Misread as misread:  # on all ranks of the replica
             assert planned is not None, "a planned call was misread"
             planned.undo()
+            speaker = planned.first_rank  # another replica may have read rightly
             reason = f"calls with {misread} (install_schedule(lengths=))"
         except Exception as error:
             if planned is not None and planned.committed:
@@ -72,18 +74,18 @@ class LoopSchedule:
             )
         if planned is not None:
             keywords = planned.with_batches_from_the_start(keywords)
-        return self._leave(reason, kind, keywords)
+        return self._leave(reason, kind, keywords, speaker)
 
     def _count(self) -> int:
         """Count a call that a plan runs; return its number."""
         self._calls += 1
         return self._calls
 
-    def _leave(self, reason: str, kind: str, keywords: dict[str, Any]) -> list[Any]:
-        """Megatron's own schedule runs the call; said once for every reason, by one rank."""
+    def _leave(self, reason: str, kind: str, keywords: dict[str, Any], by: int) -> list[Any]:
+        """Megatron's own schedule runs the call; said once for every reason, ``by`` one rank."""
         if reason not in self._logged:
             self._logged.add(reason)
-            say(f"Megatron's own schedule runs {reason}")
+            say(f"Megatron's own schedule runs {reason}", by)
         return self.stock[kind](**keywords)
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_epp.ir import MAKE_GRADIENTS, Plan, lower_rank
 from megatron_epp.mcore.data.row_shard import RowShard, row_block
@@ -100,6 +101,12 @@ class PlannedCall:
         self.committed = self.model is not None
         self.reading: FrameworkReader | None = None  # by rules that may be wrong
         self._state: CallState | None = None  # before the ops, where it is
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the replica."""
+        control = self.pipeline.control
+        return 0 if control is None else dist.get_global_rank(control, 0)
 
     def undo(self) -> None:
         """Put back what ops have changed."""

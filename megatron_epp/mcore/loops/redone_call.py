@@ -36,7 +36,9 @@ class CallState:
 
     def __init__(self, models: Sequence[Any], training: bool):
         self._random = random_states()
-        self._buffers = [(b, b.detach().clone()) for model in models for b in model.buffers()]
+        # By name: Megatron's wrapper for replicas has something else that it calls buffers.
+        named = [buffer for model in models for _, buffer in model.named_buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in named]
         parameters = [p for model in models for p in model.parameters()] if training else []
         self._gradients = [
             (parameter, name, getattr(parameter, name))

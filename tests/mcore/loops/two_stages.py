@@ -209,6 +209,16 @@ def interleaved(models) -> list:
     return [[made, kinds], gradients]
 
 
+def heard(said: list[str], rank: int):
+    """While it lasts, what the schedule says goes to ``said``."""
+
+    def say(words: str, by: int) -> None:
+        if rank == by:
+            said.append(words)
+
+    return patch.object(loop_schedule, "say", say)
+
+
 def outcome(do) -> str:
     try:
         do()
@@ -272,8 +282,7 @@ def unforeseen(model, rank: int) -> dict[str, list]:
         "all stages": patch.object(MicroBatchStage, "__init__", fails),
     }.items():
         ran, said = [], []
-        listened = patch.object(loop_schedule, "say", said.append if rank == 0 else len)
-        with place, listened, megatron_epp.install_schedule(observe=ran.append):
+        with place, heard(said, rank), megatron_epp.install_schedule(observe=ran.append):
             made = [call(model, micro_batches()) for _ in range(2)]
         found[name] = [made, len(ran), said]
     return found
@@ -368,8 +377,7 @@ def misread(model, rank: int) -> dict[str, list]:
     found = {}
     for at, (when, case) in product(("swift.megatron.trainers", "a_loop"), MISREAD.items()):
         expected, ran, said = misread_calls(model, at, case), [], []
-        listened = patch.object(loop_schedule, "say", said.append if rank == 0 else len)
-        with listened, megatron_epp.install_schedule(reorder=False, observe=ran.append):
+        with heard(said, rank), megatron_epp.install_schedule(reorder=False, observe=ran.append):
             ours = misread_calls(model, at, case)
         same = [[mine[i] == wanted[i] for i in (0, 2, 3)] for mine, wanted in zip(ours, expected)]
         worst = max(
