@@ -8,9 +8,9 @@
     scripts/upstream/bridge_loop.py --megatron-bridge Megatron-Bridge
 
 Executes forward_step of training/gpt_step.py and masked_next_token_loss of training/losses.py of
-what pip has installed, or of that checkout (its roundings to float32 left out), on samples side by side, with the arguments of
-its train_step, in two processes with a stage each of a tiny GPT in float64. The rest of
-Megatron-Bridge is mocks.
+what pip has installed, or of that checkout (its roundings to float32 left out), on samples side by
+side, with the arguments of its train_step, in two processes with a stage each of a tiny GPT in
+float64. The rest of Megatron-Bridge is mocks.
 
 Whole micro-batches run first (level 0), and nothing tells us rows: they are known by its rules.
 Then slices run (level 1), drawn by its forward step. Prints the largest difference of a gradient or

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "upstream"))
 
-import integrations  # noqa: E402
+import integrations
 
 PACKS = """
 def get_packed_seq_params(position_ids):

@@ -17,8 +17,8 @@ class FailureGuard:
     From there on every message of the plan is sent, filled with zeros, and nothing is computed.
     ``error`` is what was raised; the gradients are worth nothing then. Ranks that share the
     stage's layers must fail alike, or wait for this one inside of them. ``compute`` may be an
-    error itself: of a stage that could not begin. ``vote``: whether all ranks made the shapes that
-    were read, which the stage's ``last_op`` to make gradients waits for.
+    error itself: of a stage that could not begin. ``last_op``, the stage's last that adds
+    gradients, waits for the ``vote`` on the replica's shapes.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FailureGuard:
             self._vote.cast()
 
     def _hear(self, op: Op) -> None:
-        """Before the ``last_op``: fail with the others where one of them read wrongly."""
+        """Fail before the ``last_op`` where a rank of the replica has misread a shape."""
         if self._vote is None or op != self._last_op or self.error is not None:
             return
         if not self._vote.passed:

@@ -2,8 +2,8 @@
 
 What a framework does with its micro-batches is known from its code (megatron_epp.frameworks),
 and code changes. So Megatron's own schedule runs the first calls, in which stages tell each other
-every shape, and shows whether the rows that were read are those that came. Where they are not, then
-or later (redone_call.py), calls are Megatron's from there on.
+every shape, and shows whether the rows that were read are those that came. Where they are not,
+there or in a later call (redone_call.py), Megatron's schedule runs all further calls.
 """
 
 import functools
@@ -22,8 +22,7 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 @dataclass(frozen=True, slots=True)
 class FrameworkReader:
-    """Reads micro-batches of ``framework``; an error of its own is a shape that it cannot tell.
-    fields: what it reads of them."""
+    """Reads ``fields`` of a framework's micro-batches; its error is a shape that it cannot tell."""
 
     framework: str
     fields: str
@@ -36,7 +35,7 @@ class FrameworkReader:
             return None
 
     def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
-        """Why its micro-batches are Megatron's to run, for the line that says so."""
+        """Return why Megatron's schedule runs its micro-batches, for the line that says so."""
         return (
             f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
             f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"

@@ -35,8 +35,8 @@ class LoopSchedule:
         the call.
 
         Any unexpected failure before the first op also falls back to Megatron's schedule, so that
-        a loop that ran before runs on; so does a shape that was misread, in any call. Errors of the
-        forward step, of ``lengths``, of slices are raised.
+        a loop that ran before runs on; so does a misread shape, in any call. Errors of the forward
+        step, of ``lengths``, of slices are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)

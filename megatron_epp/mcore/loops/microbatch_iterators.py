@@ -17,8 +17,8 @@ def draws_by_offset(source: Any) -> bool:
 class MicroBatches:
     """``count`` micro-batches of the iterator ``source``, or of nothing on ranks that have none.
 
-    repeatable   they may be drawn once more, by somebody else: what is handed out stays here as it
-                 is then, as forward steps take entries out of it
+    repeatable   they may be drawn again: a shallow copy of what is handed out stays here, as
+                 forward steps take entries out of it
     """
 
     def __init__(self, source: Any, count: int):

@@ -45,8 +45,8 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Calls that Megatron's schedule runs until a reader is believed, which may be right by chance: of
-# several shapes, and of one.
+# Calls that Megatron's schedule runs until a reader is believed, which may be right by chance:
+# where they have several shapes, and where all have one.
 WITNESSED_CALLS, WITNESSED_ALIKE = 2, 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 

@@ -100,7 +100,7 @@ class PlannedCall:
         self.model: AttachedModel | None = attached(call.one_model)
         self.committed = self.model is not None
         self.reading: FrameworkReader | None = None  # by rules that may be wrong
-        self._state: CallState | None = None  # before the ops, where it is
+        self._state: CallState | None = None  # before the ops
 
     @property
     def first_rank(self) -> int:
@@ -109,7 +109,7 @@ class PlannedCall:
         return 0 if control is None else dist.get_global_rank(control, 0)
 
     def undo(self) -> None:
-        """Put back what ops have changed."""
+        """Restore what the ops have changed."""
         if self._state is not None:
             self._state.restore()
 
@@ -154,7 +154,7 @@ class PlannedCall:
             if shapes is None:
                 return None
             if isinstance(reader, FrameworkReader) and pipeline.in_lockstep:
-                # Where rows were misread, ops end early: ranks of other replicas would wait.
+                # After a misread, ops end early: ranks of other replicas would block.
                 pipeline.unlike = (
                     f"ops that meet other replicas', on rows read as {reader.framework}'s"
                 )
@@ -345,12 +345,13 @@ class PlannedCall:
             for stage in stages if vote is not None and not vote.passed else ():
                 stage.reduces = False
         seconds = 0.0
-        raised = next((guard.error for guard in guarded.values() if guard.error), None)
-        if raised is None and failure is None:
-            if not call.forward_only and programs.groups is not None:
-                for learnt, number in zip(pipeline.seconds, pipeline.local_stages, strict=True):
-                    learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
-                seconds = records[-1].stop
+        errors = [guard.error for guard in guarded.values() if guard.error is not None]
+        raised = next((e for e in errors if isinstance(e, WrongShape)), next(iter(errors), None))
+        went_well = raised is None and failure is None
+        if went_well and not call.forward_only and programs.groups is not None:
+            for learnt, number in zip(pipeline.seconds, pipeline.local_stages, strict=True):
+                learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
+            seconds = records[-1].stop
         refusal = str(raised) if isinstance(raised, ValueError) else None
         if failure is not None:
             raised = MemoryError(

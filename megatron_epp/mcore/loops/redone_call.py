@@ -1,8 +1,8 @@
-"""A call whose micro-batches were misread, which Megatron's schedule runs once more.
+"""A call whose micro-batches were misread: Megatron's schedule runs it again.
 
-The shapes of a framework's micro-batches are read by rules of its code, and code changes. A stage
-that makes another shape than was read ends no job: every rank of the replica puts back what the
-call has changed, and Megatron's own schedule runs it from its start, and all that follow.
+The shapes of a framework's micro-batches are read by the rules of its code, which changes. A stage
+whose output has another shape than was read does not end the job: every rank of the replica
+restores what the call has changed, and Megatron's schedule runs this call and all later ones.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ class WrongShape(ValueError):
     """A stage's output in another shape than was known beforehand."""
 
     def __init__(self, chunk: int, expected: tuple[int, ...], came: tuple[int, ...]):
+        """Name the micro-batch, the ``expected`` shape, and the one that ``came``."""
         self.chunk, self.expected, self.came = chunk, expected, came
         super().__init__(
             f"micro-batch {chunk}: the model's output has shape {came}, {expected} was told "
@@ -27,16 +28,20 @@ class WrongShape(ValueError):
 
 
 class Misread(Exception):
-    """A call that every rank of the replica leaves to Megatron's schedule; says what was read."""
+    """A call that the replica runs again by Megatron's schedule; its text says what was read."""
 
 
 class CallState:
-    """What a call of ``models`` changes: random states, buffers, gradients. Gradients that are zero
-    when it begins, as behind an optimizer's step, cost no copy; others one in the host's memory."""
+    """What a call of ``models`` changes: random states, buffers, gradients.
+
+    Gradients that are zero when the call begins, as after an optimizer step, are not copied; others
+    are copied to host memory.
+    """
 
     def __init__(self, models: Sequence[Any], training: bool):
+        """Save the state; of gradients where the call is ``training``."""
         self._random = random_states()
-        # By name: Megatron's wrapper for replicas has something else that it calls buffers.
+        # By name: ``buffers`` of Megatron's DDP is an attribute, its gradient buffers.
         named = [buffer for model in models for _, buffer in model.named_buffers()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in named]
         parameters = [p for model in models for p in model.parameters()] if training else []
@@ -56,7 +61,7 @@ class CallState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore the state."""
         restore_random_states(self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)
@@ -69,27 +74,28 @@ class CallState:
 
 
 class ShapeVote:
-    """Whether all ranks of a replica made the shapes that were read. Each casts its vote behind its
-    last forward, and hears of the others' before its last backward: there the reduction of
-    gradients over replicas starts, which nobody can take back. Each stage's last backward comes
-    behind all forwards of all stages, so nobody waits in vain.
+    """Whether every output of a replica had the shape that was read.
 
-    forwards: of this rank in the call.
+    Each rank contributes after its last forward, and waits for the result before its last backward,
+    in which the reduction of gradients over replicas starts: that cannot be undone. A stage's last
+    backward depends on all forwards of all stages, so no rank blocks.
     """
 
     def __init__(self, control: dist.ProcessGroup, forwards: int):
+        """Expect ``forwards`` on this rank; ``control`` spans the replica."""
         self._control, self._left = control, forwards
         self._work: Any = None
         self._wrong = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.misread = False
 
     def forward_done(self) -> None:
+        """Count a forward of this rank."""
         self._left -= 1
         if self._left == 0:
             self.cast()
 
     def cast(self) -> None:
-        """Tell the others, once; behind a failure without waiting for the last forward."""
+        """Contribute, once: after the last forward, or where no forward will run any more."""
         if self._work is None:
             self._wrong.fill_(int(self.misread))
             self._work = dist.all_reduce(
@@ -98,6 +104,7 @@ class ShapeVote:
 
     @property
     def passed(self) -> bool:
+        """Wait for every rank; return whether all shapes were as read."""
         self.cast()
         self._work.wait()
         return not int(self._wrong)

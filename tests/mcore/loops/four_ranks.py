@@ -158,7 +158,10 @@ def misread(model) -> dict[str, object]:
         if dist.get_rank() == by:
             said.append(words)
 
-    with patch.object(loop_schedule, "say", say), megatron_epp.install_schedule(observe=ran.append, timeout=timeout):
+    with (
+        patch.object(loop_schedule, "say", say),
+        megatron_epp.install_schedule(observe=ran.append, timeout=timeout),
+    ):
         ours = run()
     worst = max(
         float((gradient - wanted).abs().max() / wanted.abs().max())

@@ -69,7 +69,9 @@ def test_one_line_says_what_runs_and_one_what_does_not(run) -> None:
         ([{(8, 1, 4)}, {(6, 1, 4)}], True),
     ],
 )
-def test_a_reader_is_believed_after_two_calls_of_several_shapes_or_three_of_one(calls, shown) -> None:
+def test_a_reader_is_believed_after_two_calls_of_several_shapes_or_three_of_one(
+    calls, shown
+) -> None:
     pytest.importorskip("megatron.core")
     from megatron_epp.mcore.loops.pipelines import ModelPipeline
 

@@ -379,10 +379,11 @@ def misread(model, rank: int) -> dict[str, list]:
         expected, ran, said = misread_calls(model, at, case), [], []
         with heard(said, rank), megatron_epp.install_schedule(reorder=False, observe=ran.append):
             ours = misread_calls(model, at, case)
-        same = [[mine[i] == wanted[i] for i in (0, 2, 3)] for mine, wanted in zip(ours, expected)]
+        pairs = list(zip(ours, expected, strict=True))
+        same = [[mine[i] == wanted[i] for i in (0, 2, 3)] for mine, wanted in pairs]
         worst = max(
             float((gradients[name] - wanted[name]).abs().max())
-            for (_, gradients, *_), (_, wanted, *_) in zip(ours, expected, strict=True)
+            for (_, gradients, *_), (_, wanted, *_) in pairs
             for name in wanted
         )
         found[f"{at} {when}"] = [same, worst, len(ran), said]
