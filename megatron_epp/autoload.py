@@ -208,16 +208,16 @@ def _open_queues() -> None:
         os.environ[CONNECTIONS] = QUEUES
 
 
-def say(words: str) -> None:
-    """Print one line on stderr, by one rank.
+def say(words: str, by: int = 0) -> None:
+    """Print one line on stderr, by rank ``by``.
 
     Not through logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers, and
     whoever switched a mode on must see whether it runs.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        first = distributed.get_rank() == 0
+        own_rank = str(distributed.get_rank())
     else:
-        first = os.environ.get("RANK", "0") == "0"
-    if first:
+        own_rank = os.environ.get("RANK", "0")
+    if own_rank == str(by):
         print(words, file=sys.stderr, flush=True)

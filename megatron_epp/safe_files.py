@@ -3,6 +3,7 @@
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,19 @@ def read_at_most(file: BinaryIO, most_bytes: int, expected: str) -> bytes:
     if len(data) > most_bytes:
         raise ValueError(f"longer than {most_bytes >> 20} MiB; expected {expected}")
     return data
+
+
+def bounded_lines(path: str | Path, expected: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, bytes) of every line of the file at ``path``, of any length itself.
+
+    ValueError: a line is longer than MOST_TEXT_BYTES, with the file and its number.
+    """
+    with open(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_TEXT_BYTES + 1), b""), 1):
+            if len(line) > MOST_TEXT_BYTES:
+                size = f"longer than {MOST_TEXT_BYTES >> 20} MiB"
+                raise ValueError(f"{path}, line {number}: {size}; expected {expected}")
+            yield number, line
 
 
 def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str:

@@ -46,6 +46,8 @@ import numpy
 import sentencepiece
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 # A tokenizer's special tokens; the end of a sentence is Megatron's end of a document (eod).
 SPECIAL_IDS: dict[str, Any] = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
 TRAINING_LINE = 4000  # characters: sentencepiece skips longer lines than it is told to expect
@@ -84,13 +86,14 @@ def find_files(folder: Path, globs: Sequence[str], excludes: Sequence[str]) -> l
 
 def find_lines(path: Path) -> list[Place]:
     """Lines of a .jsonl that are not blank, in order."""
+    from megatron_epp.safe_files import bounded_lines
+
     places = []
     start = 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                places.append(Place(str(path), start, len(line)))
-            start += len(line)
+    for _, line in bounded_lines(path, "one JSON object per line"):
+        if line.strip():
+            places.append(Place(str(path), start, len(line)))
+        start += len(line)
     if not places:
         raise ValueError(f"{path}: holds no line; expected one JSON object per line")
     return places
@@ -351,7 +354,6 @@ CHAT_ROLES = "System\nUser\nAssistant\n"
 
 def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Trains a tokenizer where none is given, writes the conversations and their masks."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     with quiet():
         try:
             import transformers  # noqa: F401  it says that it is missing before the work

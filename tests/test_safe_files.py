@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.safe_files import bounded_text, open_regular, read_bounded, replace_file
+from megatron_epp.safe_files import (
+    bounded_lines,
+    bounded_text,
+    open_regular,
+    read_bounded,
+    replace_file,
+)
 
 PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 READERS = {"read_text", "read_bytes", "open", "load"}
@@ -29,7 +35,6 @@ ALLOWED = {
     "mcore/calibrate/command.py": "a log in a folder of its own",
     "mcore/calibrate/profile_file.py": "/proc/cpuinfo",
     "mcore/data/chat_cache.py": "a digest, block by block",
-    "mcore/data/conversations.py": "line by line",
     "mcore/job/job_cost.py": "/sys/fs/cgroup",
     "runtime/malloc_trim.py": "/proc/self/statm",
     "show/page.py": "parts of the page, in the package",
@@ -95,6 +100,8 @@ def test_what_has_no_end_is_refused(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     with pytest.raises(ValueError, match="is a pipe; expected a list in a regular file"):
         read_bounded(pipe, 1, "a list")
+    with pytest.raises(ValueError, match="/dev/zero, line 1: longer than 16 MiB; expected words"):
+        list(bounded_lines("/dev/zero", "words"))
     (tmp_path / "binary").write_bytes(b"ab\xff")
     with pytest.raises(ValueError, match=r"is no text .* at byte 2"):
         bounded_text(tmp_path / "binary", "a list")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megatron_epp.safe_files import open_regular, replace_file
+from megatron_epp.safe_files import bounded_text, open_regular, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,25 @@ def claim(
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         locks[path].write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         locks[path].flush()
+        os.fsync(locks[path].fileno())  # for other hosts, too
     return list(locks.values())
+
+
+def owner_of(folder: str, owner: str = "", patience_seconds: float = LOCK_PATIENCE_SECONDS) -> str:
+    """Return which job has claimed ``folder``, in its lock's words, as this host sees them.
+
+    Waits for ``owner``: a shared file system may show them late.
+    """
+    deadline, words = time.monotonic() + patience_seconds, "no such folder"
+    while os.path.isdir(folder):
+        try:
+            words = bounded_text(Path(folder) / LOCK_NAME, "a job's lock", "replace").strip()
+        except (OSError, ValueError):
+            words = f"no {LOCK_NAME}"
+        if owner in words or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return words
 
 
 def _lock(file: TextIO) -> bool:

@@ -62,11 +62,12 @@ class Caller:
 @dataclass(frozen=True, slots=True)
 class Framework:
     """packages: where its forward steps are written. reader: of a call's micro-batches; None: it
-    cannot tell how this call lays them out."""
+    cannot tell how this call lays them out. fields: what that reads of a micro-batch."""
 
     name: str
     packages: tuple[str, ...]
     reader: Callable[[Caller], Reader | None]
+    fields: str
 
 
 def written_in(forward_step: Any) -> tuple[str, ...]:

@@ -13,15 +13,15 @@ from megatron_epp.frameworks.swift.shapes import swift_reader
 from megatron_epp.frameworks.verl.shapes import verl_reader
 
 FRAMEWORKS = (
-    Framework("verl", ("verl",), verl_reader),
-    Framework("slime", ("slime",), slime_reader),
-    Framework("miles", ("miles",), slime_reader),
-    Framework("ms-swift", ("swift",), swift_reader),
-    Framework("Megatron-Bridge", ("megatron.bridge",), bridge_reader),
-    Framework("NeMo-RL", ("nemo_rl",), nemo_rl_reader),
-    Framework("SkyRL", ("skyrl", "skyrl_train"), skyrl_reader),
-    Framework("AReaL", ("areal",), areal_reader),
-    Framework("ROLL", ("roll", "mcore_adapter"), roll_reader),
+    Framework("verl", ("verl",), verl_reader, "input_ids"),
+    Framework("slime", ("slime",), slime_reader, "tokens"),
+    Framework("miles", ("miles",), slime_reader, "tokens"),
+    Framework("ms-swift", ("swift",), swift_reader, "input_ids"),
+    Framework("Megatron-Bridge", ("megatron.bridge",), bridge_reader, "tokens"),
+    Framework("NeMo-RL", ("nemo_rl",), nemo_rl_reader, "input_ids"),
+    Framework("SkyRL", ("skyrl", "skyrl_train"), skyrl_reader, "attention_mask"),
+    Framework("AReaL", ("areal",), areal_reader, "padded_mb's cu_seqlens"),
+    Framework("ROLL", ("roll", "mcore_adapter"), roll_reader, "input_ids and attention_mask"),
 )
 
 

@@ -2,13 +2,15 @@
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
 """Megatron-Bridge's own forward step and loss, run by Megatron's schedule and by ours.
 
+    python -m pip install --no-deps megatron-bridge
+    scripts/upstream/bridge_loop.py
     git clone --depth 1 https://github.com/NVIDIA-NeMo/Megatron-Bridge
     scripts/upstream/bridge_loop.py --megatron-bridge Megatron-Bridge
 
 Executes forward_step of training/gpt_step.py and masked_next_token_loss of training/losses.py of
-that checkout (its roundings to float32 left out), on samples side by side, with the arguments of
-its train_step, in two processes with a stage each of a tiny GPT in float64. The rest of
-Megatron-Bridge is mocks.
+what pip has installed, or of that checkout (its roundings to float32 left out), on samples side by
+side, with the arguments of its train_step, in two processes with a stage each of a tiny GPT in
+float64. The rest of Megatron-Bridge is mocks.
 
 Whole micro-batches run first (level 0), and nothing tells us rows: they are known by its rules.
 Then slices run (level 1), drawn by its forward step. Prints the largest difference of a gradient or
@@ -33,7 +35,7 @@ from framework_runs import compare, gradients_of, mock, run_stages, stage_of
 
 import megatron_epp
 
-FOLDER, PACKAGE = "src/megatron/bridge/training", "megatron.bridge.training"
+FOLDER, PACKAGE = "megatron/bridge/training", "megatron.bridge.training"
 STEPS, MICRO_BATCHES, SAMPLES = 4, 5, 2
 KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 # As far as the step asks its configuration.

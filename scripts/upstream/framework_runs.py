@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -55,20 +56,43 @@ def mock(*packages: str) -> None:
     sys.meta_path.insert(0, _Mocks(packages))
 
 
+def sources_of(framework: str, checkout: Path | None) -> tuple[Path, str]:
+    """The folder in which the packages of ``framework`` lie, and what they are, in words: of a
+    ``checkout`` of it, else what pip has installed. ValueError: nothing."""
+    if checkout is not None:
+        inside = checkout / "src"
+        return (inside if inside.is_dir() else checkout).resolve(), f"{framework} of {checkout}"
+    try:
+        distribution = metadata.distribution(framework)  # pip's names are the frameworks' own
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            f"{framework}: pip has installed none in {sys.prefix}; install it there, or name a "
+            "checkout"
+        ) from None
+    return Path(str(distribution.locate_file(""))), f"{framework} {distribution.version}"
+
+
 def found_in(
-    doc: str, known: Mapping[str, Callable[[Path], Iterable[str]]]
+    doc: str, known: Mapping[str, Callable[[Path], Iterable[str]]], installed: bool = False
 ) -> tuple[str, list[str]]:
-    """The framework of the command line, and what its function of ``known`` finds in its checkout.
-    What cannot be used ends in one line and status 2."""
+    """The framework of the command line, in words, and what its function of ``known`` finds in its
+    checkout, or where it is ``installed``. What cannot be used ends in one line and status 2."""
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--framework", required=True, help=", ".join(known))
-    parser.add_argument("--checkout", required=True, type=Path, help="a checkout of it")
+    otherwise = "; without, what pip has installed here" if installed else ""
+    parser.add_argument(
+        "--checkout", required=not installed, type=Path, help=f"a checkout of it{otherwise}"
+    )
     chosen = parser.parse_args()
     try:
         if chosen.framework not in known:
             expected = ", ".join(known)
             raise ValueError(f"--framework {chosen.framework}: expected one of {expected}")
-        return chosen.framework, list(known[chosen.framework](chosen.checkout.resolve()))
+        if installed:
+            folder, framework = sources_of(chosen.framework, chosen.checkout)
+        else:
+            folder, framework = chosen.checkout.resolve(), chosen.framework
+        return framework, list(known[chosen.framework](folder))
     except (ValueError, OSError) as refusal:
         print(f"{parser.prog}: error: {refusal}", file=sys.stderr)
         raise SystemExit(2) from refusal
@@ -81,29 +105,36 @@ def run_stages(
     work: Callable[..., None],
     shares_rows: bool = False,
 ) -> int:
-    """Call ``work`` of every rank, the file at which they meet, the checkout that the command line
-    names, which holds ``file``, and the dtype that it names; the exit status. ``shares_rows``: and
-    of as many context-parallel ranks of a stage as it names."""
+    """Call ``work`` of every rank, the file at which they meet, the folder of ``framework``, which
+    holds ``file`` (the command line's checkout, else where pip has installed it), and the dtype
+    that it names; the exit status. ``shares_rows``: and of as many context-parallel ranks of a
+    stage as it names."""
     import rl_loop
     import torch
 
     flag = f"--{framework.lower()}"
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    otherwise = "without, what pip has installed here"
     parser.add_argument(
-        flag, required=True, type=Path, dest="checkout", help=f"a checkout of {framework}"
+        flag, type=Path, dest="checkout", help=f"a checkout of {framework}; {otherwise}"
     )
     parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the model")
     if shares_rows:
         parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks of a stage")
     chosen = parser.parse_args()
-    checkout, shares = chosen.checkout.resolve(), (chosen.cp,) if shares_rows else ()
-    if not (checkout / file).exists():
-        print(f"{flag} {checkout}: holds no {file}", file=sys.stderr)
+    shares = (chosen.cp,) if shares_rows else ()
+    try:
+        sources, named = sources_of(framework, chosen.checkout)
+        if not (sources / file).exists():
+            raise ValueError(f"{flag} {sources}: holds no {file}")
+    except ValueError as refusal:
+        print(f"{parser.prog}: error: {refusal}", file=sys.stderr)
         return 2
+    print(named, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "meeting").as_uri()
         ranks = math.prod((rl_loop.STAGES, *shares))
-        words = (meeting, checkout, chosen.dtype, *shares)
+        words = (meeting, sources, chosen.dtype, *shares)
         torch.multiprocessing.spawn(work, words, nprocs=ranks)
     return 0
 
@@ -213,13 +244,15 @@ def compare(
     schedule and with ours; then, behind ``slice_it``, in slices, cut and ordered by plans that are
     drawn. For all stages to call; SystemExit: they differ."""
     import megatron_epp
+    from megatron_epp.mcore.loops.pipelines import WITNESSED_CALLS
 
     expected = train()
     ran: list[Any] = []
     installation = megatron_epp.install_schedule(observe=ran.append)
     errors = _differences(train(), expected)
-    # The first shows that the framework's micro-batches are read rightly.
-    assert len(ran) == len(expected) - 1, f"{len(ran)} of {len(expected)} calls came by ours"
+    # The first ones show that the framework's micro-batches are read rightly.
+    planned = len(expected) - WITNESSED_CALLS
+    assert len(ran) == planned, f"{len(ran)} of {len(expected)} calls came by ours, not {planned}"
     show_order(rank, errors, ran)
     if slice_it is not None:
         ran.clear()

@@ -2,16 +2,17 @@
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
 """ms-swift's own training step over Megatron, run by Megatron's schedule and by ours.
 
+    python -m pip install ms-swift
+    scripts/upstream/swift_loop.py
     git clone --depth 1 https://github.com/modelscope/ms-swift
-    python -m pip install -r ms-swift/requirements/framework.txt
-    scripts/upstream/swift_loop.py --ms-swift ms-swift
     scripts/upstream/swift_loop.py --ms-swift ms-swift --cp 2
 
-Imports swift of that checkout, with what it needs but for mcore_bridge, which wants a GPU's kernels
-and is mocks. Its PackingDataset packs samples of very different lengths, its template collates
-them, and train_step of its MegatronTrainer takes them through its forward step and its loss, in two
-processes with a stage each of a tiny GPT in float64, in Megatron's wrapper for replicas. The
-optimizer and, on a host without a GPU, the attention over packed documents are of our own.
+Imports swift, of what pip has installed or of that checkout, with what it needs but for
+mcore_bridge, which wants a GPU's kernels and is mocks. Its PackingDataset packs samples of very
+different lengths, its template collates them, and train_step of its MegatronTrainer takes them
+through its forward step and its loss, in two processes with a stage each of a tiny GPT in float64,
+in Megatron's wrapper for replicas. The optimizer and, on a host without a GPU, the attention over
+packed documents are of our own.
 
 Whole micro-batches run first (level 0), and nothing tells us rows: they are known by swift's rules.
 Then slices run (level 1). Prints the largest difference of a gradient, and fails above 1e-12.

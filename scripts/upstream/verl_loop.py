@@ -2,19 +2,19 @@
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
 """verl's own Megatron engine, run by Megatron's schedule and by ours.
 
+    python -m pip install verl
+    scripts/upstream/verl_loop.py
     git clone --depth 1 https://github.com/verl-project/verl
-    python -m pip install tensordict hydra-core codetiming datasets peft torchdata ray
-    scripts/upstream/verl_loop.py --verl verl
     scripts/upstream/verl_loop.py --verl verl --cp 2
 
-Imports verl of that checkout, with what it needs, and calls forward_backward_batch of its
-MegatronEngineWithLMHead: its micro-batches by tokens, its forward step, THD packing and log
-probabilities, its supervised loss, and a pass of forwards. Two processes have a stage each of a
-tiny GPT in float64, which stands where the engine would have built one of a checkpoint; on a host
-without a GPU the attention over packed documents is of our own. Nothing tells us rows: they are
-known by verl's rules. With --cp so many ranks share each stage's rows. Prints the largest
-difference of a gradient or a log probability, and fails above 1e-12. Nothing of verl is copied into
-this project.
+Imports verl, of what pip has installed or of that checkout, with what it needs, and calls
+forward_backward_batch of its MegatronEngineWithLMHead: its micro-batches by tokens, its forward
+step, THD packing and log probabilities, its supervised loss, and a pass of forwards. Two processes
+have a stage each of a tiny GPT in float64, which stands where the engine would have built one of a
+checkpoint; on a host without a GPU the attention over packed documents is of our own. Nothing tells
+us rows: they are known by verl's rules. With --cp so many ranks share each stage's rows. Prints the
+largest difference of a gradient or a log probability, and fails above 1e-12. Nothing of verl is
+copied into this project.
 """
 
 import os

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from tests.forks import become, with_megatron
@@ -20,6 +21,7 @@ EPP, PRETRAIN = ("-m", "megatron_epp"), PROGRAM
 DATA_BYTES = 4 << 30  # private memory of a command line
 FILE_BYTES = 1 << 30  # of what it writes
 SHOWN_CHARACTERS = 20_000
+LOAD, GRACE_SECONDS = 20, 40.0  # how much slower a busy host may be; 20 times what is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,23 @@ def run(
     folder: Path = ROOT,
     environment: Mapping[str, str] | None = None,
     seconds: float = LAST_RESORT_SECONDS,
+    grace_seconds: float = GRACE_SECONDS,
 ) -> Ended:
-    """Run ``program``, as Python's command line would, in ``folder``."""
+    """Run ``program``, as Python's command line would, in ``folder``.
+
+    ``seconds``: of a processor, however busy the host is; what waits is ended after LOAD times as
+    many. ``grace_seconds``: in which other processes of its session may end after it.
+    """
     place = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     with tempfile.TemporaryDirectory() as streams:
         paths = [Path(streams, name) for name in ("out", "err")]
-        arguments = (place, str(folder), [*map(str, paths)], stdin, program, list(words))
+        streams_of = [*map(str, paths)]
+        arguments = (place, str(folder), streams_of, stdin, program, list(words), ceil(seconds))
         process = with_megatron().Process(target=_run, args=arguments)
         process.start()
-        process.join(seconds)
-        status = process.exitcode
-        left = _end_session(process.pid, grace_seconds=0 if status is None else 2)
+        process.join(min(LOAD * seconds, LAST_RESORT_SECONDS))
+        status = None if process.exitcode == -signal.SIGXCPU else process.exitcode
+        left = _end_session(process.pid, 0 if status is None else grace_seconds)
         process.join()
         shown = [path.read_text(errors="replace")[-SHOWN_CHARACTERS:] for path in paths]
         return Ended(status, *shown, left)
@@ -70,9 +78,11 @@ def _run(
     stdin: str,
     program: tuple[str, ...],
     words: list[str],
+    cpu_seconds: int,
 ) -> None:
     """In the forked process."""
     become(place, folder, *streams)
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_BYTES, DATA_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -45,10 +45,13 @@ def test_a_line_that_hangs_or_leaves_something_behind_is_seen(tmp_path) -> None:
     """What runs too long is ended, and processes that stay are seen."""
     endless = tmp_path / "endless.py"
     endless.write_text("import time\ntime.sleep(60)\n")
-    assert run([], program=(str(endless),), seconds=0.5).status is None
+    assert run([], program=(str(endless),), seconds=0.05).status is None
+    busy = tmp_path / "busy.py"
+    busy.write_text("while True: pass\n")
+    assert run([], program=(str(busy),), seconds=1).status is None
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import subprocess\nsubprocess.Popen(['sleep', '60'])\n")
-    left = run([], program=(str(sleeper),))
+    left = run([], program=(str(sleeper),), grace_seconds=0.5)
     assert (left.status, len(left.left)) == (0, 1)
     hungry = tmp_path / "hungry.py"
     hungry.write_text("bytearray(8 << 30)\n")

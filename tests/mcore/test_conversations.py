@@ -10,6 +10,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
 
+from megatron_epp import safe_files
 from megatron_epp.corpus.lengths import open_corpus
 from tests.mcore.chats import CHATS, SCRIPT, prepare, turns, write_chats
 
@@ -236,6 +237,21 @@ def test_files_that_cannot_be_used(tmp_path, capsys, text, more, said) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["chats.jsonl"]
     assert prepare(tmp_path / "gone.jsonl", tmp_path / "made") == 2
     assert "gone.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(safe_files, "MOST_TEXT_BYTES", 1 << 20)
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(f"{ANSWERED}\n".encode() + b"\0" * (3 << 20) + b"\n")
+    said = f"prepare_corpus: {path}, line 2: longer than 1 MiB; expected a line of JSON for each"
+    assert prepare(path, tmp_path / "made") == 2
+    line = capsys.readouterr().err
+    assert line.startswith(said) and line.count("\n") == 1
+    from tests.mcore.chats import script
+
+    words = f"{path} -o {tmp_path}/made --workers 1 --quiet"
+    assert script().main(words.split()) == 2
+    assert f"{path}, line 2: longer than 1 MiB" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_refuses_a_turn_is_quoted_with_the_line(folder, tmp_path, capsys) -> None:

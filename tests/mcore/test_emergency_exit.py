@@ -84,6 +84,17 @@ def test_no_longer_than_the_bound(megatron, last) -> None:
     assert bound <= megatron.now.seconds < bound + 1
 
 
+def test_the_first_save_says_what_it_resumes_with(megatron, capsys) -> None:
+    saves, timer = Saves(), megatron.timers["save-checkpoint"]
+    saves.first_line = "--save a: checkpoints resume with any degrees"
+    said = []
+    for seconds in (0.0, 3.0, 3.0, 9.0):
+        timer.seconds = seconds
+        saves.look()
+        said.append(capsys.readouterr().out)
+    assert said == ["", "--save a: checkpoints resume with any degrees\n", "", ""]
+
+
 def test_a_handled_signal_and_an_asynchronous_save_count(megatron) -> None:
     saves = Saves()
     handler = SimpleNamespace(_signal_received=False)

@@ -62,6 +62,21 @@ def test_a_rank_without_the_checkpoint_is_named_at_start(tmp_path, corpus, monke
     )
 
 
+def test_a_rank_with_another_folder_to_save_in_is_named(tmp_path, corpus, monkeypatch) -> None:
+    """Each would write its part of every checkpoint into a folder of its own."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
+    words = flags(corpus, epp=True, save="saved", save_interval=2)
+    said = "--save saved: rank 1 on ", ": no such folder; rank 0 on ", "; expected one folder that"
+    refused(words, *said, processes=2, program=ELSEWHERE)
+    (tmp_path / "1/saved").mkdir()  # of another job, say
+    (tmp_path / "1/saved/epp-job.lock").write_text("process 1 on elsewhere since yesterday")
+    refused(
+        words, "--save saved: rank 1 on ", ": process 1 on elsewh", processes=2, program=ELSEWHERE
+    )
+
+
 def test_a_rank_that_alone_is_refused_is_named(tmp_path, corpus, monkeypatch) -> None:
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
@@ -137,7 +152,11 @@ def saved(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two stages whose optimizer's states are of one layout."""
     folder = tmp_path_factory.mktemp("saved") / "saved"
     how = {"use_distributed_optimizer": True, "save": folder, "save_interval": 2}
-    trained(flags(corpus, epp=True, train_iters=2, **how))
+    run = trained(flags(corpus, epp=True, train_iters=2, **how))
+    # At start, and when the first one is saved, here behind the last iteration.
+    said = f"--save {folder}: checkpoints resume with the tensor- and pipeline-parallel degrees of"
+    first, *_, last = [n for n, line in enumerate(run.output.splitlines()) if said in line]
+    assert first < last and run.output.count(said) == 2
     return folder
 
 

@@ -23,6 +23,7 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_epp.corpus.loss_mask import SUFFIX
+from megatron_epp.safe_files import bounded_lines
 
 # Chat formats of Megatron's SFTTokenizer, and those of them in which every token is a target.
 FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
@@ -73,40 +74,40 @@ def read_lines(
     """(number from 1, messages) of every line that is not blank.
 
     ``unread`` receives the keys that nothing here reads: (key, "" of a line, " of messages").
-    ValueError: a line is no JSON, or has no messages with roles and texts; with its number
+    ValueError: a line is too long, no JSON, or has no messages with roles and texts; with its
+    number
     """
     unread = set() if unread is None else unread
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                value = json.loads(raw)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not a line of JSON: {_reason(error)}") from None
-            messages = value.get("messages") if isinstance(value, dict) else None
-            if not isinstance(messages, list) or not messages:
-                raise ValueError(
-                    f'{where}: no conversation; expected {{"messages": [{{"role": "user", '
-                    '"content": "..."}, {"role": "assistant", "content": "..."}]}'
-                )
-            for place, message in enumerate(messages):
-                for key in ("role", "content"):
-                    text = message.get(key) if isinstance(message, dict) else None
-                    if not isinstance(text, str):
-                        raise ValueError(
-                            f"{where}: message {place} has no text as its {key!r}; expected "
-                            f"a role (one of {', '.join(ROLES)}) and a content"
-                        )
-                if (weight := message.get("weight")) not in (None, 0, 1):
+    for number, raw in bounded_lines(path, "a line of JSON for each conversation"):
+        if not raw.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            value = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: not a line of JSON: {_reason(error)}") from None
+        messages = value.get("messages") if isinstance(value, dict) else None
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(
+                f'{where}: no conversation; expected {{"messages": [{{"role": "user", '
+                '"content": "..."}, {"role": "assistant", "content": "..."}]}'
+            )
+        for place, message in enumerate(messages):
+            for key in ("role", "content"):
+                text = message.get(key) if isinstance(message, dict) else None
+                if not isinstance(text, str):
                     raise ValueError(
-                        f"{where}: message {place} has the weight {str(weight)[:_SHOWN_KEY]!r}; "
-                        "expected 1, or 0 where it is not to be learnt"
+                        f"{where}: message {place} has no text as its {key!r}; expected "
+                        f"a role (one of {', '.join(ROLES)}) and a content"
                     )
-                unread.update((key, " of messages") for key in message.keys() - {*READ_KEYS})
-            unread.update((key, "") for key in value.keys() - {"messages"})
-            yield number, messages
+            if (weight := message.get("weight")) not in (None, 0, 1):
+                raise ValueError(
+                    f"{where}: message {place} has the weight {str(weight)[:_SHOWN_KEY]!r}; "
+                    "expected 1, or 0 where it is not to be learnt"
+                )
+            unread.update((key, " of messages") for key in message.keys() - {*READ_KEYS})
+        unread.update((key, "") for key in value.keys() - {"messages"})
+        yield number, messages
 
 
 def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> str | None:

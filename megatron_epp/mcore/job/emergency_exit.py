@@ -23,11 +23,12 @@ class Saves:
     """This rank's saves of checkpoints.
 
     last_seconds   what the last one took, as far as :meth:`look` has seen it
+    first_line     what the first one is to print, on the rank that says it
     """
 
     def __init__(self) -> None:
         """Begin with no save seen."""
-        self.last_seconds = 0.0
+        self.last_seconds, self.first_line = 0.0, ""
         self._seen = dict.fromkeys(_TIMERS, 0.0)  # seconds of all saves, by timer
 
     def look(self) -> None:
@@ -36,6 +37,9 @@ class Saves:
             seconds = timer.active_time()
             if seconds > self._seen[name]:
                 self.last_seconds, self._seen[name] = seconds - self._seen[name], seconds
+                line, self.first_line = self.first_line, ""
+                if line:
+                    print(line, flush=True)
 
     def under_way(self) -> bool:
         """Return whether a checkpoint is being written, or will be as a signal has asked for it."""

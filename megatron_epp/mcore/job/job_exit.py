@@ -59,6 +59,7 @@ def finish() -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
+    SAVES.look()  # at the one behind the last iteration
     distributed.barrier()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_epp.ir import Kind, Op
+from megatron_epp.mcore.loops.redone_call import Misread, ShapeVote, WrongShape
 from megatron_epp.runtime.executor import Compute
 from megatron_epp.runtime.kv_store import Store
 
@@ -15,7 +17,8 @@ class FailureGuard:
     From there on every message of the plan is sent, filled with zeros, and nothing is computed.
     ``error`` is what was raised; the gradients are worth nothing then. Ranks that share the
     stage's layers must fail alike, or wait for this one inside of them. ``compute`` may be an
-    error itself: of a stage that could not begin.
+    error itself: of a stage that could not begin. ``last_op``, the stage's last that adds
+    gradients, waits for the ``vote`` on the replica's shapes.
     """
 
     def __init__(
@@ -25,9 +28,12 @@ class FailureGuard:
         zeros: Callable[[int], Tensor],
         first: bool,
         last: bool,
+        vote: ShapeVote | None = None,
+        last_op: Op | None = None,
     ):
         self._store, self._zeros = store, zeros
         self._first, self._last = first, last
+        self._vote, self._last_op = vote, last_op
         self.error = compute if isinstance(compute, Exception) else None
         self._begun = None if isinstance(compute, Exception) else compute
 
@@ -37,11 +43,15 @@ class FailureGuard:
         return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        return self._do(
+        sent = self._do(
             lambda: self._compute.forward(chunk, received), None if self._last else chunk
         )
+        if self._vote is not None:
+            self._vote.forward_done()
+        return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        self._hear(Op(Kind.BACKWARD, chunk))
         return self._do(
             lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
         )
@@ -52,6 +62,7 @@ class FailureGuard:
         )
 
     def weight_backward(self, chunk: int) -> None:
+        self._hear(Op(Kind.WEIGHT, chunk))
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
@@ -63,6 +74,22 @@ class FailureGuard:
     def abandon(self) -> None:
         if self._begun is not None:
             self._begun.abandon()
+        if self._vote is not None:
+            self._vote.cast()
+
+    def _hear(self, op: Op) -> None:
+        """Fail before the ``last_op`` where a rank of the replica has misread a shape."""
+        if self._vote is None or op != self._last_op or self.error is not None:
+            return
+        if not self._vote.passed:
+            self._fail(Misread("on another rank"))
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        if self._vote is not None and isinstance(error, WrongShape):
+            self._vote.misread = True
+        self._compute.abandon()
+        self._store.clear()
 
     def _do(self, run: Callable[[], Tensor | None], sends: int | None) -> Tensor | None:
         if self.error is None:
@@ -73,7 +100,5 @@ class FailureGuard:
             except (MemoryError, torch.OutOfMemoryError):
                 raise  # the executor's to handle
             except Exception as error:
-                self.error = error
-                self._compute.abandon()
-                self._store.clear()
+                self._fail(error)
         return None if sends is None else self._zeros(sends)

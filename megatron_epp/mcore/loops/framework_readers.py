@@ -1,8 +1,9 @@
 """The rows of micro-batches where the user tells none: as the framework that calls lays them out.
 
 What a framework does with its micro-batches is known from its code (megatron_epp.frameworks),
-and code changes. So Megatron's own schedule runs the first call, in which stages tell each other
-every shape, and shows whether the rows that were read are those that came.
+and code changes. So Megatron's own schedule runs the first calls, in which stages tell each other
+every shape, and shows whether the rows that were read are those that came. Where they are not,
+there or in a later call (redone_call.py), Megatron's schedule runs all further calls.
 """
 
 import functools
@@ -15,14 +16,16 @@ import torch
 from megatron_epp.frameworks.caller import Caller
 from megatron_epp.frameworks.known import framework_of
 from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.mcore.loops.microbatch_shapes import shape_of
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 @dataclass(frozen=True, slots=True)
 class FrameworkReader:
-    """Reads micro-batches of ``framework``; an error of its own is a shape that it cannot tell."""
+    """Reads ``fields`` of a framework's micro-batches; its error is a shape that it cannot tell."""
 
     framework: str
+    fields: str
     reader: Callable[[Any], MicrobatchShape | None]
 
     def __call__(self, micro_batch: Any) -> MicrobatchShape | None:
@@ -30,6 +33,17 @@ class FrameworkReader:
             return self.reader(micro_batch)
         except Exception:  # a version that lays them out otherwise
             return None
+
+    def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
+        """Return why Megatron's schedule runs its micro-batches, for the line that says so."""
+        return (
+            f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
+            f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"
+        )
+
+
+# Of loops that are not known, whose micro-batches are mappings of a common form.
+COMMON_FORM = FrameworkReader("this loop", "tokens or input_ids", shape_of)
 
 
 def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
@@ -42,7 +56,9 @@ def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
         reader = framework.reader(caller)
     except Exception:
         return None
-    return None if reader is None else FrameworkReader(framework.name, reader)
+    if reader is None:
+        return None
+    return FrameworkReader(framework.name, framework.fields, reader)
 
 
 @dataclass
@@ -61,9 +77,10 @@ class ShapeWitness:
         self.seen.append(tuple(output.shape) if isinstance(output, torch.Tensor) else None)
         return result
 
-    def unlike(self, expected: list[tuple[int, ...]]) -> str | None:
-        """In which micro-batch another shape came than ``expected``; None: in none."""
-        for number, (predicted, came) in enumerate(zip(expected, self.seen, strict=True)):
+    def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
+        """Why micro-batches are not read: another shape came than ``expected``; None: in none."""
+        for number, predicted in enumerate(expected):
+            came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:
-                return f"micro-batch {number} was reckoned as {predicted} and came as {came}"
+                return reader.unlike(number, predicted, came)
         return None

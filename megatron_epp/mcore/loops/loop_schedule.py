@@ -14,6 +14,7 @@ from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.planned_call import PlannedCall
+from megatron_epp.mcore.loops.redone_call import Misread
 from megatron_epp.mcore.loops.replica.rank_status import LoopRefusal
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.runtime.executor import OutsidePhase
@@ -34,12 +35,13 @@ class LoopSchedule:
         the call.
 
         Any unexpected failure before the first op also falls back to Megatron's schedule, so that
-        a loop that ran before runs on. Errors of the forward step, of ``lengths``, of slices are
-        raised.
+        a loop that ran before runs on; so does a misread shape, in any call. Errors of the forward
+        step, of ``lengths``, of slices are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)
         planned: PlannedCall | None = None
+        speaker = 0
         try:
             call = LoopCall.of(keywords)
             pipeline = self._known_pipeline(call, kind)
@@ -58,6 +60,11 @@ class LoopSchedule:
                 reason = f"calls with {pipeline}"
         except LoopRefusal:
             raise
+        except Misread as misread:  # on all ranks of the replica
+            assert planned is not None, "a planned call was misread"
+            planned.undo()
+            speaker = planned.first_rank  # another replica may have read rightly
+            reason = f"calls with {misread} (install_schedule(lengths=))"
         except Exception as error:
             if planned is not None and planned.committed:
                 raise
@@ -67,18 +74,18 @@ class LoopSchedule:
             )
         if planned is not None:
             keywords = planned.with_batches_from_the_start(keywords)
-        return self._leave(reason, kind, keywords)
+        return self._leave(reason, kind, keywords, speaker)
 
     def _count(self) -> int:
         """Count a call that a plan runs; return its number."""
         self._calls += 1
         return self._calls
 
-    def _leave(self, reason: str, kind: str, keywords: dict[str, Any]) -> list[Any]:
-        """Megatron's own schedule runs the call; said once for every reason, by one rank."""
+    def _leave(self, reason: str, kind: str, keywords: dict[str, Any], by: int) -> list[Any]:
+        """Megatron's own schedule runs the call; said once for every reason, ``by`` one rank."""
         if reason not in self._logged:
             self._logged.add(reason)
-            say(f"Megatron's own schedule runs {reason}")
+            say(f"Megatron's own schedule runs {reason}", by)
         return self.stock[kind](**keywords)
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:

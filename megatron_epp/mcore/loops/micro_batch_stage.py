@@ -16,6 +16,7 @@ from megatron_epp.ir import Kind, Plan
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
+from megatron_epp.mcore.loops.redone_call import WrongShape
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.runtime.kv_store import Store
@@ -96,11 +97,7 @@ class MicroBatchStage(ModelStage):
             return None
         expected = self.shape(chunk)
         if tuple(output.shape) != expected:
-            raise ValueError(
-                f"micro-batch {chunk}: the model's output has shape {tuple(output.shape)}, "
-                f"{expected} was told beforehand; install_schedule(lengths=...) must tell the rows "
-                "that all ranks of the stage compute, padding included"
-            )
+            raise WrongShape(chunk, expected, tuple(output.shape))
         return self._detached(chunk, received, output)
 
     def _recomputing(self, chunk: int) -> AbstractContextManager[None]:

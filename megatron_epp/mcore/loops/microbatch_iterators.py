@@ -5,6 +5,7 @@ forward steps run in a planned order, so each is given an iterator of its own th
 micro-batch it is to draw. On a rank whose forward step never draws, nothing is drawn.
 """
 
+import copy
 from typing import Any
 
 
@@ -14,10 +15,14 @@ def draws_by_offset(source: Any) -> bool:
 
 
 class MicroBatches:
-    """``count`` micro-batches of the iterator ``source``, or of nothing on ranks that have none."""
+    """``count`` micro-batches of the iterator ``source``, or of nothing on ranks that have none.
+
+    repeatable   they may be drawn again: a shallow copy of what is handed out stays here, as
+                 forward steps take entries out of it
+    """
 
     def __init__(self, source: Any, count: int):
-        self.source, self.count = source, count
+        self.source, self.count, self.repeatable = source, count, False
         self._drawn: list[Any] = []
         self._start = source.offset if draws_by_offset(source) else 0
 
@@ -51,7 +56,7 @@ class MicroBatches:
 
     def let_go(self, number: int) -> None:
         if number < len(self._drawn):
-            self._drawn[number] = None
+            self._drawn[number] = copy.copy(self._drawn[number]) if self.repeatable else None
 
     def only(self, number: int) -> "SingleMicrobatch":
         """The iterator that the forward step of micro-batch ``number`` draws from."""

@@ -45,9 +45,9 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Calls of one shape that Megatron's schedule runs until a reader is believed, which may be right by
-# chance.
-WITNESSED_CALLS = 3
+# Calls that Megatron's schedule runs until a reader is believed, which may be right by chance:
+# where they have several shapes, and where all have one.
+WITNESSED_CALLS, WITNESSED_ALIKE = 2, 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
 
@@ -91,9 +91,9 @@ class ModelPipeline:
 
     @property
     def shown(self) -> bool:
-        """Whether enough calls have been compared: of two shapes, or several of one."""
-        shapes = frozenset().union(*self.witnessed)
-        return len(shapes) > 1 or len(self.witnessed) >= WITNESSED_CALLS
+        """Whether enough calls have been compared."""
+        several = len(frozenset().union(*self.witnessed)) > 1
+        return len(self.witnessed) >= (WITNESSED_CALLS if several else WITNESSED_ALIKE)
 
     @property
     def stages(self) -> int:

@@ -7,19 +7,27 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from megatron_epp.ir import Plan, lower_rank
+from megatron_epp.ir import MAKE_GRADIENTS, Plan, lower_rank
 from megatron_epp.mcore.data.row_shard import RowShard, row_block
 from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, process_groups
 from megatron_epp.mcore.loops.failure_guard import FailureGuard
-from megatron_epp.mcore.loops.framework_readers import FrameworkReader, ShapeWitness, reader_of
+from megatron_epp.mcore.loops.framework_readers import (
+    COMMON_FORM,
+    FrameworkReader,
+    ShapeWitness,
+    reader_of,
+)
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
+from megatron_epp.mcore.loops.redone_call import CallState, Misread, ShapeVote, WrongShape
 from megatron_epp.mcore.loops.replica.rank_status import (
     LoopFailed,
+    RanksDiffer,
     RankStatus,
     error_text,
     gather_statuses,
@@ -30,7 +38,7 @@ from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.stage import reduce_in_turn, reserve_exchange
+from megatron_epp.mcore.model.stage import last_op, reduce_in_turn, reserve_exchange
 from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
@@ -91,6 +99,19 @@ class PlannedCall:
         self.batches = [MicroBatches(each, call.num_microbatches) for each in call.iterators]
         self.model: AttachedModel | None = attached(call.one_model)
         self.committed = self.model is not None
+        self.reading: FrameworkReader | None = None  # by rules that may be wrong
+        self._state: CallState | None = None  # before the ops
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the replica."""
+        control = self.pipeline.control
+        return 0 if control is None else dist.get_global_rank(control, 0)
+
+    def undo(self) -> None:
+        """Restore what the ops have changed."""
+        if self._state is not None:
+            self._state.restore()
 
     def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
         """Return ``keywords`` of the call with the micro-batches that were drawn, if any were."""
@@ -111,17 +132,32 @@ class PlannedCall:
             needs_shapes = pipeline.stages > 1 and not slicing
             fixed = fixed_shape(call, groups) if needs_shapes else None
             reader = self.settings.lengths
-            unknown = fixed is None and pipeline.unlike is None and not pipeline.interleaved
-            if needs_shapes and reader is None and unknown:
-                reader = reader_of(call, groups)
+            if needs_shapes and reader is None and fixed is None:
+                if not pipeline.interleaved:
+                    reader = reader_of(call, groups)
+                self.reading = reader or COMMON_FORM
         except Exception as error:  # the others wait for what this rank reads
             gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
             raise
+        if pipeline.unlike is not None and self.reading is not None:
+            return None
         if slicing:
             work = self._slices(groups)
         else:
-            shapes = read_shapes(call, pipeline, self.batches[0], fixed, reader)
+            try:
+                shapes = read_shapes(call, pipeline, self.batches[0], fixed, reader)
+            except RanksDiffer as differ:
+                if not isinstance(reader, FrameworkReader):
+                    raise
+                pipeline.unlike = f"micro-batches as {reader.framework} lays them out: {differ}"
+                return None
             if shapes is None:
+                return None
+            if isinstance(reader, FrameworkReader) and pipeline.in_lockstep:
+                # After a misread, ops end early: ranks of other replicas would block.
+                pipeline.unlike = (
+                    f"ops that meet other replicas', on rows read as {reader.framework}'s"
+                )
                 return None
             varies = pipeline.stages > 1 and fixed is None
             hidden = config.hidden_size if varies else 0  # else the configuration may have none
@@ -172,11 +208,9 @@ class PlannedCall:
         )
         last = pipeline.rank == pipeline.stages - 1
         expected = [extents.message(number) for number in range(len(extents.shapes))]
-        status = RankStatus(None if last else witness.unlike(expected))
+        status = RankStatus(None if last else witness.unlike(expected, reader))
         statuses = gather_statuses(status, pipeline.control)
-        unlike = next((status.value for status in statuses if status.value), None)
-        if unlike is not None:
-            pipeline.unlike = f"micro-batches that {reader.framework} lays out otherwise: {unlike}"
+        pipeline.unlike = next((status.value for status in statuses if status.value), None)
         pipeline.witnessed.append(frozenset(map(tuple, expected)))
         return result
 
@@ -271,6 +305,14 @@ class PlannedCall:
         meter: Meter = NoMeter()
         stages: list[LoopStage] = []
         failed: Exception | None = None
+        vote: ShapeVote | None = None
+        last_ops = [last_op(order, MAKE_GRADIENTS) for order in work.plan.orders]
+        if self.reading is not None:
+            self._state = CallState(call.models, not call.forward_only)
+            for batches in self.batches:
+                batches.repeatable = True
+            if not call.forward_only:
+                vote = ShapeVote(pipeline.control, len(work.plan.chunks) * len(pipeline.seconds))
         try:
             meter = self.settings.make_meter(call.one_model)
             for part in range(len(pipeline.local_stages)):
@@ -285,6 +327,8 @@ class PlannedCall:
                 lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
                 first=number == 0,
                 last=number == pipeline.stages - 1,
+                vote=vote,
+                last_op=last_ops[number],
             )
             for part, number in enumerate(pipeline.local_stages)
         }
@@ -299,15 +343,16 @@ class PlannedCall:
             for stage in stages:
                 stack.enter_context(stage)
             records, failure = programs.run(program, guarded, StageStores(stores), links, meter)
+            for stage in stages if vote is not None and not vote.passed else ():
+                stage.reduces = False
         seconds = 0.0
-        raised = next((guard.error for guard in guarded.values() if guard.error), None)
-        if raised is None and failure is None:
-            for batches in self.batches:
-                batches.finish()
-            if not call.forward_only and programs.groups is not None:
-                for learnt, number in zip(pipeline.seconds, pipeline.local_stages, strict=True):
-                    learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
-                seconds = records[-1].stop
+        errors = [guard.error for guard in guarded.values() if guard.error is not None]
+        raised = next((e for e in errors if isinstance(e, WrongShape)), next(iter(errors), None))
+        went_well = raised is None and failure is None
+        if went_well and not call.forward_only and programs.groups is not None:
+            for learnt, number in zip(pipeline.seconds, pipeline.local_stages, strict=True):
+                learnt.saw(work.sizes_3C, tuple(r for r in records if r.stage == number))
+            seconds = records[-1].stop
         refusal = str(raised) if isinstance(raised, ValueError) else None
         if failure is not None:
             raised = MemoryError(
@@ -315,6 +360,8 @@ class PlannedCall:
                 f"memory ({failure.reason})"
             )
         self._exchange(work.plan, bool(stages), seconds, raised, refusal)
+        for batches in self.batches:
+            batches.finish()
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
         return stages
@@ -338,8 +385,16 @@ class PlannedCall:
         rates = [learnt.rates for learnt in pipeline.seconds]
         measured = all(learnt.measured for learnt in pipeline.seconds)
         text = None if error is None else error_text(error)
-        status = RankStatus((pipeline.rank, rates, measured, seconds, begun), refusal, text)
+        unlike = None
+        if self.reading is not None and isinstance(error, WrongShape):
+            unlike = self.reading.unlike(error.chunk, error.expected, error.came)
+        status = RankStatus((pipeline.rank, rates, measured, seconds, begun, unlike), refusal, text)
         statuses = gather_statuses(status, pipeline.control)
+        unlike = next((status.value[5] for status in statuses if status.value[5]), None)
+        if unlike is not None:
+            pipeline.unlike = unlike
+            self._stop_timer()
+            raise Misread(unlike) from error
         if error is not None and not any(status.value[4] for status in statuses):
             self.committed = self.model is not None
             self._stop_timer()

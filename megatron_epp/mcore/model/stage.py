@@ -79,8 +79,8 @@ class ModelStage:
         order = plan.orders[self.stage]
         forwards = [op.chunk for op in order if op.kind is Kind.FORWARD]
         self._following = dict(pairwise(forwards))
-        self._last_gradients = _last(order, MAKE_GRADIENTS)
-        self._last_backward = _last(order, BACKWARDS)
+        self._last_gradients = last_op(order, MAKE_GRADIENTS)
+        self._last_backward = last_op(order, BACKWARDS)
         self._no_sync = ExitStack()
         # Where a rank has several stages: whose reductions wait for this one's, and whether this
         # one's do (reduce_in_turn).
@@ -94,6 +94,7 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
+        self.reduces = True  # over replicas; not in a call that runs once more
         self._router_stats = self._stats_of_routers(plan) if self.training else None
 
     @property
@@ -123,7 +124,7 @@ class ModelStage:
     def __exit__(self, *error: Any) -> None:
         self._no_sync.close()
         self._patched.close()
-        if self._abandoned and self.training:
+        if self._abandoned and self.training and self.reduces:
             self._reduce_anyway()
         if self._router_stats is not None:
             drop_routing(self.layers_model)
@@ -136,7 +137,7 @@ class ModelStage:
             assert not len(self.host), "a chunk's layers lie in the host's memory for nobody"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
-            if self.config.grad_sync_func is not None and self.stage > 0:
+            if self.config.grad_sync_func is not None and self.stage > 0 and self.reduces:
                 self.config.grad_sync_func(self.model.parameters())
 
     def abandon(self) -> None:
@@ -372,7 +373,8 @@ def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op
             latest = stage
 
 
-def _last(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
+def last_op(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
+    """Return the last op of ``order`` that is of one of ``kinds``."""
     return next((op for op in reversed(order) if op.kind in kinds), None)
 
 

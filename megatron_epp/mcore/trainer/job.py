@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.cost_monitor import CostMonitor
-from megatron_epp.control.files import claim
+from megatron_epp.control.files import claim, owner_of
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
@@ -45,7 +45,7 @@ from megatron_epp.mcore.trainer.host_facts import require_same_facts
 from megatron_epp.mcore.trainer.job_data import JobData
 from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
-from megatron_epp.runtime.consensus import broadcast_result
+from megatron_epp.runtime.consensus import broadcast_result, require_same
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -167,12 +167,20 @@ class Job:
                 fuse_weight_gradients(model)
 
     def _claim_folders(self, groups: Groups) -> None:
-        """Lock the folders that this job writes against other jobs. Collective."""
+        """Lock the folders that this job writes against other jobs. Collective.
 
-        def lock() -> None:
+        ValueError: not all ranks see the one folder of --save that rank 0 has locked.
+        """
+        save = self.args.save
+
+        def lock() -> str:
             self._locks = claim(self._folders)
+            return owner_of(save) if save else ""
 
-        broadcast_result(lock, groups.control)
+        owner = broadcast_result(lock, groups.control)
+        if save:
+            seen = {f"--save {save}": owner_of(save, owner)}
+            require_same(seen, groups.control, "one folder that all hosts share")
 
     def _watch(self, groups: Groups) -> None:
         """Have this rank say its op when it is terminated, and when it hangs."""

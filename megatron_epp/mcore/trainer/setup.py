@@ -11,6 +11,7 @@ from megatron_epp.mcore.choose.kept import keep_choices, resumable_line
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.config import AUTO, OFF, Config
+from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.model.forward import chunk_forward_step
@@ -65,7 +66,8 @@ def setup(
     fix_layer_spec(model_config)
     job.install(model_config)
     if args.save and rank() == 0:  # after the hook that claims the folder
-        print(resumable_line(args), flush=True)
+        SAVES.first_line = resumable_line(args)
+        print(SAVES.first_line, flush=True)
         model_config.pre_wrap_hooks.append(partial(keep_choices, args, placement))
     patch_points.apply_schedule_patch(job.choose_schedule)
 

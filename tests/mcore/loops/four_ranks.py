@@ -11,6 +11,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
@@ -23,12 +24,19 @@ cpu_host.install_cpu_host()
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
 
+from megatron_epp.mcore.loops import loop_schedule
 from tests.mcore.loops.joined import joined
 from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 from tests.waiting import LAST_RESORT_SECONDS
@@ -100,6 +108,69 @@ def calls(model, prepare=lambda number: None) -> list:
     return made
 
 
+def padding_step(data_iterator, model):
+    """Written in a framework, says how it is read; pads what asks for it by four rows."""
+    batch = next(data_iterator)
+    tokens, labels = (
+        functional.pad(batch[name], (0, batch["more"])) for name in ("input_ids", "labels")
+    )
+    rows = tokens.shape[1]
+    mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+    output = model(tokens, torch.arange(rows)[None], mask, labels=labels)
+    return output, lambda losses: (losses.mean(), {"loss": losses.mean().item()})
+
+
+padding_step.__module__ = "swift.megatron.trainers"
+
+
+def misread(model) -> dict[str, object]:
+    """What calls of a framework's loop make whose second replica lays a micro-batch out otherwise
+    than is read, from the third call on, while gradients are reduced by hooks: Megatron's schedule,
+    then ours."""
+    settings = DistributedDataParallelConfig(overlap_grad_reduce=True, grad_reduce_in_fp32=False)
+    wrapped = DistributedDataParallel(model.config, settings, model)
+    hooks = {"no_sync_func": wrapped.no_sync, "finalize_model_grads_func": finalize_model_grads}
+
+    def run() -> list:
+        made = []
+        for number in range(CALLS + 1):
+            batches = micro_batches(number)
+            for batch in batches:
+                batch |= {"input_ids": batch.pop("tokens"), "more": 0}
+            batches[3]["more"] = 4 * (mpu.get_data_parallel_rank() == 1 and number >= 2)
+            wrapped.zero_grad_buffer()
+            with patch.multiple(model.config, **hooks):
+                get_forward_backward_func()(
+                    forward_step_func=padding_step,
+                    data_iterator=iter(batches),
+                    model=[wrapped],
+                    num_microbatches=MICRO_BATCHES,
+                    seq_length=1,
+                    micro_batch_size=1,
+                )
+            made.append([p.main_grad.clone() for p in wrapped.parameters()])
+        return made
+
+    expected, ran, said = run(), [], []
+    timeout = timedelta(seconds=LAST_RESORT_SECONDS)
+
+    def say(words: str, by: int) -> None:
+        if dist.get_rank() == by:
+            said.append(words)
+
+    with (
+        patch.object(loop_schedule, "say", say),
+        megatron_epp.install_schedule(observe=ran.append, timeout=timeout),
+    ):
+        ours = run()
+    worst = max(
+        float((gradient - wanted).abs().max() / wanted.abs().max())
+        for all_ours, all_wanted in zip(ours, expected, strict=True)
+        for gradient, wanted in zip(all_ours, all_wanted, strict=True)
+    )
+    return {"worst": worst, "plans": len(ran), "said": said}
+
+
 def compared(model, prepare=lambda number: None) -> dict[str, object]:
     """Megatron's schedule, then ours: the worst difference, and the orders that this rank ran."""
     expected, ran = calls(model), []
@@ -121,6 +192,8 @@ def main() -> None:
         mpu.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
         model_parallel_cuda_manual_seed(1)
         answers["experts over replicas"] = compared(build_model(2, **EXPERTS))
+        answers["misread on a replica"] = misread(build_model(2))
+        answers["read, in lockstep"] = misread(build_model(2, **EXPERTS))
         mpu.destroy_model_parallel()
         world = ReloadableWorld(dist.FileStore(str(folder / "second meeting"), RANKS))
         mpu.initialize_model_parallel(pipeline_model_parallel_size=4)

@@ -49,3 +49,21 @@ def test_replicas_that_meet_have_one_program_whatever_their_lengths() -> None:
         free.add(tuple(lower_rank(plan, stage) for stage in range(4)))
         together.add(tuple(lower_rank(plan, stage, (counted(plan),)) for stage in range(4)))
     assert len(together) == 1 < len(free)
+
+
+def test_a_replica_that_misreads_leaves_none_waiting(answers) -> None:
+    """Its call runs once more before anything of it was reduced; the other replica's plans go on.
+    Of five calls two show the shapes; gradients are those of both replicas."""
+    found = [answer["misread on a replica"] for answer in answers]
+    assert all(each["worst"] < 1e-12 for each in found)
+    assert [each["plans"] for each in found] == [3, 0, 3, 0]
+    assert [len(each["said"]) for each in found] == [0, 1, 0, 0]
+    assert "ms-swift lays out otherwise: micro-batch 3 was read as (" in found[1]["said"][0]
+
+
+def test_a_framework_is_not_read_where_replicas_meet_in_ops(answers) -> None:
+    """What was misread there would leave the other replicas waiting for ops."""
+    found = [answer["read, in lockstep"] for answer in answers]
+    assert all(each["worst"] < 1e-12 and each["plans"] == 0 for each in found)
+    (said,) = found[0]["said"]
+    assert "ops that meet other replicas', on rows read as ms-swift's" in said

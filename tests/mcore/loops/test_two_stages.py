@@ -43,6 +43,36 @@ def test_what_nobody_foresaw_ends_no_job(answers, what) -> None:
     assert "KeyError: 'what nobody foresaw'" in said
 
 
+@pytest.mark.parametrize(
+    ("case", "plans"),
+    [
+        ("swift.megatron.trainers in the first call", 0),
+        ("swift.megatron.trainers in a later call", 1),
+        ("swift.megatron.trainers in a later call, gradients of several", 1),
+        ("swift.megatron.trainers in a pass of forwards", 1),
+        ("a_loop in the first call", 0),
+        ("a_loop in a later call", 3),
+        ("a_loop in a later call, gradients of several", 3),
+        ("a_loop in a pass of forwards", 3),
+    ],
+)
+def test_a_misread_ends_no_job(answers, case, plans) -> None:
+    """Megatron's schedule runs that call once more, with what was there before it, and all behind
+    it: losses under dropout, gradients, hooks and buffers are those of a loop without plans."""
+    for answer in answers:
+        same, worst, ran, _ = answer["misread"][case]
+        assert same == [[True] * 3] * 6 and worst < 1e-12 and ran == plans
+    (said,) = answers[0]["misread"][case][3]
+    framework, reader = ("ms-swift", "frameworks.swift.shapes, by input_ids")
+    if case.startswith("a_loop"):
+        framework, reader = ("this loop", "mcore.loops.microbatch_shapes, by tokens or input_ids")
+    assert said == (
+        f"Megatron's own schedule runs calls with micro-batches that {framework} lays out "
+        f"otherwise: micro-batch 2 was read as (10, 1, 64) (megatron_epp.{reader}) and came as "
+        "(14, 1, 64) (install_schedule(lengths=))"
+    )
+
+
 BAD = {
     "twice": "rank 0: the forward step drew twice for micro-batch",
     "differ": "micro-batch 2 differs over ranks: it has MicrobatchShape(rows=10, samples=1, "

@@ -10,7 +10,7 @@ calls that cannot go well, each of which must end on both ranks, and at last one
 import json
 import sys
 from contextlib import contextmanager, nullcontext
-from itertools import batched
+from itertools import batched, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -30,6 +30,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from torch.nn import functional
 
 from megatron_epp.autoload import PIPELINE
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
@@ -208,6 +209,16 @@ def interleaved(models) -> list:
     return [[made, kinds], gradients]
 
 
+def heard(said: list[str], rank: int):
+    """While it lasts, what the schedule says goes to ``said``."""
+
+    def say(words: str, by: int) -> None:
+        if rank == by:
+            said.append(words)
+
+    return patch.object(loop_schedule, "say", say)
+
+
 def outcome(do) -> str:
     try:
         do()
@@ -271,8 +282,7 @@ def unforeseen(model, rank: int) -> dict[str, list]:
         "all stages": patch.object(MicroBatchStage, "__init__", fails),
     }.items():
         ran, said = [], []
-        listened = patch.object(loop_schedule, "say", said.append if rank == 0 else len)
-        with place, listened, megatron_epp.install_schedule(observe=ran.append):
+        with place, heard(said, rank), megatron_epp.install_schedule(observe=ran.append):
             made = [call(model, micro_batches()) for _ in range(2)]
         found[name] = [made, len(ran), said]
     return found
@@ -294,6 +304,92 @@ def lies(model) -> dict[str, str]:
     for name, lengths in told.items():
         with megatron_epp.install_schedule(lengths=lengths):
             found[name] = outcome(lambda: call(model, micro_batches()))
+    return found
+
+
+def padding_step(at: str):
+    """A forward step that pads what says so by four rows, and takes entries out of what it draws;
+    ``at``: where it is written."""
+
+    def forward_step(data_iterator, model):
+        batch = next(data_iterator)
+        tokens, labels = batch.pop("input_ids", batch.get("tokens")), batch.pop("labels")
+        tokens, labels = (functional.pad(rows, (0, batch["more"])) for rows in (tokens, labels))
+        rows = tokens.shape[1]
+        mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
+        output = model(tokens, torch.arange(rows)[None], mask, labels=labels)
+        return output, lambda losses: (losses.sum(), {"loss": losses.sum().item()})
+
+    forward_step.__module__ = at
+    return forward_step
+
+
+# (pad micro-batch 2 from which call on, calls that are passes of forwards, gradients add up)
+MISREAD = {
+    "in the first call": (0, (3,), False),
+    "in a later call": (3, (), False),
+    "in a later call, gradients of several": (3, (), True),
+    "in a pass of forwards": (3, (3, 4), False),
+}
+
+
+def misread_calls(model, at: str, case: tuple) -> list:
+    """What six calls return, with their gradients, hooks, and what has run through the model."""
+    first, passes, adds_up = case
+    name = "input_ids" if at.startswith("swift") else "tokens"
+    model.train()
+    torch.manual_seed(5)
+    model_parallel_cuda_manual_seed(5)
+    model.seen.zero_()
+    made: list = []
+    model.zero_grad(set_to_none=True)
+    for number in range(6):
+        if not adds_up:
+            model.zero_grad(set_to_none=number % 2 == 0)
+        batches = [
+            {name: batch["tokens"], "labels": batch["labels"], "more": 0}
+            for batch in micro_batches()
+        ]
+        batches[2]["more"] = 4 * (number >= first)
+        events = []
+        hooks = {
+            "no_sync_func": nullcontext,
+            "grad_sync_func": lambda parameters, events=events: events.append("grad_sync"),
+            "finalize_model_grads_func": lambda *words, events=events, **named: events.append(
+                "finalize"
+            ),
+        }
+        passed = number in passes
+        with patch.multiple(model.config, **hooks), torch.set_grad_enabled(not passed):
+            found = call(model, batches, padding_step(at), forward_only=passed)
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        made.append(([item["loss"] for item in found], gradients, events, int(model.seen)))
+    return made
+
+
+def misread(model, rank: int) -> dict[str, list]:
+    """By who laid micro-batches out otherwise, and when: whether losses, hooks and counts are those
+    of Megatron's schedule, the largest difference of a gradient, plans that ran, what was said."""
+    model.register_buffer("seen", torch.zeros(1), persistent=False)
+    hook = model.register_forward_pre_hook(lambda module, words: module.seen.add_(1) and None)
+    for layer in model.decoder.layers:
+        layer.hidden_dropout = 0.1
+    found = {}
+    for at, (when, case) in product(("swift.megatron.trainers", "a_loop"), MISREAD.items()):
+        expected, ran, said = misread_calls(model, at, case), [], []
+        with heard(said, rank), megatron_epp.install_schedule(reorder=False, observe=ran.append):
+            ours = misread_calls(model, at, case)
+        pairs = list(zip(ours, expected, strict=True))
+        same = [[mine[i] == wanted[i] for i in (0, 2, 3)] for mine, wanted in pairs]
+        worst = max(
+            float((gradients[name] - wanted[name]).abs().max())
+            for (_, gradients, *_), (_, wanted, *_) in pairs
+            for name in wanted
+        )
+        found[f"{at} {when}"] = [same, worst, len(ran), said]
+    hook.remove()
+    for layer in model.decoder.layers:
+        layer.hidden_dropout = 0.0
     return found
 
 
@@ -442,7 +538,7 @@ def main() -> None:
         model.config.finalize_model_grads_func = None
         stock, expected = contract(model)
         surprises = unforeseen(model, rank)
-        told = lies(model)
+        told = lies(model) | {"misread": misread(model, rank)}
         ran: list = []
         installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
         ours, gradients = contract(model)

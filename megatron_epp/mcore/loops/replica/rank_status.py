@@ -15,6 +15,10 @@ class LoopRefusal(ValueError):
     """Input of a loop that no schedule can run; raised on every rank, in one line."""
 
 
+class RanksDiffer(LoopRefusal):
+    """Ranks of a pipeline read their micro-batches differently."""
+
+
 class LoopFailed(RuntimeError):
     """Another rank of this replica failed; says which, and in which words."""
 
@@ -67,7 +71,7 @@ def _message(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
     """The list that all ranks which know one agree on; None where no rank knows one.
 
-    ``every``: by place in ``control``, None from ranks that know nothing. LoopRefusal: two
+    ``every``: by place in ``control``, None from ranks that know nothing. RanksDiffer: two
     ranks differ, with the number of the first micro-batch in which they do.
     """
     known = [(place, items) for place, items in enumerate(every) if items is not None]
@@ -83,7 +87,7 @@ def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> li
                     else (dist.get_global_rank(control, p) for p in (first_place, place))
                 )
                 a, b = ranks
-                raise LoopRefusal(
+                raise RanksDiffer(
                     f"micro-batch {number} differs over ranks: {what} {one} on rank {a}, {other} "
                     f"on rank {b}; expected the same micro-batches on all ranks of a pipeline"
                 )

@@ -31,7 +31,8 @@ def read_shapes(
     by: ShapeFunction | None,
 ) -> list[MicrobatchShape] | None:
     """The extent of every micro-batch, by the loop's own function where there is one; None where
-    shapes differ and nobody knows them. ``shape``: of all messages, where it is one. Collective.
+    shapes differ and nobody knows them, or ranks have readers of several frameworks. ``shape``: of
+    all messages, where it is one. Collective.
 
     ValueError: ranks differ, or a rank refuses what it reads; on every rank.
     """
@@ -45,6 +46,7 @@ def read_shapes(
         batches,
         (lambda number: measured(batches.item(number), by, number)) if needed else None,
         "it has",
+        getattr(by, "framework", ""),
     )
     if shape is not None and (shapes is None or None in shapes):
         config = call.config
@@ -77,8 +79,10 @@ def _agreed(
     batches: MicroBatches,
     read: Callable[[int], Any] | None,
     what: str,
+    reader: str = "",
 ) -> list[Any] | None:
-    """``read`` of every micro-batch's number, alike on all ranks that have an iterator."""
+    """``read`` of every micro-batch's number, alike on all ranks that have an iterator; None, too,
+    where they have not the same ``reader``."""
     values, refusal = None, None
     if read is not None and batches.readable:
         try:
@@ -86,11 +90,14 @@ def _agreed(
         except Exception as error:
             refusal = refused_by(error)
     pipeline.current_op.enter("what all ranks of the replica have read")
-    every = gather_statuses(RankStatus((call.num_microbatches, values), refusal), pipeline.control)
+    own = RankStatus((call.num_microbatches, values, reader), refusal)
+    every = gather_statuses(own, pipeline.control)
     raise_remote_failure(every, pipeline.control)
     counts = [status.value[0] for status in every]
     if len(set(counts)) > 1:
         raise LoopRefusal(
             f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one number"
         )
+    if len({status.value[2] for status in every}) > 1:
+        return None
     return agreed([status.value[1] for status in every], what, pipeline.control)

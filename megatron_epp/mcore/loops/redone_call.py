@@ -1,0 +1,110 @@
+"""A call whose micro-batches were misread: Megatron's schedule runs it again.
+
+The shapes of a framework's micro-batches are read by the rules of its code, which changes. A stage
+whose output has another shape than was read does not end the job: every rank of the replica
+restores what the call has changed, and Megatron's schedule runs this call and all later ones.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.mcore.model.rng import random_states, restore_random_states
+
+
+class WrongShape(ValueError):
+    """A stage's output in another shape than was known beforehand."""
+
+    def __init__(self, chunk: int, expected: tuple[int, ...], came: tuple[int, ...]):
+        """Name the micro-batch, the ``expected`` shape, and the one that ``came``."""
+        self.chunk, self.expected, self.came = chunk, expected, came
+        super().__init__(
+            f"micro-batch {chunk}: the model's output has shape {came}, {expected} was told "
+            "beforehand; install_schedule(lengths=...) must tell the rows that all ranks of the "
+            "stage compute, padding included"
+        )
+
+
+class Misread(Exception):
+    """A call that the replica runs again by Megatron's schedule; its text says what was read."""
+
+
+class CallState:
+    """What a call of ``models`` changes: random states, buffers, gradients.
+
+    Gradients that are zero when the call begins, as after an optimizer step, are not copied; others
+    are copied to host memory.
+    """
+
+    def __init__(self, models: Sequence[Any], training: bool):
+        """Save the state; of gradients where the call is ``training``."""
+        self._random = random_states()
+        # By name: ``buffers`` of Megatron's DDP is an attribute, its gradient buffers.
+        named = [buffer for model in models for _, buffer in model.named_buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in named]
+        parameters = [p for model in models for p in model.parameters()] if training else []
+        self._gradients = [
+            (parameter, name, getattr(parameter, name))
+            for parameter in parameters
+            for name in ("grad", "main_grad")
+            if hasattr(parameter, name)
+        ]
+        present = [gradient for *_, gradient in self._gradients if gradient is not None]
+        filled = torch.stack([one.any() for one in present]).tolist() if present else []
+        self._copies = {
+            id(gradient): gradient.detach().to("cpu", copy=True)
+            for gradient, is_filled in zip(present, filled, strict=True)
+            if is_filled
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state."""
+        restore_random_states(self._random)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for parameter, name, gradient in self._gradients:
+            setattr(parameter, name, gradient)
+            if gradient is not None and id(gradient) in self._copies:
+                gradient.copy_(self._copies[id(gradient)])
+            elif gradient is not None:
+                gradient.zero_()
+
+
+class ShapeVote:
+    """Whether every output of a replica had the shape that was read.
+
+    Each rank contributes after its last forward, and waits for the result before its last backward,
+    in which the reduction of gradients over replicas starts: that cannot be undone. A stage's last
+    backward depends on all forwards of all stages, so no rank blocks.
+    """
+
+    def __init__(self, control: dist.ProcessGroup, forwards: int):
+        """Expect ``forwards`` on this rank; ``control`` spans the replica."""
+        self._control, self._left = control, forwards
+        self._work: Any = None
+        self._wrong = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.misread = False
+
+    def forward_done(self) -> None:
+        """Count a forward of this rank."""
+        self._left -= 1
+        if self._left == 0:
+            self.cast()
+
+    def cast(self) -> None:
+        """Contribute, once: after the last forward, or where no forward will run any more."""
+        if self._work is None:
+            self._wrong.fill_(int(self.misread))
+            self._work = dist.all_reduce(
+                self._wrong, dist.ReduceOp.MAX, group=self._control, async_op=True
+            )
+
+    @property
+    def passed(self) -> bool:
+        """Wait for every rank; return whether all shapes were as read."""
+        self.cast()
+        self._work.wait()
+        return not int(self._wrong)
