@@ -12,7 +12,7 @@ PLANNED = "loop"
 AS_CALLED = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
 PAYS_FROM = 0.015  # at least so much faster than the caller's order, or it is not worth another
 # What may be held, as multiples of what the fullest rank holds by Megatron's order.
-BUDGET_SHARES = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
+BUDGET_FACTORS = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
 _ROUNDING = 1e-9
 
 
@@ -53,9 +53,9 @@ class CallOptions:
         """
         yield held
         most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
-        for share in BUDGET_SHARES:
-            if share * held.max() <= most * (1 + _ROUNDING):
-                yield np.full(len(held), share * held.max())
+        for factor in BUDGET_FACTORS:
+            if factor * held.max() <= most * (1 + _ROUNDING):
+                yield np.full(len(held), factor * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
         """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""

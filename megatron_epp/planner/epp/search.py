@@ -64,7 +64,6 @@ class Search(Player):
     ):
         super().__init__(batch, cost, options, headroom_bytes, host)
         self.rates = rates_of(cost)
-        # Seconds of one replica's documents on an average stage.
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
         if options.whole:  # where the longest does not fit, no plan will

@@ -24,7 +24,7 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
-_WHOLE_OPS = (Kind.FORWARD, Kind.BACKWARD)
+_OPS_OF_CHUNK = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def rates_of(cost: Cost) -> Rates:
@@ -38,7 +38,7 @@ def rates_of(cost: Cost) -> Rates:
     )
     of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
-    tokens = {kind: float(cost.seconds.per(kind)[:, TOKENS].mean()) for kind in _WHOLE_OPS}
+    tokens = {kind: float(cost.seconds.per(kind)[:, TOKENS].mean()) for kind in _OPS_OF_CHUNK}
     host_ops = tuple(
         (taken / sum(tokens.values()), float(cost.seconds.host[kind].mean()))
         for kind, taken in tokens.items()
