@@ -13,15 +13,17 @@ stages. In turn and in changing order, --rounds times:
                     micro-batch (docs, packed); the last three with two stages a rank
     megatron 1f1b   forward_backward_pipelining_without_interleaving, a document each, shapes by
                     handshake
-    packing, packing-best, whole, epp
-                    by this project's executor; whole: epp's plans with no document cut;
-                    packing to the context, within no memory budget; the others within what packing
-                    then holds
+    packing, packing-best, whole, epp, epp v
+                    by this project's executor; whole: epp's plans with no document cut; v: with
+                    two stages a rank, in a V; packing to the context, within no memory budget; the
+                    others within what its fullest rank then holds; ample: within no budget, as
+                    torch's and Megatron's schedules run
 
 Results of each cell are appended to --state, and a run that was stopped goes on after them. A row
 of the table is a variant: tokens per second, its ratio to packing-best round by round (median,
-least and most), and the most tokens x layers between forward and backward on a rank. `bound` is the
-most that any plan of whole or cut documents can gain on packing-best under the cost model. torch's
+least and most), and the memory of the fullest rank by the project's simulator, which plays the
+orders that ran. `bound` is the most that any plan of whole or cut documents can gain on
+packing-best under the cost model. torch's
 schedules take micro-batches of one shape, so theirs are padded to the longest; nothing is computed
 for padding.
 """
@@ -48,10 +50,13 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Chunk, Kind, Plan, Span, Table
+from megatron_epp.ir import KEEP, KIND_CODE, Chunk, Kind, Plan, Span, Table
 from megatron_epp.planner import PLANNERS, STOCK, Options, PlannedReplica
 from megatron_epp.planner.choose.choice import placed_cost
+from megatron_epp.planner.order.emit import orders_of_ranks
+from megatron_epp.sim.play import play
 
 CELLS = tuple(
     f"{context}x{documents}x{stages}"
@@ -73,14 +78,12 @@ class Work:
 
     plan      of the project's executor; None: of others
     chunks    tokens of every micro-batch or chunk
-    layers    of every stage
     seconds   [stage, chunk] that F, I and W sleep
     """
 
     name: str
     plan: Plan | None
     chunks: tuple[int, ...]
-    layers: tuple[int, ...]
     seconds: Seconds
 
     def scaled(self, factor: float) -> "Work":
@@ -125,31 +128,20 @@ def layer_of(work: Work, stage: int) -> Any:
     return Stage()
 
 
-class Held:
-    """Tokens x layers between forward and backward on this rank, the most of a step."""
-
-    def __init__(self, work: Work):
-        self.work, self.now, self.most = work, 0, 0
-
-    def take(self, chunk: int, stage: int) -> None:
-        self.now += self.work.chunks[chunk] * self.work.layers[stage]
-        self.most = max(self.most, self.now)
-
-    def give(self, chunk: int, stage: int) -> None:
-        self.now -= self.work.chunks[chunk] * self.work.layers[stage]
+# An op that ran: kind, chunk, stage.
+Ran = tuple[str, int, int]
 
 
 class Slept:
     """The executor's side of one stage, in the place of a model."""
 
-    def __init__(self, work: Work, stage: int, held: Held):
-        self.work, self.stage, self.held = work, stage, held
+    def __init__(self, work: Work, stage: int):
+        self.work, self.stage = work, stage
         self.layer = layer_of(work, stage)
         self.graphs: dict[int, tuple[Any, Any]] = {}
         self.last = stage == work.plan.stages - 1 if work.plan else False
 
     def forward(self, chunk: int, received: Any) -> Any:
-        self.held.take(chunk, self.stage)
         if received is None:
             received = torch.zeros(self.work.chunks[chunk], WIDTH)
         x = received.detach().requires_grad_()
@@ -165,7 +157,6 @@ class Slept:
         gradient = self._gradient(chunk, gradient)
         x, y = self.graphs.pop(chunk)
         y.backward(gradient)
-        self.held.give(chunk, self.stage)
         return x.grad if self.stage else None
 
     def input_backward(self, chunk: int, gradient: Any) -> Any:
@@ -178,7 +169,6 @@ class Slept:
     def weight_backward(self, chunk: int) -> None:
         gradient, y = self.graphs.pop(chunk)
         torch.autograd.backward(y, gradient, inputs=[self.layer.weight])
-        self.held.give(chunk, self.stage)
 
     def head(self, chunk: int, received: Any) -> Any:
         raise AssertionError("no plan here has H")
@@ -186,32 +176,35 @@ class Slept:
     head_weight = abandon = head  # type: ignore[assignment]
 
 
-def executor_step(work: Work, rank: int, groups: Any) -> Callable[[], int]:
+def executor_step(work: Work, rank: int, groups: Any) -> Callable[[], list[Ran]]:
     from megatron_epp.ir import lower
     from megatron_epp.runtime.clock import HostClock
     from megatron_epp.runtime.executor import CurrentOp, Executor
-    from megatron_epp.runtime.kv_store import Store
+    from megatron_epp.runtime.kv_store import StageStores, Store
     from megatron_epp.runtime.link import Links
     from megatron_epp.runtime.memory_meter import NoMeter
 
     plan = work.plan
-    assert plan is not None and not plan.place
-    program = lower(plan)[rank]
+    assert plan is not None
+    program, place = lower(plan)[rank], plan.place or range(plan.stages)
+    mine = [stage for stage, at in enumerate(place) if at == rank]
     shape = lambda message: (work.chunks[message.chunk], WIDTH)  # noqa: E731
 
-    def step() -> int:
-        held = Held(work)
+    def step() -> list[Ran]:
         clock = HostClock()
         clock.start()
         links = Links(groups, shape, torch.float32, torch.device("cpu"))
-        compute = Slept(work, rank, held)
-        Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(rank)).run()
-        return held.most
+        compute: Any = {stage: Slept(work, stage) for stage in mine}
+        store = StageStores([Store({}) for _ in mine])
+        if not plan.place:
+            compute = compute[rank]
+        Executor(program, compute, links, store, clock, NoMeter(), CurrentOp(rank)).run()
+        return []  # the plan is known
 
     return step
 
 
-def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], int]:
+def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], list[Ran]]:
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
@@ -220,7 +213,7 @@ def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], int
     )
     mine = [stage for stage, at in enumerate(place) if at == rank]
     rows = max(work.chunks)
-    held = Held(work)
+    ran: list[Ran] = []
 
     class Stage(pipelining.PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list:
@@ -228,19 +221,17 @@ def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], int
 
         def forward_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
             self.submod.chunk = chunk
-            held.take(chunk, self.stage_index)
+            ran.append(("F", chunk, self.stage_index))
             return super().forward_one_chunk(chunk, *args, **named)
 
         def backward_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
-            found = super().backward_one_chunk(chunk, *args, **named)
-            if named.get("full_backward", True):
-                held.give(chunk, self.stage_index)
-            return found
+            kind = "B" if named.get("full_backward", True) else "I"
+            ran.append((kind, chunk, self.stage_index))
+            return super().backward_one_chunk(chunk, *args, **named)
 
         def backward_weight_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
-            found = super().backward_weight_one_chunk(chunk, *args, **named)
-            held.give(chunk, self.stage_index)
-            return found
+            ran.append(("W", chunk, self.stage_index))
+            return super().backward_weight_one_chunk(chunk, *args, **named)
 
     x = torch.zeros(rows, WIDTH)
     stages = [
@@ -259,16 +250,16 @@ def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], int
     first, last = 0 in mine, len(place) - 1 in mine
     inputs = torch.zeros(count * rows, WIDTH, requires_grad=True)
 
-    def step() -> int:
-        held.now = held.most = 0
+    def step() -> list[Ran]:
+        ran.clear()
         named = {"target": torch.zeros(count)} if last else {}
         schedule.step(*([inputs] if first else []), **named)
-        return held.most
+        return list(ran)
 
     return step
 
 
-def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], int]:
+def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], list[Ran]]:
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel import schedules
 
@@ -281,7 +272,7 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], int]:
     config.hidden_size = WIDTH  # type: ignore[attr-defined]
     config.timers = None
     layer = layer_of(work, rank)
-    held = Held(work)
+    ran: list[Ran] = []
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -303,13 +294,13 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], int]:
 
     def forward_step(iterator: Any, model: Any, *args: Any) -> Any:
         chunk = next(iterator)
-        held.take(chunk, rank)
+        ran.append(("F", chunk, rank))
         output = model(chunk)
-        output.register_hook(lambda gradient: held.give(chunk, rank))
+        output.register_hook(lambda gradient: ran.append(("B", chunk, rank)))
         return output, lambda out: (out.sum(), {"loss": 0.0})
 
-    def step() -> int:
-        held.now = held.most = 0
+    def step() -> list[Ran]:
+        ran.clear()
         schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=forward_step,
             data_iterator=iter(range(len(work.chunks))),
@@ -319,7 +310,7 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], int]:
             micro_batch_size=1,
             forward_only=False,
         )
-        return held.most
+        return list(ran)
 
     return step
 
@@ -358,15 +349,15 @@ def process(rank: int, ranks: int, folder: str, rounds: Sequence[int]) -> None:
             at = (number + turn) % len(works)
             dist.barrier()
             began = time.perf_counter()
-            held = steps[at]()
+            ran = steps[at]()
             dist.barrier()
             seconds = time.perf_counter() - began
             every: list[Any] = [None] * ranks
-            dist.all_gather_object(every, held)
+            dist.all_gather_object(every, ran)
             if rank == 0:
                 found = {"round": number, "variant": works[at].name, "seconds": seconds}
                 with (Path(folder) / "results").open("a") as file:
-                    file.write(json.dumps(found | {"held": max(every)}) + "\n")
+                    file.write(json.dumps(found | {"ran": every}) + "\n")
     dist.barrier()
 
 
@@ -404,50 +395,113 @@ def planned_work(name: str, found: PlannedReplica, cost: Cost) -> Work:
     plan = found.plan
     split = any(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
     tokens = tuple(chunk.tokens for chunk in plan.chunks)
-    return Work(name, plan, tokens, plan.layers, sleeps(cost.table(plan), split))
+    return Work(name, plan, tokens, sleeps(cost.table(plan), split))
 
 
-def given_work(
-    name: str,
-    micro_batches: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    cost: Cost,
-    split: bool,
-) -> Work:
-    """The work of another's schedule over micro-batches of whole documents."""
-    chunks = [Chunk(tuple(Span(d, 0, lengths[d]) for d in held)) for held in micro_batches]
-    table = cost.table_of(cost.loads(chunks, lengths), {})
-    tokens = tuple(sum(lengths[d] for d in held) for held in micro_batches)
-    return Work(name, None, tokens, cost.layout.layers, sleeps(table, split))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """Another's schedule over micro-batches of whole documents; ``split``: into I and W."""
+
+    name: str
+    micro_batches: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    cost: Cost
+    split: bool = False
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(
+            Chunk(tuple(Span(d, 0, self.lengths[d]) for d in held)) for held in self.micro_batches
+        )
+
+    @property
+    def work(self) -> Work:
+        table = self.cost.table_of(self.cost.loads(self.chunks, self.lengths), {})
+        tokens = tuple(chunk.tokens for chunk in self.chunks)
+        return Work(self.name, None, tokens, sleeps(table, self.split))
+
+    def played(self, ran: Sequence[Sequence[Sequence]]) -> dict[str, float]:
+        """What the simulator says of the ops that ran on every rank: seconds, and peak bytes."""
+        layout = self.cost.layout
+        if (
+            layout.place and layout.place[0]
+        ):  # the project's V begins on the last rank, torch's on 0
+            ran = ran[::-1]
+        codes = [[(KIND_CODE[Kind(kind)], c, s) for kind, c, s in of_rank] for of_rank in ran]
+        orders, turns = orders_of_ranks(codes, layout.stages)
+        keep = tuple(tuple(KEEP * layers for _ in self.chunks) for layers in layout.layers)
+        placed = {"place": layout.place, "turns": turns} if layout.place else {}
+        plan = Plan(
+            documents=tuple(self.lengths),
+            layers=layout.layers,
+            chunks=self.chunks,
+            recompute=keep,
+            orders=orders,
+            **placed,
+        )
+        simulated = play(plan, self.cost.table(plan))
+        return {"simulated": simulated.seconds, "peak": float(max(simulated.peak_bytes))}
 
 
-def works_of(
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variants:
+    """Every variant of a cell: what it does, and what the simulator says of it.
+
+    bound    seconds below which no plan comes; tokens: of the batch
+    """
+
+    works: list[Work]
+    given: dict[str, Given]
+    planned: dict[str, dict[str, float]]
+    bound: float
+    tokens: int
+
+
+def variants_of(
     arguments: argparse.Namespace, context: int, documents: int, stages: int
-) -> tuple[list[Work], dict[str, float]]:
-    """Every variant of a cell; what the simulator says of ours, and the lower bound."""
+) -> Variants:
+    """The variants of a cell."""
     lengths = open_corpus(arguments.lengths, context).batch(arguments.batch, documents)
     ample = cost_of(arguments, stages)
     options = Options(context=context)
     packing = PLANNERS["packing"](lengths, ample, options)
-    within = ample.replace(device_budget_bytes=tuple(map(float, packing.peak_bytes)))
-    found = {"packing": packing, STOCK: PLANNERS[STOCK](lengths, within, options)}
-    found["whole"] = PLANNERS["epp"](lengths, within, dataclasses.replace(options, whole=True))
-    found["epp"] = PLANNERS["epp"](lengths, within, options)
-    works = [planned_work(name, each, within) for name, each in found.items()]
+    # Memory is alike on all ranks.
+    budget = float(max(packing.peak_bytes))
+    costs = {"": ample.replace(device_budget_bytes=(budget,) * stages), " ample": ample}
+    found = {"packing": (packing, ample)}
+    found[STOCK] = PLANNERS[STOCK](lengths, costs[""], options), costs[""]
+    whole = dataclasses.replace(options, whole=True)
+    for memory, even in costs.items():
+        in_v = placed_cost(even, "v")
+        assert in_v is not None, "there are more layers than stages"
+        for name, cost, how in (
+            ("whole", even, whole),
+            ("epp", even, options),
+            ("epp v", in_v, options),
+        ):
+            found[name + memory] = PLANNERS["epp"](lengths, cost, how), cost
+    works = [planned_work(name, *each) for name, each in found.items()]
     single = [(d,) for d in range(documents)]
-    packed = [tuple(span.document for span in chunk.spans) for chunk in found[STOCK].plan.chunks]
+    packed = [tuple(s.document for s in chunk.spans) for chunk in found[STOCK][0].plan.chunks]
+    given = [Given("megatron 1f1b docs", single, lengths, ample)]
     for name, placement in TORCH.items():
         cost = ample if placement is None else placed_cost(ample, placement)
         assert cost is not None, "there are more layers than stages"
-        for kind, micro_batches in (("docs", single), ("packed", packed)):
-            if takes(name, len(micro_batches), stages):
-                words = f"torch {name} {kind}", micro_batches, lengths, cost, name in SPLIT
-                works.append(given_work(*words))
-    works.append(given_work("megatron 1f1b docs", single, lengths, ample, False))
-    predicted = {name: each.seconds for name, each in found.items()}
-    predicted["bound"] = found["epp"].lower_bound_seconds
-    predicted["tokens"] = float(sum(lengths))
-    return works, predicted
+        given += [
+            Given(f"torch {name} {kind}", micro_batches, lengths, cost, name in SPLIT)
+            for kind, micro_batches in (("docs", single), ("packed", packed))
+            if takes(name, len(micro_batches), stages)
+        ]
+    return Variants(
+        works + [each.work for each in given],
+        {each.name: each for each in given},
+        {
+            name: {"simulated": each.seconds, "peak": float(max(each.peak_bytes))}
+            for name, (each, _) in found.items()
+        },
+        found["epp"][0].lower_bound_seconds,
+        sum(lengths),
+    )
 
 
 def takes(name: str, micro_batches: int, ranks: int) -> bool:
@@ -460,20 +514,28 @@ def takes(name: str, micro_batches: int, ranks: int) -> bool:
 def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> list[dict]:
     """The results of the rounds of ``cell`` that ``done`` lacks."""
     context, documents, stages = map(int, cell.split("x"))
-    works, predicted = works_of(arguments, context, documents, stages)
-    had = {number for number in range(arguments.rounds) if has_round(done, cell, number, works)}
-    missing = [number for number in range(arguments.rounds) if number not in had]
+    variants = variants_of(arguments, context, documents, stages)
+    works = variants.works
+    missing = [n for n in range(arguments.rounds) if not has_round(done, cell, n, works)]
     if not missing:
         return []
-    factor = arguments.step_seconds / predicted["epp"]
-    works = [work.scaled(factor) for work in works]
+    factor = arguments.step_seconds / variants.planned["epp"]["simulated"]
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        (Path(folder) / "works").write_bytes(pickle.dumps(works))
+        scaled = [work.scaled(factor) for work in works]
+        (Path(folder) / "works").write_bytes(pickle.dumps(scaled))
         # The first step of each warms up: sockets, allocator, torch's buffers.
         torch.multiprocessing.spawn(process, (stages, folder, [-1, *missing]), nprocs=stages)
         lines = (Path(folder) / "results").read_text().splitlines()
-    results = [{"cell": cell, "factor": factor, **predicted, **json.loads(line)} for line in lines]
-    return [each for each in results if each["round"] >= 0]
+    results, played = [], dict(variants.planned)
+    for line in lines:
+        one = json.loads(line)
+        ran, name = one.pop("ran"), one["variant"]
+        if name not in played:
+            played[name] = variants.given[name].played(ran)
+        if one["round"] >= 0:
+            facts = {"cell": cell, "factor": factor, "bound": variants.bound}
+            results.append(facts | {"tokens": variants.tokens} | one | played[name])
+    return results
 
 
 def has_round(done: Sequence[dict], cell: str, number: int, works: Sequence[Work]) -> bool:
@@ -481,10 +543,10 @@ def has_round(done: Sequence[dict], cell: str, number: int, works: Sequence[Work
     return names >= {work.name for work in works}
 
 
-HEADERS = ("variant", "tokens/s", "ratio", "least", "most", "held", "predicted")
+HEADERS = ("variant", "tokens/s", "ratio", "least", "most", "simulated", "GiB")
 
 
-def table_of(cell: str, results: Sequence[dict]) -> list[list[str]]:
+def rows_of(results: Sequence[dict]) -> list[list[str]]:
     """Rows of a cell, the fastest first."""
     by_variant: dict[str, dict[int, dict]] = {}
     for each in results:
@@ -494,30 +556,32 @@ def table_of(cell: str, results: Sequence[dict]) -> list[list[str]]:
     for name, rounds in by_variant.items():
         both = rounds.keys() & stock.keys()
         ratios = sorted(stock[number]["seconds"] / rounds[number]["seconds"] for number in both)
-        first = next(iter(rounds.values()))
+        one, baseline = next(iter(rounds.values())), next(iter(stock.values()))
         rate = statistics.median(e["tokens"] * e["factor"] / e["seconds"] for e in rounds.values())
-        held = max(e["held"] for e in rounds.values()) / max(e["held"] for e in stock.values())
-        said = f"{first[STOCK] / first[name]:.2f}" if name in first else ""
-        numbers = statistics.median(ratios), ratios[0], ratios[-1], held
-        rows.append([name, f"{rate:.0f}", *(f"{number:.2f}" for number in numbers), said])
+        numbers = (
+            *(statistics.median(ratios), ratios[0], ratios[-1]),
+            baseline["simulated"] / one["simulated"],
+        )
+        peak = f"{one['peak'] / GIB:.1f}"
+        rows.append([name, f"{rate:.0f}", *(f"{number:.2f}" for number in numbers), peak])
     return sorted(rows, key=lambda row: -float(row[2]))
 
 
-def title(cell: str, results: Sequence[dict]) -> str:
-    context, documents, stages = cell.split("x")
-    first = next(each for each in results if each["cell"] == cell)
-    bound = first[STOCK] / first["bound"]
+def title(results: Sequence[dict]) -> str:
+    """What a cell is, and the most that plans can gain in it."""
+    context, documents, stages = results[0]["cell"].split("x")
+    stock = next(each for each in results if each["variant"] == STOCK)
     return (
-        f"{int(context) // 1024}K, {documents} documents, {stages} stages: bound {bound:.2f} "
-        f"(simulated), {len({each['round'] for each in results if each['cell'] == cell})} rounds"
+        f"{int(context) // 1024}K, {documents} documents, {stages} stages: bound "
+        f"{stock['simulated'] / stock['bound']:.2f} (simulated), "
+        f"{len({each['round'] for each in results})} rounds"
     )
 
 
 LEGEND = f"""\
 tokens/s: of the unscaled step. ratio: seconds of {STOCK} over this row's, round by round, median,
-least and most. held: the most tokens x layers between forward and backward on a rank, over those of
-{STOCK}.
-predicted: the ratio by simulation."""
+least and most; simulated: the same by the simulator. GiB: activations of the fullest rank, by the
+simulator, of the order that ran."""
 
 
 def main() -> None:
@@ -550,9 +614,9 @@ def main() -> None:
             file.writelines(json.dumps(each) + "\n" for each in found)
         results += found
         of_cell = [each for each in results if each["cell"] == cell]
-        rows = table_of(cell, of_cell)
-        print(f"\n{title(cell, results)}\n{text_table(HEADERS, rows)}", flush=True)
-        text += f"{title(cell, results)}\n\n{markdown(HEADERS, rows)}\n\n"
+        rows = rows_of(of_cell)
+        print(f"\n{title(of_cell)}\n{text_table(HEADERS, rows)}", flush=True)
+        text += f"{title(of_cell)}\n\n{markdown(HEADERS, rows)}\n\n"
     print(LEGEND)
     settings = f"{arguments.model} on {arguments.device}, tp {arguments.tp}, {arguments.lengths}"
     write(arguments.output, f"{heading(f'{host()}; {settings}')}{text}{LEGEND}\n\n")
