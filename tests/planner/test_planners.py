@@ -100,7 +100,8 @@ def shape(plan: Plan) -> list[list[tuple[int, int, int]]]:
 @given(LENGTHS, machines(), LEVERS)
 @settings(QUICK, max_examples=10)
 def test_epp_is_never_slower_than_a_pipeline_planner(lengths, cost, levers) -> None:
-    options = Options(levers=levers, effort=1)
+    """Under the cost that it chooses by: `hedge` chooses by slower hosts."""
+    options = Options(levers=levers - {"hedge"}, effort=1)
     ours = planned_or_refused("epp", lengths, cost, options)
     if ours is None:
         return
