@@ -49,6 +49,12 @@ _LOOP_COLLECTIVES = (
         "what every rank of the replica has read, before the ops; what became of it, behind them",
     ),
     AllowedCollective(
+        "shapes of a call",
+        CONTROL,
+        r"megatron_epp\.mcore\.loops\.redone_call\.ShapeVote\.cast",
+        "whether every output had the shape that was read, once a call, before the last backward",
+    ),
+    AllowedCollective(
         "plan text",
         CONTROL,
         r"megatron_epp\.runtime\.consensus\.broadcast_text",
