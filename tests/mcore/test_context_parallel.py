@@ -86,6 +86,7 @@ def test_training_and_plan_pad_the_same_corpus_alike(
     words += f" --global-batch-size {2 * documents} --data-path {prefix}"
     args = parsed(words.split(), 2)
     args.data_parallel_size = 1
+    args.transformer_impl = "transformer_engine"  # also where this process parses as a CPU host
     monkeypatch.setattr(cpu_host, "has_gpu_kernels", lambda: True)
     line = choose_row_multiple(args)
     of_rank = {8: 4, 40: 16}[documents]

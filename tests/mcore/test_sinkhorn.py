@@ -103,5 +103,5 @@ def test_a_planner_that_cuts_is_refused(corpus) -> None:
     (line,) = run.errors
     assert line.endswith(
         "planner 'seq1f1b' cuts documents, which must stay whole here; "
-        "expected one of epp, packing, 1f1b, zb-v, adaptis"
+        "expected one of epp, packing, packing-best, 1f1b, zb-v, adaptis"
     )
