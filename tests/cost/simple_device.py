@@ -14,6 +14,6 @@ SIMPLE = dataclasses.replace(
     group_bytes_per_second={2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9},
 )
 
-# A device of its own for tests that record which choice a planner makes between close ones: a better
-# constant of the catalogue changes such choices, and would change what these tests are about.
+# A device of its own for tests that record which choice a planner makes between close ones: better
+# constants of the catalogue change such choices, and would change what these tests are about.
 OLD_H100 = str(Path(__file__).parent / "old_h100.json")

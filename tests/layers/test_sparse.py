@@ -1,6 +1,7 @@
 """Sparse attention of slices, and what its indexer learns, are those of whole documents."""
 
 from collections import Counter
+from multiprocessing.queues import SimpleQueue
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_epp.ir import Plan
 from megatron_epp.layers import dsa
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.dsa import Index, Sparse, attend_chosen
+from tests.forks import with_torch
 from tests.layers.runner import LAYER, ROWS, SCALE, Runner, plan_of
 
 HEADS, SIZE, VALUE, INDEX_HEADS, INDEX_SIZE, MOST = 3, 6, 4, 5, 4, 4
@@ -131,21 +133,40 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("among", [False, True])
 def test_a_gpu_multiplies_halves_and_adds_up_in_float32(among) -> None:
-    """Index scores, logits and what a gradient meets; on tensors that claim to be a GPU's."""
-    how, block = Sparse(SCALE, MOST, VALUE, weight=0.7, among=among), dsa._Block(slice(0, 6), 3)
+    """Index scores, logits and what a gradient meets.
+
+    In a process of its own: in one that has become a CPU host, "cuda" means the CPU.
+    """
+    with with_torch() as context:
+        said = context.SimpleQueue()
+        process = context.Process(target=multiply_on_a_gpu, args=(among, said))
+        process.start()
+    process.join()
+    assert process.exitcode == 0
+    index, products = said.get()
     half, float32 = torch.bfloat16, torch.float32
+    assert index == {(half, float32): 1}
+    assert products[half, float32] == (4 if among else 5) and (half, half) not in products
+
+
+def multiply_on_a_gpu(among: bool, said: SimpleQueue) -> None:
+    """Put products by data types of operands and result: of the index, and of all.
+
+    On tensors that claim to be a GPU's.
+    """
+    how, block = Sparse(SCALE, MOST, VALUE, weight=0.7, among=among), dsa._Block(slice(0, 6), 3)
     with FakeTensorMode(), Products() as products:
-        here = {"device": "cuda", "dtype": half}
+        here = {"device": "cuda", "dtype": torch.bfloat16}
         q, iq = torch.empty(6, HEADS, SIZE, **here), torch.empty(6, INDEX_HEADS, INDEX_SIZE, **here)
         seen = torch.empty(9, SIZE, **here), torch.empty(9, INDEX_SIZE, **here)
         chosen = torch.zeros(6, MOST, dtype=torch.int32, device="cuda")
         weight, grad = torch.empty(6, INDEX_HEADS, **here), torch.empty(6, HEADS, VALUE, **here)
         assert dsa._dots(iq, seen[1]).shape == (6, INDEX_HEADS, 9)
-        assert products.seen == {(half, float32): 1}
+        index = dict(products.seen)
         of_rows, to_seen = (grad, q, iq, weight, chosen), tuple(map(torch.Tensor.float, seen))
         made = dsa._block_backward(block, of_rows, seen, to_seen, how, True)
         assert [one.shape for one in made] == [q.shape, iq.shape, weight.shape]
-    assert products.seen[half, float32] == (4 if among else 5) and not products.seen[half, half]
+    said.put((index, dict(products.seen)))
 
 
 def test_planners_know_the_block() -> None:

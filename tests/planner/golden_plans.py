@@ -97,6 +97,8 @@ _PLACED = (
     " --vocab-parallel on",
     f"prolong 7 {_LLAMA} --pp 2 --tp 8 --dp 2 --placement interleaved 2 --context 65536"
     " --global-batch-size 32 --vocab-parallel on --memory-budget-gib 10",
+    f"wikipedia 8 {_LLAMA} --pp 4 --tp 8 --dp 2 --placement interleaved 2 --context 32768"
+    " --global-batch-size 32 --vocab-parallel off --planner packing-best",
 )
 
 

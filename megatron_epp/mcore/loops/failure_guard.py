@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Kind, Op
-from megatron_epp.mcore.loops.redone_call import Misread, ShapeVote, WrongShape
+from megatron_epp.mcore.loops.replica.redone_call import MisreadCall, ShapeVote, WrongShape
 from megatron_epp.runtime.executor import Compute
 from megatron_epp.runtime.kv_store import Store
 
@@ -82,7 +82,7 @@ class FailureGuard:
         if self._vote is None or op != self._last_op or self.error is not None:
             return
         if not self._vote.passed:
-            self._fail(Misread("on another rank"))
+            self._fail(MisreadCall("on another rank"))
 
     def _fail(self, error: Exception) -> None:
         self.error = error

@@ -14,8 +14,8 @@ from megatron_epp.autoload import NO_PIPELINE, PIPELINE, first_line, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.planned_call import PlannedCall
-from megatron_epp.mcore.loops.redone_call import Misread
 from megatron_epp.mcore.loops.replica.rank_status import LoopRefusal
+from megatron_epp.mcore.loops.replica.redone_call import MisreadCall
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.runtime.executor import OutsidePhase
 
@@ -60,7 +60,7 @@ class LoopSchedule:
                 reason = f"calls with {pipeline}"
         except LoopRefusal:
             raise
-        except Misread as misread:  # on all ranks of the replica
+        except MisreadCall as misread:  # on all ranks of the replica
             assert planned is not None, "a planned call was misread"
             planned.undo()
             speaker = planned.first_rank  # another replica may have read rightly

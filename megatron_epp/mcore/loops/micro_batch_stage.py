@@ -16,7 +16,7 @@ from megatron_epp.ir import Kind, Plan
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
-from megatron_epp.mcore.loops.redone_call import WrongShape
+from megatron_epp.mcore.loops.replica.redone_call import WrongShape
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.runtime.kv_store import Store

@@ -24,7 +24,6 @@ from megatron_epp.mcore.loops.framework_readers import (
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
-from megatron_epp.mcore.loops.redone_call import CallState, Misread, ShapeVote, WrongShape
 from megatron_epp.mcore.loops.replica.rank_status import (
     LoopFailed,
     RanksDiffer,
@@ -34,6 +33,12 @@ from megatron_epp.mcore.loops.replica.rank_status import (
     raise_remote_failure,
 )
 from megatron_epp.mcore.loops.replica.read_batches import read_documents, read_shapes
+from megatron_epp.mcore.loops.replica.redone_call import (
+    CallState,
+    MisreadCall,
+    ShapeVote,
+    WrongShape,
+)
 from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
@@ -164,7 +169,7 @@ class PlannedCall:
             available = MessageExtents(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(available, reader, keywords, pipelined)
-            work = self._unsliced_batches(groups, available)
+            work = _unsliced_work(self, groups, available)
         stages = self.run(work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
             total = torch.zeros([], dtype=torch.int, device=this_device())
@@ -213,42 +218,6 @@ class PlannedCall:
         pipeline.unlike = next((status.value for status in statuses if status.value), None)
         pipeline.witnessed.append(frozenset(map(tuple, expected)))
         return result
-
-    def _unsliced_batches(self, groups: Any, extents_of_call: MessageExtents) -> CallWork:
-        """Plan every micro-batch as a chunk."""
-        call, pipeline, settings = self.call, self.pipeline, self.settings
-        extents = extents_of_call.shapes
-        make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
-        # What was never measured, or long ago, may be wrong about which order is better.
-        wanted = settings.options
-        tells = not call.forward_only and (self.model is None or self.model.memory is None)
-        if not pipeline.measured or (tells and pipeline.track_record.due):
-            wanted = CallOptions(False, False)
-        options = pipeline.options(call, wanted, [extent.tokens for extent in extents])
-        if self.model is not None:
-            options = replace(options, memory=self.model.memory)
-        key = (tuple(extents), call.forward_only, options, rates.tobytes())
-        place = [tuple(s % pipeline.ranks for s in range(pipeline.stages))]
-        places = place if pipeline.interleaved else []
-        plan = pipeline.plan(
-            key, lambda: make(extents, layers, rates, options, call.forward_only, *places)
-        )
-
-        def make_stage(part: int) -> LoopStage:
-            stage, cp = pipeline.local_stages[part], groups.cp.size()
-            of_part = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
-            return settings.make_stage(
-                call.of_part(part),
-                self.batches[part],
-                plan,
-                stage,
-                cp,
-                extents_of_call.message,
-                *of_part,
-            )
-
-        sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-        return CallWork(plan, make_stage, extents_of_call.message, sizes)
 
     def _slices(self, groups: Any) -> CallWork:
         """Plan the documents of the micro-batches, cut into slices."""
@@ -394,7 +363,7 @@ class PlannedCall:
         if unlike is not None:
             pipeline.unlike = unlike
             self._stop_timer()
-            raise Misread(unlike) from error
+            raise MisreadCall(unlike) from error
         if error is not None and not any(status.value[4] for status in statuses):
             self.committed = self.model is not None
             self._stop_timer()
@@ -417,6 +386,43 @@ class PlannedCall:
             )
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
         pipeline.learn({status.value[0]: status.value[1:3] for status in reversed(statuses)})
+
+
+def _unsliced_work(planned: PlannedCall, groups: Any, extents_of_call: MessageExtents) -> CallWork:
+    """Plan every micro-batch of a call as a chunk."""
+    call, pipeline, settings = planned.call, planned.pipeline, planned.settings
+    extents = extents_of_call.shapes
+    make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
+    # What was never measured, or long ago, may be wrong about which order is better.
+    wanted = settings.options
+    tells = not call.forward_only and (planned.model is None or planned.model.memory is None)
+    if not pipeline.measured or (tells and pipeline.track_record.due):
+        wanted = CallOptions(False, False)
+    options = pipeline.options(call, wanted, [extent.tokens for extent in extents])
+    if planned.model is not None:
+        options = replace(options, memory=planned.model.memory)
+    key = (tuple(extents), call.forward_only, options, rates.tobytes())
+    place = [tuple(s % pipeline.ranks for s in range(pipeline.stages))]
+    places = place if pipeline.interleaved else []
+    plan = pipeline.plan(
+        key, lambda: make(extents, layers, rates, options, call.forward_only, *places)
+    )
+
+    def make_stage(part: int) -> LoopStage:
+        stage, cp = pipeline.local_stages[part], groups.cp.size()
+        of_part = [part, config_of_part(call.config, part)] if pipeline.interleaved else []
+        return settings.make_stage(
+            call.of_part(part),
+            planned.batches[part],
+            plan,
+            stage,
+            cp,
+            extents_of_call.message,
+            *of_part,
+        )
+
+    sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
+    return CallWork(plan, make_stage, extents_of_call.message, sizes)
 
 
 def _ranks_of_rows(config: Any, groups: Any) -> int:

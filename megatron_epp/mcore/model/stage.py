@@ -85,7 +85,7 @@ class ModelStage:
         # Where a rank has several stages: whose reductions wait for this one's, and whether this
         # one's do (reduce_in_turn).
         self._after: list[ModelStage] = []
-        self._waits = False
+        self._waits, self.reduces = False, True  # the latter but in a call that runs once more
         self._patched = ExitStack()
         self._deferred = {
             op.chunk: DeferredWeightGrads(self._set_aside) for op in order if op.kind is Kind.INPUT
@@ -94,7 +94,6 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
-        self.reduces = True  # over replicas; not in a call that runs once more
         self._router_stats = self._stats_of_routers(plan) if self.training else None
 
     @property

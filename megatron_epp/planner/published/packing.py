@@ -39,8 +39,8 @@ def draft(
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None
     policies = one_f_one_b(constant(chunking.sizes, cost.layout.stages), chunking.sizes, cost)
-    found = uniform_draft(batch, chunking, policies, cost, options, note)
-    if found is None:
+    scored = uniform_draft(batch, chunking, policies, cost, options, note)
+    if scored is None:
         return None
     tokens = max(options.context, int(batch.lengths[0]))
-    return replace(found, draft=replace(found.draft, packing_tokens=tokens))
+    return replace(scored, draft=replace(scored.draft, packing_tokens=tokens))

@@ -17,7 +17,7 @@ from megatron_epp.planner.published import packing
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Packing lengths grow by this factor; finer steps change little.
-STEP = 2**0.25
+GROWTH = 2**0.25
 
 
 def packing_lengths(longest: int, context: int) -> Iterator[int]:
@@ -25,7 +25,7 @@ def packing_lengths(longest: int, context: int) -> Iterator[int]:
     tokens = float(longest)
     while tokens < context:
         yield int(tokens)
-        tokens *= STEP
+        tokens *= GROWTH
     yield max(longest, context)
 
 
@@ -40,7 +40,7 @@ def draft(
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):
         fits = best is not None and best.over_bytes <= 0
         limit = min(below, best.seconds) if best is not None and fits else below
-        found = packing.draft(batch, cost, dataclasses.replace(options, context=tokens), limit)
-        if found is not None and (best is None or found.rank < best.rank):
-            best = found
+        scored = packing.draft(batch, cost, dataclasses.replace(options, context=tokens), limit)
+        if scored is not None and (best is None or scored.rank < best.rank):
+            best = scored
     return best

@@ -51,7 +51,7 @@ _LOOP_COLLECTIVES = (
     AllowedCollective(
         "shapes of a call",
         CONTROL,
-        r"megatron_epp\.mcore\.loops\.redone_call\.ShapeVote\.cast",
+        r"megatron_epp\.mcore\.loops\.replica\.redone_call\.ShapeVote\.cast",
         "whether every output had the shape that was read, once a call, before the last backward",
     ),
     AllowedCollective(

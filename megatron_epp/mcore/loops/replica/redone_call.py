@@ -27,7 +27,7 @@ class WrongShape(ValueError):
         )
 
 
-class Misread(Exception):
+class MisreadCall(Exception):
     """A call that the replica runs again by Megatron's schedule; its text says what was read."""
 
 
