@@ -62,7 +62,7 @@ def work(tasks: list[dict]) -> None:
         given = 0
 
         def __next__(self):
-            self.consumed = tasks[min(self.given, len(tasks) - 1)]["batch"] * self.size
+            self.consumed = tasks[min(self.given, len(tasks) - 1)]["batch"] * self.size_after(0)
             self.given += 1
             return self.peek()
 

@@ -102,12 +102,12 @@ class VariantSteps:
         args, config = place.args, place.config
         self.variant_at, self.groups = variant_at, place.groups
         profile = obtain(args, config, model, place.groups, place.row_shard)
-        self.cost = training_cost(args, config, place.layers, profile)
+        cost = training_cost(args, config, place.layers, profile)
+        self.cost = cost.replace(multiple=place.row_shard.multiple)
         self.options = Options(
             context=args.seq_length,
             levers=training_levers(config.epp_levers, args),
             effort=config.epp_effort,
-            multiple=place.row_shard.multiple,
         )
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):

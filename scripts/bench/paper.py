@@ -354,7 +354,7 @@ def batch(numbers: Sequence[int]) -> str:
 
 def _fixed(held: SortedBatch, cost: Cost, how: Options, rates: Rates):
     """Chunks of one size in place of Alg. 1's."""
-    for size in sizes(how.context, how.multiple):
+    for size in sizes(how.context, cost.multiple):
         yield fixed_chunks(held.lengths, size, rates), f"size {size}"
 
 
