@@ -135,6 +135,15 @@ class Cost:
             return self
         return self.replace(vocabulary_parallel=parallel)
 
+    def with_coefficients_times(self, factors: Mapping[str, float]) -> "Cost":
+        """Return the cost with fields of every layer's coefficients times ``factors``, on all
+        devices."""
+        devices = tuple(
+            dataclasses.replace(each, profile=each.profile.times(factors))
+            for each in self.layout.rank_devices
+        )
+        return self.replace(profile=self.layout.profile.times(factors), rank_devices=devices)
+
     # --- tables ----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:

@@ -16,10 +16,7 @@ experts   0.6. Three pairs of steps, without and with the overlap: 41.25 and 31.
           The largest counts, so that a baseline is not made slower than it may be.
 """
 
-import dataclasses
-
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.profile import layer_coefficients
 
 TENSOR, EXPERTS = 0.8, 0.6
 HIDDEN = {
@@ -41,12 +38,4 @@ def overlaps(cost: Cost) -> bool:
 
 def overlapped(cost: Cost) -> Cost:
     """Return the cost of stock Megatron with its overlaps on: every op exchanges fewer bytes."""
-    profile = cost.layout.profile
-    kinds = {
-        name: dataclasses.replace(
-            layer_coefficients(each),
-            **{field: getattr(each, field) * (1 - hidden) for field, hidden in HIDDEN.items()},
-        )
-        for name, each in profile.kinds.items()
-    }
-    return cost.replace(profile=profile.with_kinds(kinds))
+    return cost.with_coefficients_times({field: 1 - hidden for field, hidden in HIDDEN.items()})

@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -324,16 +324,20 @@ class Profile(LayerCoefficients):
             },
         )
 
+    def times(self, factors: Mapping[str, float]) -> "Profile":
+        """The profile with fields of every kind's coefficients, by name, times ``factors``."""
+        return self.with_kinds(
+            {
+                kind: dataclasses.replace(layer_coefficients(each), **_times(each, factors))
+                for kind, each in self.kinds.items()
+            }
+        )
+
     def slowed(self, factor: float) -> "Profile":
         """The profile of one device on which every op takes ``factor`` times as long."""
-        coefficients = {
-            kind: dataclasses.replace(
-                layer_coefficients(each), **_times(each, _LAYER_SECONDS, factor)
-            )
-            for kind, each in self.kinds.items()
-        }
-        ends = _times(self, _END_SECONDS, factor)
-        return dataclasses.replace(self.with_kinds(coefficients), **ends, rank_slowness=())
+        layers = self.times(dict.fromkeys(_LAYER_SECONDS, factor))
+        ends = _times(self, dict.fromkeys(_END_SECONDS, factor))
+        return dataclasses.replace(layers, **ends, rank_slowness=())
 
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
@@ -378,15 +382,15 @@ _LAYER_SECONDS = (
 _END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
 
 
-def _times(of: LayerCoefficients, names: Sequence[str], factor: float) -> dict[str, Any]:
-    """Those mappings of ``of``, whose values are Seconds, numbers or mappings, times ``factor``."""
+def _times(of: LayerCoefficients, factors: Mapping[str, float]) -> dict[str, Any]:
+    """Fields of ``of`` that are Seconds, numbers or mappings of these, times their ``factors``."""
 
-    def times(value: Any) -> Any:
+    def times(value: Any, factor: float) -> Any:
         if isinstance(value, Mapping):
-            return {key: times(each) for key, each in value.items()}
+            return {key: times(each, factor) for key, each in value.items()}
         return value * factor
 
-    return {name: times(getattr(of, name)) for name in names}
+    return {name: times(getattr(of, name), factor) for name, factor in factors.items()}
 
 
 # ------------------------------------------------------------------ JSON

@@ -37,6 +37,7 @@ are measured, not replayed.
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -69,7 +70,7 @@ def lengths_of(case: str, batch: int) -> list[int]:
     """Lengths of the documents of a batch, each a micro-batch."""
     if case not in CASES:
         context, documents = map(int, case.split("x"))
-        return open_corpus("wlb", context).batch(batch + WARM_UP, documents)
+        return list(open_corpus("wlb", context).batch(batch + WARM_UP, documents))
     chance = random.Random(f"{case} {batch}")
     if case == "sft":
         return [
@@ -242,6 +243,10 @@ class Run:
 
 def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict[str, Any]:
     """The row of one batch."""
+    if not any(runs[-1].ops):  # torch's, of which no op is timed
+        unknown = dict.fromkeys(("replayed", "noise", "bubble"), math.nan)
+        seconds = statistics.median(run.seconds for run in runs)
+        return {"variant": variant, "seconds": seconds, "chunks": int(runs[-1].chunks)} | unknown
     settled = [run.with_medians(runs) for run in runs]
     replayed = statistics.median(map(replay, settled))
     seconds = statistics.median(run.seconds for run in runs)
@@ -294,14 +299,11 @@ class TorchSchedule:
 
     def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
         import torch
-        from torch.distributed import pipelining
-        from torch.distributed.pipelining import schedules
+        from torch_schedules import GlooStage, rank_of_stages
 
-        self.same_model = name == "torch-1f1b"
-        place = [*range(ranks)] * (1 if self.same_model else 2)
-        self.kind: Any = (
-            schedules.Schedule1F1B if self.same_model else schedules.ScheduleInterleaved1F1B
-        )
+        self.name = name.removeprefix("torch-")
+        place = rank_of_stages(self.name, ranks)
+        self.same_model = len(place) == ranks
         last = len(place) - 1
         mine = [stage for stage, at in enumerate(place) if at == rank]
         self.first, self.last, self.rows = 0 in mine, last in mine, longest
@@ -332,17 +334,9 @@ class TorchSchedule:
                     return pad(out[0], (0, longest - length))[None]
                 return pad(out, (0, 0, 0, 0, 0, longest - length))
 
-        class Stage(pipelining.PipelineStage):
-            def _get_init_p2p_neighbors_ops(self) -> list:
-                return []  # it makes NCCL's communicators; gloo sends nothing to the same rank
-
-            def forward_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
-                self.submod.number = chunk
-                return super().forward_one_chunk(chunk, *args, **named)
-
         tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, HIDDEN)
         self.stages = [
-            Stage(
+            GlooStage(
                 *(Padded(stage), stage, len(place), torch.device("cpu")),
                 hidden if stage else tokens,
                 torch.zeros(1, longest) if stage == last else hidden,
@@ -354,16 +348,16 @@ class TorchSchedule:
     def step(self, micro_batches: list[dict]) -> tuple[list[dict], int]:
         """One call; the losses, on the last stage's rank, and bytes that autograd held at most."""
         import torch
+        from torch_schedules import make_schedule
 
         from megatron_epp.runtime.kv_store import Store
         from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
         self.micro_batches, count = micro_batches, len(micro_batches)
         if count not in self.schedules:
-            given: Any = self.stages[0] if self.same_model else self.stages
             # As Megatron's schedule scales them.
             loss = lambda output, tokens: output.sum() / tokens.sum() / count  # noqa: E731
-            self.schedules[count] = self.kind(given, count, loss_fn=loss, scale_grads=False)
+            self.schedules[count] = make_schedule(self.name, self.stages, count, loss)
         losses: list[Any] = []
         tokens = torch.tensor([batch["tokens"].shape[1] for batch in micro_batches])
         named = {"target": tokens, "losses": losses} if self.last else {}

@@ -10,21 +10,12 @@ MLPs, nemotron-3 with a further token predicted behind it (nemotron-3-by-time: t
 border of the stages where --epp-partition auto puts it with the figures measured here), qwen3-next
 of gated delta nets, attention and experts. States are scanned by the torch stand-ins that a CPU has
 for their kernels. Documents are the source text of this Python's standard library, or --data-path;
-a document longer than the context is truncated. As in cpu_pipeline.py, every batch runs in turn, in
-one job, with the same weights and kernels:
-
-    packing, no recompute                 to the context; its peak on each stage is the 100% of the
-                                          budgets below
-    packing-best  within 100% of that peak    packed to the length that suits the batch best
-    epp           within 100% of that peak
-    packing-best  within  60% of that peak    recompute: the least uniform one that fits
-    epp           within  60% of that peak
-
-and with --lines 100 the first three alone. Each runs twice before, on the first batch: what touches
-memory for the first time waits for it, and the heap finds its size in two rounds. What is timed is
-the schedule, from the first op to the last of any stage. Every kind of layer is measured alone at
-start. Predicted against measured: seconds as the median over iterations, memory as the worst stage
-of the worst iteration.
+a document longer than the context is truncated. Every batch runs in turn, in one job, by the
+planners and within the budgets of cpu_pipeline.py, with --lines 100 by the first three alone. Each
+runs twice before, on the first batch: what touches memory for the first time waits for it, and the
+heap finds its size in two rounds. What is timed is the schedule, from the first op to the last of
+any stage. Every kind of layer is measured alone at start. Predicted against measured: seconds as
+the median over iterations, memory as the worst stage of the worst iteration.
 """
 
 import argparse

@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 from headline import ROOT, heading, host, write
+from torch_schedules import SCHEDULES, GlooStage, make_schedule, rank_of_stages
 
 sys.path.insert(0, str(ROOT))
 
@@ -65,7 +66,6 @@ CELLS = tuple(
     for documents in (8, 32, 128)
 )
 WIDTH = 8  # channels of a message
-TORCH = {"1f1b": None, "interleaved": "interleaved 2", "zb": "interleaved 2", "zbv": "v"}
 SPLIT = ("zb", "zbv")
 AMPLE = 1e15  # bytes
 HALVES = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
@@ -119,10 +119,12 @@ def layer_of(work: Work, stage: int) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(WIDTH))
-            self.chunk = 0
+            self.number = 0
 
         def forward(self, x: Any) -> Any:
-            forward, back, later = (float(work.seconds[kind][stage, self.chunk]) for kind in HALVES)
+            forward, back, later = (
+                float(work.seconds[kind][stage, self.number]) for kind in HALVES
+            )
             return Sleeping.apply(x, forward, back) + Sleeping.apply(self.weight, 0.0, later)
 
     return Stage()
@@ -145,7 +147,7 @@ class Slept:
         if received is None:
             received = torch.zeros(self.work.chunks[chunk], WIDTH)
         x = received.detach().requires_grad_()
-        self.layer.chunk = chunk
+        self.layer.number = chunk
         y = self.layer(x)
         self.graphs[chunk] = x, y
         return None if self.last else y.detach()
@@ -205,22 +207,13 @@ def executor_step(work: Work, rank: int, groups: Any) -> Callable[[], list[Ran]]
 
 
 def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], list[Ran]]:
-    from torch.distributed import pipelining
-    from torch.distributed.pipelining import schedules
-
-    place = {None: range(ranks), "interleaved 2": [*range(ranks)] * 2}.get(
-        TORCH[name], [*range(ranks), *reversed(range(ranks))]
-    )
+    place = rank_of_stages(name, ranks)
     mine = [stage for stage, at in enumerate(place) if at == rank]
     rows = max(work.chunks)
     ran: list[Ran] = []
 
-    class Stage(pipelining.PipelineStage):
-        def _get_init_p2p_neighbors_ops(self) -> list:
-            return []  # it makes NCCL's communicators; gloo sends nothing to the same rank
-
+    class Stage(GlooStage):
         def forward_one_chunk(self, chunk: int, *args: Any, **named: Any) -> Any:
-            self.submod.chunk = chunk
             ran.append(("F", chunk, self.stage_index))
             return super().forward_one_chunk(chunk, *args, **named)
 
@@ -237,16 +230,8 @@ def torch_step(work: Work, rank: int, ranks: int, name: str) -> Callable[[], lis
     stages = [
         Stage(layer_of(work, stage), stage, len(place), torch.device("cpu"), x, x) for stage in mine
     ]
-    kind = {
-        "1f1b": schedules.Schedule1F1B,
-        "interleaved": schedules.ScheduleInterleaved1F1B,
-        "zb": schedules.ScheduleInterleavedZeroBubble,
-        "zbv": schedules.ScheduleZBVZeroBubble,
-    }[name]
     count = len(work.chunks)
-    loss = lambda output, target: output.sum()  # noqa: E731
-    given: Any = stages[0] if name == "1f1b" else stages
-    schedule = kind(given, count, loss_fn=loss, scale_grads=False)
+    schedule = make_schedule(name, stages, count, lambda output, target: output.sum())
     first, last = 0 in mine, len(place) - 1 in mine
     inputs = torch.zeros(count * rows, WIDTH, requires_grad=True)
 
@@ -287,7 +272,7 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], list[Ran]]:
             rows = self.input
             if rows is None:
                 rows = torch.zeros(work.chunks[chunk], 1, WIDTH, requires_grad=True)
-            self.layer.chunk = chunk
+            self.layer.number = chunk
             return self.layer(rows)
 
     model = Model()
@@ -484,7 +469,7 @@ def variants_of(
     single = [(d,) for d in range(documents)]
     packed = [tuple(s.document for s in chunk.spans) for chunk in found[STOCK][0].plan.chunks]
     given = [Given("megatron 1f1b docs", single, lengths, ample)]
-    for name, placement in TORCH.items():
+    for name, (_, placement) in SCHEDULES.items():
         cost = ample if placement is None else placed_cost(ample, placement)
         assert cost is not None, "there are more layers than stages"
         given += [

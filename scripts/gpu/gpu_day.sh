@@ -89,7 +89,7 @@ summary() { # the page
             # 4 blanks: text as it is, whatever it holds
             # The command stands first; a list of arguments, with dots, says nothing.
             { tail -n +2 "$results/$1.log" | grep -avE ' \.{3,} ' | grep -aE "$5" || tail -n 5 "$results/$1.log"; } |
-                tail -n 40 | cut -c1-320 | sed 's/^/    /'
+                tail -n 40 | sed 's|/[^ ]*/site-packages/||g' | cut -c1-320 | sed 's/^/    /'
         done
     } >"$results/README.md"
     [[ -z $page ]] || cp "$results/README.md" "$page"

@@ -48,11 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, range(1, 3))
     drawn = [batches[number] for number in range(arguments.batches)]
     documents = len(drawn[0])
-    joined = _joined(arguments, node_devices)
+    joined, first_batches = _joined(arguments, node_devices), batches.first
 
     def cost_for(layout: Layout) -> Cost:
         cost = _cost(arguments, layout, joined)
-        return machine.with_padding(cost, arguments, batches.first, layout.dp)
+        return machine.with_padding(cost, arguments, first_batches, layout.dp)
 
     pp = arguments.pp
     if pp is None and len(arguments.memory_budget_gib or ()) > 1:  # one for every pipeline rank

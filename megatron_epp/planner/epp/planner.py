@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.cost.profile import ANALYTIC, LayerCoefficients, Profile
+from megatron_epp.cost.profile import ANALYTIC
 from megatron_epp.ir import Kind
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp.least_memory import least_memory
@@ -71,20 +71,9 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 def _with_slower_hosts(cost: Cost) -> Cost:
     """``cost`` for choosing by: with HEDGE times the host time of an analytic model. Too many
     chunks cost much where hosts are slower than assumed, too few little where they are not."""
-    layout = cost.layout
-    if layout.profile.provenance.kind != ANALYTIC or not cost.seconds.host[Kind.FORWARD].any():
+    if cost.layout.profile.provenance.kind != ANALYTIC or not cost.seconds.host[Kind.FORWARD].any():
         return cost
-
-    def slower[Coefficients: LayerCoefficients](each: Coefficients) -> Coefficients:
-        host = {kind: HEDGE * taken for kind, taken in each.host_seconds.items()}
-        return dataclasses.replace(each, host_seconds=host)
-
-    def profile(of: Profile) -> Profile:
-        others = {name: slower(each) for name, each in of.other_kinds.items()}
-        return dataclasses.replace(slower(of), other_kinds=others)
-
-    devices = (dataclasses.replace(e, profile=profile(e.profile)) for e in layout.rank_devices)
-    return cost.replace(profile=profile(layout.profile), rank_devices=tuple(devices))
+    return cost.with_coefficients_times({"host_seconds": HEDGE})
 
 
 def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
