@@ -5,7 +5,8 @@
 
 Builds each model of tests/cost/hub_models.py without memory (half a minute for all) and writes
 tests/cost/hub_parameters.json: those of the decoder, with its embeddings. Multi-token prediction
-and other towers are not built. The tests compare this project's own counts with these.
+and other towers are not built. Without a NAME the defaults of the classes go to
+tests/cost/hub_defaults.json. The tests compare what this project reads with both.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 RECORDED = ROOT / "tests" / "cost" / "hub_parameters.json"
+DEFAULTS = RECORDED.with_name("hub_defaults.json")
 # Read by another class: of repositories with code of their own, and of text parts.
 CLASSES = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2", "qwen3_vl_moe_text": "qwen3_moe"}
 
@@ -26,7 +28,9 @@ def parameters(keys: dict[str, Any]) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     top, text = keys, keys.get("text_config", keys)
-    text = {name: value for name, value in text.items() if name not in ("auto_map", "architectures")}
+    text = {
+        name: value for name, value in text.items() if name not in ("auto_map", "architectures")
+    }
     if "tie_word_embeddings" in top:
         text["tie_word_embeddings"] = top["tie_word_embeddings"]
     for unused in ("vision_config", "quantization_config"):
@@ -47,6 +51,19 @@ def parameters(keys: dict[str, Any]) -> int:
     return sum(each.numel() for each in named.values())
 
 
+def class_defaults(model_type: str) -> dict[str, Any]:
+    """Return what transformers' class takes for keys that a file of ``model_type`` leaves out."""
+    from transformers import CONFIG_MAPPING
+
+    from megatron_epp.cost.catalogue.hub_families import FAMILIES
+
+    values = CONFIG_MAPPING[model_type]().to_dict()
+    rope = values.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    known = {**rope, **values}
+    return {key: known[key] for key in FAMILIES[model_type].keys if key in known}
+
+
 def main() -> int:
     """Count, print and record."""
     from tests.cost.hub_models import HUB_MODELS
@@ -58,6 +75,11 @@ def main() -> int:
         print(f"{name:24} {recorded[name]:>16,}", flush=True)
         kept = {name: recorded[name] for name in HUB_MODELS if name in recorded}
         RECORDED.write_text(json.dumps(kept, indent=1) + "\n")
+    if not sys.argv[1:]:
+        from megatron_epp.cost.catalogue.hub_families import FAMILIES
+
+        defaults = {each: class_defaults(each) for each in FAMILIES if each not in CLASSES}
+        DEFAULTS.write_text(json.dumps(defaults, indent=1) + "\n")
     return 0
 
 

@@ -39,20 +39,27 @@ class ModelFlags(NamedTuple):
     @property
     def entry(self) -> str:
         """Return the module that trains such a model."""
-        hybrid = any(group[0] == PATTERN for group in self.groups)
-        return f"megatron_epp.pretrain_{'hybrid' if hybrid else 'gpt'}"
+        return f"megatron_epp.pretrain_{'hybrid' if self.hybrid else 'gpt'}"
+
+    @property
+    def hybrid(self) -> bool:
+        """Return whether it is a HybridModel, whose pattern says how many layers stages have."""
+        return any(group[0] == PATTERN for group in self.groups)
 
 
-def model_flags(model: Model, config: HubConfig | None, tp: int = 1) -> ModelFlags:
+def model_flags(
+    model: Model, config: HubConfig | None, tp: int = 1, stages: Sequence[int] = ()
+) -> ModelFlags:
     """Return Megatron's flags of ``model``.
 
     Args:
         model: Its sizes.
         config: What else is known of it; None: nothing is.
         tp: Tensor-parallel degree, over which the vocabulary must divide.
+        stages: Layers of every stage, which a HybridModel's pattern says; none: it does not.
     """
     shapes = [model.kinds[kind] for kind in model.layer_kinds] or [LayerShape()] * model.layers
-    groups, unsaid = _size_flags(model, shapes, tp)
+    groups, unsaid = _size_flags(model, shapes, tp, stages)
     groups.append(["--attention-dropout", "0", "--hidden-dropout", "0"])
     if config is None:
         groups += [
@@ -75,7 +82,7 @@ def model_flags(model: Model, config: HubConfig | None, tp: int = 1) -> ModelFla
 
 
 def _size_flags(
-    model: Model, shapes: Sequence[LayerShape], tp: int
+    model: Model, shapes: Sequence[LayerShape], tp: int, stages: Sequence[int]
 ) -> tuple[list[list[str]], list[str]]:
     """Return the flags of what the cost model knows, and what no flag says of it."""
     first = {shape.attention: shape for shape in reversed(shapes)}.get(True, shapes[0])
@@ -92,7 +99,8 @@ def _size_flags(
         letters = "".join(_letter(shape) for shape in shapes)
         if "?" in letters:
             unsaid.append("attention and Mamba in one layer")
-        groups.append([PATTERN, letters])
+        ends = [0, *itertools.accumulate(stages or (len(letters),))]
+        groups.append([PATTERN, "|".join(letters[i:j] for i, j in itertools.pairwise(ends))])
     else:
         groups.insert(0, ["--num-layers", str(len(shapes))])
     if first.kv_rank:
@@ -120,8 +128,13 @@ def _is_transformer(shape: LayerShape) -> bool:
 
 def _letter(shape: LayerShape) -> str:
     """Return the letter of a HybridModel's layer; ? where there is none."""
-    mixers = [letter for letter, there in (("*", shape.attention), ("M", shape.mamba_heads),
-              ("G", shape.delta_heads), ("E" if shape.experts else "-", shape.mlp)) if there]  # fmt: skip
+    known = {
+        "*": shape.attention,
+        "M": shape.mamba_heads,
+        "G": shape.delta_heads,
+        "E" if shape.experts else "-": shape.mlp,
+    }
+    mixers = [letter for letter, there in known.items() if there]
     if shape.attention and shape.kv_rank:
         mixers[0] = "D" if shape.index_heads else "+"
     return mixers[0] if len(mixers) == 1 else "?"
@@ -279,7 +292,9 @@ class _Style:
         if query and output and feed:
             return []
         if (output or feed) and not (query and output and feed):
-            names = [name for name, there in (("attention's output", output), ("MLPs", feed)) if there]
+            names = [
+                name for name, there in (("attention's output", output), ("MLPs", feed)) if there
+            ]
             self.unsaid.append(f"biases of {' and '.join(names)}, not of all linears")
         return [["--disable-bias-linear", *(["--add-qkv-bias"] if query else [])]]
 
@@ -303,9 +318,9 @@ class _Style:
             if any(each != kinds[0] for each in kinds):
                 self.unsaid.append("RoPE that differs by layer")
             return kinds[0]
-        if (local := self.config.value("rope_local_base_freq")) is not None:
-            if local != self.config.value("rope_theta"):
-                self.unsaid.append(f"rope_local_base_freq {local} of windows")
+        local = self.config.value("rope_local_base_freq")
+        if local not in (None, self.config.value("rope_theta")):
+            self.unsaid.append(f"rope_local_base_freq {local} of windows")
         return rope
 
     def _rotary_base(self) -> list[list[str]]:
@@ -343,7 +358,9 @@ class _Style:
 
         def number(name: str, default: float | None = None) -> str:
             value = rope.get(name)
-            value = config.require_number(f"rope_scaling.{name}", default if value is None else value)
+            value = config.require_number(
+                f"rope_scaling.{name}", default if value is None else value
+            )
             return f"{value:g}"
 
         if self.latent:
@@ -354,7 +371,11 @@ class _Style:
                 groups.append(["--mscale", number("mscale", 1.0)])
                 groups.append(["--mscale-all-dim", number("mscale_all_dim", 0.0)])
                 wanted = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-                others = {name: rope[name] for name in wanted if rope.get(name, wanted[name]) != wanted[name]}
+                others = {
+                    name: rope[name]
+                    for name in wanted
+                    if rope.get(name, wanted[name]) != wanted[name]
+                }
                 self.unsaid += [f"rope_scaling.{name} {value}" for name, value in others.items()]
         elif kind == "llama3":
             groups = [["--use-rope-scaling", "--rope-scaling-factor", number("factor")]]
@@ -368,8 +389,18 @@ class _Style:
             groups = [
                 ["--position-embedding-type", "yarn", "--rotary-scaling-factor", number("factor")],
                 ["--yarn-original-max-position-embeddings", original],
-                ["--yarn-beta-fast", number("beta_fast", 32), "--yarn-beta-slow", number("beta_slow", 1)],
-                ["--mscale", number("mscale", 1.0), "--mscale-all-dim", number("mscale_all_dim", 0.0)],
+                [
+                    "--yarn-beta-fast",
+                    number("beta_fast", 32),
+                    "--yarn-beta-slow",
+                    number("beta_slow", 1),
+                ],
+                [
+                    "--mscale",
+                    number("mscale", 1.0),
+                    "--mscale-all-dim",
+                    number("mscale_all_dim", 0.0),
+                ],
             ]
             if rope.get("truncate") is False:
                 groups.append(["--no-yarn-correction-range-round-to-int"])
@@ -378,7 +409,8 @@ class _Style:
         if self.latent or kind != "yarn":
             groups.insert(0, ["--position-embedding-type", "rope"])
         if kind not in ("default", "mrope", "llama3", "yarn"):
-            self.unsaid.append(f"RoPE of type {kind}")
+            factor = rope.get("factor")
+            self.unsaid.append(f"RoPE of type {kind}" + (f", factor {factor}" if factor else ""))
         if rope.get("llama_4_scaling_beta"):
             self.unsaid.append(f"llama_4_scaling_beta {rope['llama_4_scaling_beta']}")
         return groups

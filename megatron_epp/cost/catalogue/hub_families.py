@@ -53,8 +53,8 @@ class Family:
     unsaid: tuple[str, ...] = ()
 
 
-def _family(eps: float = 1e-6, theta: float = 1e4, **fields: Any) -> Family:
-    """A family with an RMSNorm, SiLU and RoPE; further ``fields``: of Family, others are keys."""
+def _family(eps: Any = 1e-6, theta: Any = 1e4, **fields: Any) -> Family:
+    """Return a family with RMSNorm, SiLU and RoPE; ``fields``: of Family, others are keys."""
     names = set(Family.__slots__) & set(fields)
     keys = {name: value for name, value in fields.items() if name not in names}
     common: dict[str, Any] = {"rms_norm_eps": eps, "rope_theta": theta, "hidden_act": "silu"}

@@ -156,8 +156,10 @@ def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_config(name: str) -> Path | None:
-    """Return the JSON file that ``name`` means: a file, the config.json of a folder, or that of
-    ``org/name`` in Hugging Face's cache. None: there is none."""
+    """Return the JSON file that ``name`` means; None: there is none.
+
+    It is a file, the config.json of a folder, or that of ``org/name`` in Hugging Face's cache.
+    """
     if not name or "\0" in name:
         return None
     path = Path(name)
@@ -277,4 +279,3 @@ def catalogue_config(name: str, keys: Mapping[str, Any]) -> HubConfig:
     """Return what ``keys``, with a model_type, say of a model of the catalogue."""
     family = FAMILIES[keys["model_type"]]
     return HubConfig(f"model {name}", name, keys["model_type"], family, _renamed(keys))
-

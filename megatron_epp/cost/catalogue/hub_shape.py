@@ -19,7 +19,7 @@ _SEES = {
     "sliding_attention": WINDOW,
     "linear_attention": LINEAR,
 }
-# Letters of a HybridModel's layers, as Nemotron-H's files have them, and what newer files call them.
+# Letters of a HybridModel's layers, as in Nemotron-H's files, and what newer files call them.
 MAMBA, MLP, EXPERTS, ATTENTION = "M", "-", "E", "*"
 _BLOCKS = {
     "mamba": MAMBA,
@@ -170,7 +170,7 @@ def _mixer(config: HubConfig, sees: str) -> dict[str, Any]:
             "state_values": config.size("linear_value_head_dim"),
         } | _require_taps(config, "linear_conv_kernel_dim")
     sizes: dict[str, Any] = {"window": config.size("sliding_window")} if sees == WINDOW else {}
-    if config.family.output_gate:
+    if config.family.output_gate and config.value("attn_output_gate", True):
         sizes["output_gate"] = True
     if config.value("kv_lora_rank") is None:
         return sizes
@@ -196,6 +196,9 @@ def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -
         "state_keys": config.size(keys),
         "state_values": config.size(values, _inner(config, config.size(heads))),
     }
+    inner = sizes["mamba_heads"] * sizes["state_values"]
+    if config.value("mamba_d_ssm") not in (None, inner):
+        raise config.refusal("mamba_d_ssm", f"expected {inner}, {heads} x {values}")
     taps = "mamba_d_conv" if config.model_type == "falcon_h1" else "conv_kernel"
     return sizes | _require_taps(config, taps)
 

@@ -279,6 +279,10 @@ _QWEN3: dict[str, Any] = {"rope_theta": 1_000_000, "rms_norm_eps": 1e-6}
 _LLAMA3 = {"model_type": "llama", "rope_theta": 500_000, "rms_norm_eps": 1e-5}
 _NEMOTRON: dict[str, Any] = {"model_type": "nemotron_h", "layer_norm_epsilon": 1e-5}
 _NEMOTRON_3 = {**_NEMOTRON, "routed_scaling_factor": 2.5, "num_experts": 128}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+_DEEPSEEK_YARN = {**_YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GPT_OSS_YARN = {**_YARN, "factor": 32.0, "truncate": False}
+_GPT_OSS = {"model_type": "gpt_oss", "rope_theta": 150_000, "rope_scaling": _GPT_OSS_YARN}
 STYLES: Mapping[str, Mapping[str, Any]] = {
     "llama3-8b": _LLAMA3,
     "llama3-70b": _LLAMA3,
@@ -286,34 +290,9 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-32b": {"model_type": "qwen3", **_QWEN3},
     "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
     "qwen3-235b-a22b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
-    "deepseek-v3": {
-        "model_type": "deepseek_v3",
-        "rope_theta": 10_000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
-    **dict.fromkeys(
-        ("gpt-oss-20b", "gpt-oss-120b"),
-        {
-            "model_type": "gpt_oss",
-            "rope_theta": 150_000,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-            },
-        },
-    ),
+    "deepseek-v3": {"model_type": "deepseek_v3", "rope_scaling": _DEEPSEEK_YARN},
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": _GPT_OSS,
     "gemma3-27b": {
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": 168,
@@ -375,7 +354,9 @@ def model_config(name: str, like: str | None = None) -> HubConfig | None:
     if name in MODELS:
         return catalogue_config(name, STYLES[name]) if name in STYLES else None
     path = find_config(name)
-    value = None if path is None else read_value(name, path)
+    if path is None:
+        return None
+    value = read_value(name, path)
     if is_hub_config(value) or (like is not None and isinstance(value, Mapping)):
         return hub_config(name, value, like)
     return None
