@@ -121,8 +121,8 @@ def test_a_published_models_flags_word_by_word() -> None:
         "--qk-layernorm",
         "--swiglu",
         "--disable-bias-linear",
-        "--position-embedding-type rope",
         "--rotary-base 1000000",
+        "--position-embedding-type rope",
     ]
 
 

@@ -357,6 +357,8 @@ def model_config(name: str, like: str | None = None) -> HubConfig | None:
     if path is None:
         return None
     value = read_value(name, path)
-    if is_hub_config(value) or (like is not None and isinstance(value, Mapping)):
-        return hub_config(name, value, like)
-    return None
+    if not is_hub_config(value) and not (like is not None and isinstance(value, Mapping)):
+        return None
+    config = hub_config(name, value, like)
+    model_fields(config)  # which notes what it assumes
+    return config
