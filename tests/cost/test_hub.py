@@ -43,7 +43,7 @@ IGNORED = {
     "mrope_interleaved",
     "type",  # of a rope_scaling that has a rope_type, too
 }
-# Keys that the models of these names do not ask: latents have no groups of heads, windows are off or
+# Keys that models of these names do not ask: latents have no groups of heads, windows are off or
 # of layers beyond the last, one group of experts is none, and the part of a file with the decoder
 # says what it is.
 NESTED = ("llama-4", "mistral-small", "qwen3-vl", "qwen3.5", "gemma-3")
@@ -254,9 +254,9 @@ def test_another_model_type_is_read_as_one_that_is_known(tmp_path) -> None:
         model(str(tmp_path))
     found = model(str(tmp_path), "llama")
     assert found.name.endswith("(llama), read with --like llama") and found.layers == 2
-    with pytest.raises(ValueError, match="--like 'lama' is not known; expected one of llama"):
+    with pytest.raises(ValueError, match="--like 'lama' is not known"):
         model(str(tmp_path), "lama")
-    with pytest.raises(ValueError, match="--like llama: qwen3-8b is no config.json"):
+    with pytest.raises(ValueError, match="--like llama: qwen3-8b is no config"):
         model("qwen3-8b", "llama")
 
 
@@ -278,7 +278,7 @@ def test_a_name_is_found_in_the_cache_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("megatron_epp.cost.catalogue.hub_file.find_spec", lambda name: True)
     assert model("org/there").name == "there (llama)"
     assert asked == [("org/there", "config.json")]
-    with pytest.raises(ValueError, match="org/absent.* `hf download org/absent config.json`"):
+    with pytest.raises(ValueError, match="org/absent.* `hf download org/absent config[.]json`"):
         model("org/absent")
     assert find_config("a/b/c") is None and find_config("a/b.json") is None
 

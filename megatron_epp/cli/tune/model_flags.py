@@ -96,11 +96,11 @@ def _size_flags(
     ]
     unsaid = []
     if hybrid:
-        letters = "".join(_letter(shape) for shape in shapes)
-        if "?" in letters:
+        symbols = "".join(_layer_symbol(shape) for shape in shapes)
+        if "?" in symbols:
             unsaid.append("attention and Mamba in one layer")
-        ends = [0, *itertools.accumulate(stages or (len(letters),))]
-        groups.append([PATTERN, "|".join(letters[i:j] for i, j in itertools.pairwise(ends))])
+        ends = [0, *itertools.accumulate(stages or (len(symbols),))]
+        groups.append([PATTERN, "|".join(symbols[i:j] for i, j in itertools.pairwise(ends))])
     else:
         groups.insert(0, ["--num-layers", str(len(shapes))])
     if first.kv_rank:
@@ -126,15 +126,15 @@ def _is_transformer(shape: LayerShape) -> bool:
     return shape.mlp and bool(shape.attention or shape.delta_heads)
 
 
-def _letter(shape: LayerShape) -> str:
-    """Return the letter of a HybridModel's layer; ? where there is none."""
+def _layer_symbol(shape: LayerShape) -> str:
+    """Return the symbol of a HybridModel's layer; ? where there is none."""
     known = {
         "*": shape.attention,
         "M": shape.mamba_heads,
         "G": shape.delta_heads,
         "E" if shape.experts else "-": shape.mlp,
     }
-    mixers = [letter for letter, there in known.items() if there]
+    mixers = [symbol for symbol, there in known.items() if there]
     if shape.attention and shape.kv_rank:
         mixers[0] = "D" if shape.index_heads else "+"
     return mixers[0] if len(mixers) == 1 else "?"
@@ -409,8 +409,8 @@ class _Style:
         if self.latent or kind != "yarn":
             groups.insert(0, ["--position-embedding-type", "rope"])
         if kind not in ("default", "mrope", "llama3", "yarn"):
-            factor = rope.get("factor")
-            self.unsaid.append(f"RoPE of type {kind}" + (f", factor {factor}" if factor else ""))
+            stretch = rope.get("factor")
+            self.unsaid.append(f"RoPE of type {kind}" + (f", factor {stretch}" if stretch else ""))
         if rope.get("llama_4_scaling_beta"):
             self.unsaid.append(f"llama_4_scaling_beta {rope['llama_4_scaling_beta']}")
         return groups

@@ -14,7 +14,7 @@ PARALLEL_PARTS = "attention and MLP in parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """A model type.
 
     keys        what a file that leaves them out means, as transformers' class has it
@@ -53,18 +53,18 @@ class Family:
     unsaid: tuple[str, ...] = ()
 
 
-def _family(eps: Any = 1e-6, theta: Any = 1e4, **fields: Any) -> Family:
-    """Return a family with RMSNorm, SiLU and RoPE; ``fields``: of Family, others are keys."""
-    names = set(Family.__slots__) & set(fields)
+def _family(eps: Any = 1e-6, theta: Any = 1e4, **fields: Any) -> ModelFamily:
+    """Return a family with RMSNorm, SiLU and RoPE; ``fields``: of ModelFamily, others are keys."""
+    names = set(ModelFamily.__slots__) & set(fields)
     keys = {name: value for name, value in fields.items() if name not in names}
     common: dict[str, Any] = {"rms_norm_eps": eps, "rope_theta": theta, "hidden_act": "silu"}
     if "hidden_activation" in keys:
         del common["hidden_act"]
     all_keys = {"tie_word_embeddings": False, **common, **keys}
-    return Family(all_keys, **{name: fields[name] for name in names})
+    return ModelFamily(all_keys, **{name: fields[name] for name in names})
 
 
-def _layer_norm(eps_key: str, **fields: Any) -> Family:
+def _layer_norm(eps_key: str, **fields: Any) -> ModelFamily:
     family = _family(norm="LayerNorm", **fields)
     keys = {name: value for name, value in family.keys.items() if name != "rms_norm_eps"}
     return replace(family, keys={**keys, eps_key: 1e-5})
@@ -86,7 +86,7 @@ _DELTA = {
     "qk_norm": True,
     "output_gate": True,
 }
-_LATENTS = {
+_MLA = {
     **_NO_BIAS,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -97,7 +97,7 @@ _LATENTS = {
     "norm_topk_prob": True,
     "sigmoid": True,
 }
-_DEEPSEEK = {**_LATENTS, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
+_DEEPSEEK = {**_MLA, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
              "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
              "moe_intermediate_size": 2048}  # fmt: skip
 _SCALED = ("embeddings times the root of hidden_size",)
@@ -115,7 +115,7 @@ _COHERE = {
 }
 _GELU_BIAS = {"gated": False, "hidden_act": "gelu", "mlp_bias": True}
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, ModelFamily] = {
     "llama": _family(**_LLAMA),
     "llama4_text": _family(
         1e-5, 5e5, **_NO_BIAS, head_dim=128, num_local_experts=16, num_experts_per_tok=1,
@@ -141,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": _family(**_DELTA),
     "qwen3_5_moe_text": _family(**_DELTA, num_experts=256, num_experts_per_tok=8,
                                 moe_intermediate_size=512, shared_expert_intermediate_size=512),
-    "deepseek_v2": _family(**{**_LATENTS, "n_shared_experts": 2, "n_routed_experts": 64,
+    "deepseek_v2": _family(**{**_MLA, "n_shared_experts": 2, "n_routed_experts": 64,
                               "norm_topk_prob": False, "routed_scaling_factor": 1.0,
                               "first_k_dense_replace": 0, "topk_method": "greedy",
                               "sigmoid": False}),
@@ -162,7 +162,7 @@ FAMILIES: Mapping[str, Family] = {
                         topk_group=1, routed_scaling_factor=1.0, first_k_dense_replace=1,
                         norm_topk_prob=True, use_qk_norm=False, sigmoid=True, out_bias=""),
     "glm4_moe_lite": _family(
-        1e-5, **{**_LATENTS, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        1e-5, **{**_MLA, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256},
         moe_intermediate_size=1536, n_routed_experts=64, num_experts_per_tok=4, n_group=1,
         topk_group=1, routed_scaling_factor=1.8, first_k_dense_replace=1),
     "gemma": _family(**_GEMMA, unsaid=_SCALED),
@@ -179,7 +179,7 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": _layer_norm("norm_eps", **{**_LLAMA, "hidden_act": "relu2"}, gated=False,
                             around_zero=True, partial_rotary_factor=0.5,
                             head_dim=128),
-    "nemotron_h": Family(
+    "nemotron_h": ModelFamily(
         {**_LLAMA, "use_bias": False, "tie_word_embeddings": False, "head_dim": 128,
          "mlp_hidden_act": "relu2", "ssm_state_size": 128, "mamba_num_heads": 128,
          "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
          "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "n_group": 1,
          "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
          "moe_latent_size": None}, gated=False, positions="none", sigmoid=True),
-    "mamba2": Family({"tie_word_embeddings": False, "use_bias": False, "n_groups": 8,
+    "mamba2": ModelFamily({"tie_word_embeddings": False, "use_bias": False, "n_groups": 8,
                       "conv_kernel": 4, "layer_norm_epsilon": 1e-5, "expand": 2, "num_heads": 128,
                       "head_dim": 64, "state_size": 128}, gated=False, positions="none"),
     "falcon_h1": _family(1e-5, **_LLAMA, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4,
@@ -226,7 +226,7 @@ FAMILIES: Mapping[str, Family] = {
     "arcee": _family(1e-5, **{**_LLAMA, "hidden_act": "relu2"}, gated=False),
     "gpt_neox": _layer_norm("layer_norm_eps", **_GELU_BIAS, partial_rotary_factor=0.25,
                             attention_bias=True, use_parallel_residual=True),
-    "gpt2": Family({"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5,
+    "gpt2": ModelFamily({"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5,
                     "activation_function": "gelu_new"},
                    norm="LayerNorm", gated=False, positions="learned_absolute", qkv_bias=True,
                    out_bias="", mlp_bias=True),

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.catalogue.hub_families import FAMILIES, REFUSED, SAME, Family
+from megatron_epp.cost.catalogue.hub_families import FAMILIES, REFUSED, SAME, ModelFamily
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.kinds.base import MOST
 from megatron_epp.ir.errors import MOST_QUOTED, printable, quoted, shortened
@@ -67,7 +67,7 @@ class HubConfig:
     where: str
     name: str
     model_type: str
-    family: Family
+    family: ModelFamily
     keys: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     assumed: dict[str, Any] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def is_hub_config(value: Any) -> bool:
     return isinstance(value, Mapping) and bool({"model_type", "architectures"} & set(value))
 
 
-def read_value(name: str, path: Path) -> Any:
+def read_description(name: str, path: Path) -> Any:
     """Return the JSON value at ``path``, which ``name`` means. ValueError: another kind of file."""
     value = read_json("model", str(path))
     if isinstance(value, Mapping) and not is_hub_config(value):

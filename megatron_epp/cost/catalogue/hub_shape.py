@@ -20,12 +20,12 @@ _SEES = {
     "linear_attention": LINEAR,
 }
 # Letters of a HybridModel's layers, as in Nemotron-H's files, and what newer files call them.
-MAMBA, MLP, EXPERTS, ATTENTION = "M", "-", "E", "*"
+MAMBA, MLP, MOE, ATTENTION = "M", "-", "E", "*"
 _BLOCKS = {
     "mamba": MAMBA,
     "linear_attention": MAMBA,
     "mlp": MLP,
-    "moe": EXPERTS,
+    "moe": MOE,
     "attention": ATTENTION,
     "full_attention": ATTENTION,
 }
@@ -38,7 +38,7 @@ def model_fields(config: HubConfig) -> dict[str, Any]:
     missing or wrong, with the file's name.
     """
     hidden = config.size("hidden_size")
-    shapes = layer_shapes(config)
+    shapes = hub_layers(config)
     names = kind_names(shapes)
     if config.model_type == "mamba2":  # no attention and no MLP: sizes that nothing reads
         heads, head_size = config.size("num_heads"), config.size("head_dim")
@@ -66,11 +66,11 @@ def model_fields(config: HubConfig) -> dict[str, Any]:
     }
 
 
-def layer_shapes(config: HubConfig) -> list[LayerShape]:
+def hub_layers(config: HubConfig) -> list[LayerShape]:
     """Return what sets each layer apart from a plain one, first layer first."""
     if config.model_type == "nemotron_h":
-        shapes = {letter: _hybrid_shape(config, letter) for letter in set(hybrid_letters(config))}
-        return [shapes[letter] for letter in hybrid_letters(config)]
+        shapes = {symbol: _hybrid_shape(config, symbol) for symbol in set(hybrid_symbols(config))}
+        return [shapes[symbol] for symbol in hybrid_symbols(config)]
     layers = _layers(config)
     if config.model_type == "mamba2":
         inner = config.size("num_heads") * config.size("head_dim")
@@ -82,14 +82,14 @@ def layer_shapes(config: HubConfig) -> list[LayerShape]:
     if config.model_type == "falcon_h1":
         names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head")
         parallel = _mamba(config, *names)
-    mixers = {each: _mixer(config, each) for each in set(layers_see(config))}
+    mixers = {each: _mixer(config, each) for each in set(mixers_of_layers(config))}
     feeds = {each: _feed_forward(config, each) for each in set(experts_mask(config))}
-    made: dict[tuple[str, bool], LayerShape] = {}
+    known_shapes: dict[tuple[str, bool], LayerShape] = {}
     result = []
-    for pair in zip(layers_see(config), experts_mask(config), strict=True):
-        if pair not in made:
-            made[pair] = LayerShape(**mixers[pair[0]], **feeds[pair[1]], **parallel)
-        result.append(made[pair])
+    for pair in zip(mixers_of_layers(config), experts_mask(config), strict=True):
+        if pair not in known_shapes:
+            known_shapes[pair] = LayerShape(**mixers[pair[0]], **feeds[pair[1]], **parallel)
+        result.append(known_shapes[pair])
     return result
 
 
@@ -119,7 +119,7 @@ def _dense_hidden(config: HubConfig) -> int:
 # ------------------------------------------------------------------ mixers
 
 
-def layers_see(config: HubConfig) -> list[str]:
+def mixers_of_layers(config: HubConfig) -> list[str]:
     """Return what the mixer of every layer sees: FULL, WINDOW or LINEAR."""
     layers = _layers(config)
     named = config.by_layer("layer_types", layers, str)
@@ -279,35 +279,35 @@ def _shared_hidden(config: HubConfig, width: int) -> int:
 # ------------------------------------------------------------------ Nemotron-H
 
 
-def hybrid_letters(config: HubConfig) -> Sequence[str]:
-    """Return the letter of every layer of a HybridModel."""
+def hybrid_symbols(config: HubConfig) -> Sequence[str]:
+    """Return the symbol of every layer of a HybridModel."""
     pattern, named = config.word("hybrid_override_pattern"), config.value("layers_block_type")
     if pattern:
-        letters = [*pattern]
+        symbols = [*pattern]
         known: Sequence[str] = tuple(dict.fromkeys(_BLOCKS.values()))
         key = "hybrid_override_pattern"
     else:
         if not isinstance(named, list) or not named:
-            raise config.refusal("hybrid_override_pattern", "is missing; expected a letter a layer")
-        letters, known, key = named, tuple(_BLOCKS), "layers_block_type"
-    for each in letters:
+            raise config.refusal("hybrid_override_pattern", "is missing; expected a symbol a layer")
+        symbols, known, key = named, tuple(_BLOCKS), "layers_block_type"
+    for each in symbols:
         if each not in known:
             problem = f"{quoted(each)}: no kind of layer has that; known: {', '.join(known)}"
             raise config.refusal(key, problem)
-    if len(letters) > MOST_LAYERS:
-        raise config.refusal(key, f"of {len(letters)} layers: expected at most {MOST_LAYERS}")
-    if config.size("num_hidden_layers", len(letters), most=MOST_LAYERS) != len(letters):
+    if len(symbols) > MOST_LAYERS:
+        raise config.refusal(key, f"of {len(symbols)} layers: expected at most {MOST_LAYERS}")
+    if config.size("num_hidden_layers", len(symbols), most=MOST_LAYERS) != len(symbols):
         stated = config.size("num_hidden_layers")
-        raise config.refusal(key, f"of {len(letters)} layers: expected {stated}")
-    return [_BLOCKS.get(each, each) for each in letters]
+        raise config.refusal(key, f"of {len(symbols)} layers: expected {stated}")
+    return [_BLOCKS.get(each, each) for each in symbols]
 
 
-def _hybrid_shape(config: HubConfig, letter: str) -> LayerShape:
-    if letter == ATTENTION:
+def _hybrid_shape(config: HubConfig, symbol: str) -> LayerShape:
+    if symbol == ATTENTION:
         return LayerShape(mlp=False)
-    if letter == MLP:
+    if symbol == MLP:
         return LayerShape(attention=False)
-    if letter == EXPERTS:
+    if symbol == MOE:
         latent = config.value("moe_latent_size")
         sizes = _feed_forward(config, True)
         width = 0 if latent is None else config.size("moe_latent_size")

@@ -11,7 +11,7 @@ from megatron_epp.cost.catalogue.hub_file import (
     find_config,
     hub_config,
     is_hub_config,
-    read_value,
+    read_description,
 )
 from megatron_epp.cost.catalogue.hub_shape import model_fields
 from megatron_epp.cost.catalogue.named import from_json, pick
@@ -324,7 +324,7 @@ def model(name: str, like: str | None = None) -> Model:
                 f"`hf download {name} config.json` fetches it"
             )
         return pick("model", name, MODELS, Model)
-    value = read_value(name, path)
+    value = read_description(name, path)
     if is_hub_config(value) or (like is not None and isinstance(value, Mapping)):
         return hub_model(hub_config(name, value, like))
     require_no_like(name, like)
@@ -356,7 +356,7 @@ def model_config(name: str, like: str | None = None) -> HubConfig | None:
     path = find_config(name)
     if path is None:
         return None
-    value = read_value(name, path)
+    value = read_description(name, path)
     if not is_hub_config(value) and not (like is not None and isinstance(value, Mapping)):
         return None
     config = hub_config(name, value, like)
