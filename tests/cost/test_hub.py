@@ -278,7 +278,7 @@ def test_a_name_is_found_in_the_cache_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("megatron_epp.cost.catalogue.hub_file.find_spec", lambda name: True)
     assert model("org/there").name == "there (llama)"
     assert asked == [("org/there", "config.json")]
-    with pytest.raises(ValueError, match="org/absent.* `hf download org/absent config[.]json`"):
+    with pytest.raises(ValueError, match=r"org/absent.* `hf download org/absent config[.]json`"):
         model("org/absent")
     assert find_config("a/b/c") is None and find_config("a/b.json") is None
 
