@@ -5,6 +5,7 @@ No network is used, and no code that a file names is run.
 
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -163,12 +164,12 @@ def find_config(name: str) -> Path | None:
     if not name or "\0" in name:
         return None
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(name):
         path /= CONFIG
-        if not path.exists():
+        if not os.path.exists(path):
             raise ValueError(f"model folder {name}: has no {CONFIG}; expected a model's folder")
         return path
-    if path.exists():
+    if os.path.exists(name):  # false, not an error, of a name that is too long
         return path
     if name.count("/") != 1 or name.endswith(".json") or find_spec("huggingface_hub") is None:
         return None
