@@ -44,6 +44,15 @@ def file_to_write(text: str) -> str:
     return text
 
 
+MODEL_HELP = (
+    f"{', '.join(MODELS)}, a JSON file, or a config.json of transformers: the file, its folder, or "
+    "org/name in Hugging Face's cache"
+)
+LIKE = flag(
+    None,
+    "read a config.json as if its model_type were this one, of which it has the layers",
+    ("MODEL_TYPE", str),
+)
 # A metavar and what reads the word.
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
 TOKENS, MULTIPLE = ("TOKENS", whole_number(1)), ("TOKENS", whole_number(1, 1 << 20))
@@ -84,7 +93,8 @@ class MachineFlags:
 
     TITLE: ClassVar = "model and machine"
 
-    model: str | None = flag(None, f"{', '.join(MODELS)}, or a JSON file", NAMED)
+    model: str | None = flag(None, MODEL_HELP, NAMED)
+    like: str | None = LIKE
     device: str | None = flag(
         None,
         f"{', '.join(DEVICES)}, or a JSON file; several with the number of pipeline ranks that "
@@ -164,7 +174,7 @@ class PlansMachineFlags(MachineFlags):
 class DrawnMachineFlags(PlansMachineFlags):
     model: str | None = flag(
         None,
-        f"{', '.join(MODELS)}, or a JSON file (without: every op takes a round number of units)",
+        f"{MODEL_HELP} (without: every op takes a round number of units)",
         NAMED,
     )
 
@@ -365,7 +375,8 @@ class TunedMachineFlags:
 
     TITLE: ClassVar = "model and machine"
 
-    model: str = flag(None, f"{', '.join(MODELS)}, or a JSON file", NAMED, required=True)
+    model: str = flag(None, MODEL_HELP, NAMED, required=True)
+    like: str | None = LIKE
     device: str = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED, required=True)
     nodes: int = flag(None, "nodes of the job", NODES, required=True)
     ep: int | None = flag(

@@ -10,7 +10,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted, is_of_cpu
 from megatron_epp.cost.build import expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device_budgets, devices_of
-from megatron_epp.cost.catalogue.models import MODELS, model
+from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.layout import StageLayout
@@ -86,8 +86,11 @@ def cost_of(
                 raise UsageError(
                     f"--{name} is missing; expected one of {', '.join(known)}, or a JSON file"
                 )
+        named = arguments.model
+        like = getattr(arguments, "like", None)
+        the_model = named if isinstance(named, Model) else model(named, like)
         cost = named_cost(
-            arguments.model,
+            the_model,
             arguments.device,
             pp=pp,
             tp=arguments.tp,
@@ -103,11 +106,10 @@ def cost_of(
             place=place,
             **({} if profile is not None else AS_TRAINED | assumptions),
         )
-        heads = model(arguments.model).heads
-        if heads % (cost.layout.tp * cost.layout.cp):
+        if the_model.heads % (cost.layout.tp * cost.layout.cp):
             raise UsageError(
                 f"--tp {cost.layout.tp} --cp {cost.layout.cp}: their product must divide the "
-                f"{heads} attention heads of {arguments.model}"
+                f"{the_model.heads} attention heads of {the_model.name}"
             )
     if budgets is not None:
         cost = cost.replace(device_budget_bytes=budgets)

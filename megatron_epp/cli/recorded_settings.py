@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import machine_flags
 from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
+from megatron_epp.cost.catalogue.hub_file import find_config
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
@@ -20,7 +21,7 @@ from megatron_epp.ir.errors import for_terminal, require_line
 
 _START = "# made for: "
 _NAMES = (
-    *("model", "device", "cost_model", "tp", "cp", "ep", "vocab_parallel", "layer_kinds"),
+    *("model", "like", "device", "cost_model", "tp", "cp", "ep", "vocab_parallel", "layer_kinds"),
     "memory_budget_gib",
     *("multiple", "zero", *ASSUMPTIONS),
 )
@@ -91,8 +92,13 @@ def _require_files(values: dict) -> None:
             every = [each for each, _ in device_runs(value)]
         else:
             every = [] if value is None else [value]
-        if any(each not in known and not Path(each).is_file() for each in every):
+        find = find_config if name == "model" else _file
+        if any(each not in known and find(each) is None for each in every):
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
+
+
+def _file(name: str) -> Path | None:
+    return Path(name) if Path(name).is_file() else None
 
 
 def _words(values: dict) -> list[str]:

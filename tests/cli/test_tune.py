@@ -52,6 +52,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     assert parsed.pipeline_model_parallel_size == first["pp"]
     assert parsed.seq_length == 8192 and parsed.global_batch_size == 8
     assert parsed.num_layers == 32 and parsed.num_query_groups == 8 and parsed.swiglu
+    assert parsed.rotary_base == 500000 and parsed.padded_vocab_size == 128256
     assert parsed.epp == (first["planner"] == "epp")
     assert parsed.epp_memory_budget_gib == [60] and parsed.epp_effort == 0
 
@@ -67,13 +68,13 @@ def test_a_budget_for_every_pipeline_rank_says_how_many_there_are(
     assert not parsed.epp or parsed.epp_memory_budget_gib == [60, 50]
 
 
-def launched(script: Path) -> list[str]:
+def launched(script: Path, entry: str = "megatron_epp.pretrain_gpt") -> list[str]:
     """The words that the script hands to the trainer."""
     done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert words[:2] == ["-m", "torch.distributed.run"]
-    return words[words.index("megatron_epp.pretrain_gpt") + 1 :]
+    return words[words.index(entry) + 1 :]
 
 
 def megatrons_parser() -> argparse.ArgumentParser:
@@ -82,6 +83,71 @@ def megatrons_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     return add_arguments(arguments.add_megatron_arguments(parser))
+
+
+CONFIG = {
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 9601,
+}
+QWEN3 = {**CONFIG, "model_type": "qwen3", "rope_theta": 1000000, "rms_norm_eps": 1e-6}
+NEMOTRON_H = {**CONFIG, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*-M-M-",
+              "mamba_num_heads": 16, "auto_map": {"AutoConfig": "a\ntouch PWNED"}}  # fmt: skip
+TWO_STAGES = ("--tp", "2", "--pp", "2", "--cp", "1", "--top", "1", "--devices-per-node", "4")
+
+
+def folder_of(tmp_path: Path, config: dict) -> str:
+    folder = tmp_path / "named"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_the_script_launches_the_model_that_a_config_describes(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script, folder = tmp_path / "launch.sh", folder_of(tmp_path, QWEN3)
+    assert tune(lengths, *TWO_STAGES, "--script", str(script), "--model", folder) == 0
+    assert "named (qwen3) on 1 nodes of 4" in " ".join(capsys.readouterr().out.split())
+    parsed = megatrons_parser().parse_args(launched(script))
+    assert parsed.num_layers == 8 and parsed.kv_channels == 128 and parsed.num_query_groups == 4
+    assert parsed.rotary_base == 1000000 and parsed.layernorm_epsilon == 1e-6
+    assert parsed.qk_layernorm and parsed.swiglu and parsed.untie_embeddings_and_output_weights
+    assert parsed.padded_vocab_size == 9728  # over two ranks, as Megatron pads
+    assumed = script.read_text().partition("so assumed: ")[2].partition(".\n")[0]
+    assert {"head_dim 128", "tie_word_embeddings False"} <= set(assumed.split(", "))
+
+
+def test_the_script_of_a_hybrid_model_says_its_stages_in_its_pattern(
+    lengths: str, tmp_path: Path
+) -> None:
+    script, folder = tmp_path / "launch.sh", folder_of(tmp_path, NEMOTRON_H)
+    assert tune(lengths, *TWO_STAGES, "--script", str(script), "--model", folder) == 0
+    words = launched(script, "megatron_epp.pretrain_hybrid")
+    parsed = megatrons_parser().parse_args(words)
+    pattern = parsed.hybrid_layer_pattern
+    assert pattern.replace("|", "") == "M-*-M-M-" and pattern.count("|") == 1
+    assert parsed.mamba_num_heads == 16 and parsed.squared_relu and not parsed.swiglu
+    assert parsed.decoder_first_pipeline_num_layers is None
+    assert "\ntouch" not in script.read_text()
+
+
+def test_no_script_launches_another_model_than_was_named(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "launch.sh"
+    folder = folder_of(tmp_path, {**CONFIG, "model_type": "olmo2"})
+    assert tune(lengths, "--script", str(script), "--model", folder) == 2
+    said = capsys.readouterr().err
+    assert "cannot say of named (olmo2): norms after attention and MLP; norms over all" in said
+    assert "--for bridge" in said and said.count("\n") == 1 and not script.exists()
+    assert tune(lengths, "--model", folder, "--like", "olmo22") == 2
+    assert "--like 'olmo22' is not known; expected one of olmo2" in capsys.readouterr().err
+    assert tune(lengths, "--like", "llama") == 2
+    assert "--like llama: llama3-8b is no config.json" in capsys.readouterr().err
 
 
 def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(

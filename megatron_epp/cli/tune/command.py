@@ -16,9 +16,9 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.plan import levers_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cli.tune.report import spread, tuning_lines
-from megatron_epp.cli.tune.script import launch_script
+from megatron_epp.cli.tune.script import launch_script, require_sayable
 from megatron_epp.cost.catalogue.devices import device, differ_by_rank
-from megatron_epp.cost.catalogue.models import model
+from megatron_epp.cost.catalogue.models import Model, model, model_config
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
@@ -37,7 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"--device {arguments.device}: tune tries pipelines of many lengths, all "
             "of one device; compare layouts of devices that differ with `compare`"
         )
-    the_model, the_device = model(arguments.model), device(arguments.device)
+    the_model = model(arguments.model, arguments.like)
+    the_device = device(arguments.device)
+    if arguments.script is not None and arguments.framework is None:
+        require_sayable(the_model, model_config(arguments.model, arguments.like))
     if the_model.mtp_layers_count:
         raise UsageError(
             f"{the_model.name} predicts further tokens, of which the settings that are printed say "
@@ -51,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     joined, first_batches = _joined(arguments, node_devices), batches.first
 
     def cost_for(layout: Layout) -> Cost:
-        cost = _cost(arguments, layout, joined)
+        cost = _cost(arguments, the_model, layout, joined)
         return machine.with_padding(cost, arguments, first_batches, layout.dp)
 
     pp = arguments.pp
@@ -158,13 +161,15 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
     return named
 
 
-def _cost(arguments: argparse.Namespace, layout: Layout, joined: str | Topology) -> Cost:
+def _cost(
+    arguments: argparse.Namespace, the_model: Model, layout: Layout, joined: str | Topology
+) -> Cost:
     here = argparse.Namespace(
         **{name: getattr(arguments, name, None) for name in ASSUMPTIONS},
         **dict.fromkeys(("cost_model", "layer_kinds", "host_memory_gib")),
         ep=arguments.ep,
         zero="1",  # training's
-        model=arguments.model,
+        model=the_model,
         device=arguments.device,
         memory_budget_gib=arguments.memory_budget_gib,
         tp=layout.tp,

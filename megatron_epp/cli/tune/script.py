@@ -3,7 +3,9 @@
 import argparse
 import shlex
 
-from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cli.tune.model_flags import ModelFlags, model_flags
+from megatron_epp.cost.catalogue.hub_file import HubConfig
+from megatron_epp.cost.catalogue.models import Model, model_config
 from megatron_epp.ir.errors import printable
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
@@ -12,14 +14,14 @@ _HEAD = """\
 #!/usr/bin/env bash
 # {title}
 # Written by `python -m megatron_epp tune`.
-# Predicted: {seconds:.4g} s an iteration, {rate:.4g} tokens/s.
+{comments}# Predicted: {seconds:.4g} s an iteration, {rate:.4g} tokens/s.
 #
 #   DATA=corpus_prefix TOKENIZER=tokenizer.model bash {name} [more Megatron flags]
 #
 # On each of {nodes} nodes; MASTER_ADDR is the first one's address, NODE_RANK this one's number.
 set -euo pipefail
 : "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
-{asked}
+
 # Many hardware queues: a posted receive must not stand in front of what its sender waits for.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTORCH_CUDA_ALLOC_CONF=${{PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
@@ -32,11 +34,9 @@ flags=(
 exec "${{PYTHON:-python}}" -m torch.distributed.run \\
     --nnodes {nodes} --node-rank "${{NODE_RANK:-0}}" --nproc-per-node {per_node} \\
     --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\
-    -m megatron_epp.pretrain_gpt "${{flags[@]}}"{more} \\
+    -m {entry} "${{flags[@]}}" \\
     --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
 """
-# What a kind of layer needs that the shape does not say how Megatron calls.
-_ASKED = ': "${MODEL_FLAGS:?the flags of layers of several kinds: experts, latents, windows}"\n'
 
 
 def launch_script(
@@ -47,16 +47,24 @@ def launch_script(
     documents: int,
     context: int,
 ) -> str:
-    """A script that launches ``choice``. Where layers are of kinds whose flags a shape does not
-    tell, the script asks for them."""
-    several = bool(model.kinds)
+    """Return a script that launches ``choice``."""
+    config = model_config(arguments.model, arguments.like)
+    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
+    of_model = model_flags(model, config, choice.layout.tp, stages)
+    notes = config.notes if config is not None else ()
+    if of_model.assumed:
+        assumed = ", ".join(of_model.assumed)
+        notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
+    # A line break would end a comment, and what follows would be a command.
+    comments = [f"# {printable(note)}\n" for note in notes]
     lines = (
         "    " + shlex.join(group)
         for group in (
-            *model_flags(model),
+            *of_model.groups,
             ["--seq-length", str(context), "--max-position-embeddings", str(context)],
-            *layout_arguments(choice),
+            *layout_arguments(choice, of_model.hybrid),
             *training_flags(documents),
+            *expert_flags(model, of_model),
             *elastic_flags(choice, arguments),
         )
     )
@@ -72,29 +80,22 @@ def launch_script(
         nodes=arguments.nodes,
         per_node=node_devices,
         flags="\n".join(lines),
-        asked=_ASKED if several else "",
-        more=" $MODEL_FLAGS" if several else "",
+        comments="".join(comments),
+        entry=of_model.entry,
     )
 
 
-def model_flags(model: Model) -> list[list[str]]:
-    flags = [
-        ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)],
-        ["--ffn-hidden-size", str(model.ffn_hidden), "--num-attention-heads", str(model.heads)],
-        ["--kv-channels", str(model.head_size)],
-        ["--position-embedding-type", "rope", "--normalization", "RMSNorm"],
-        ["--disable-bias-linear", "--attention-dropout", "0", "--hidden-dropout", "0"],
-    ]
-    if model.kv_heads != model.heads:
-        flags.append(["--group-query-attention", "--num-query-groups", str(model.kv_heads)])
-    if model.gated:
-        flags.append(["--swiglu"])
-    if not model.tied:
-        flags.append(["--untie-embeddings-and-output-weights"])
-    return flags
+def require_sayable(model: Model, config: HubConfig | None) -> None:
+    """ValueError: Megatron's flags alone would train another model."""
+    if unsaid := model_flags(model, config).unsaid:
+        raise ValueError(
+            f"--script: Megatron's flags cannot say of {model.name}: {'; '.join(unsaid)}. Leave "
+            "--script out, or give --for bridge, whose models have it"
+        )
 
 
-def layout_arguments(choice: Choice) -> list[list[str]]:
+def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
+    """Return the flags of degrees and, but of a HybridModel, of uneven stages."""
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
     if layout.tp > 1:
@@ -107,7 +108,7 @@ def layout_arguments(choice: Choice) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if not choice.place and (layout_options := layout_flags(choice.layers)):
+    if not choice.place and not hybrid and (layout_options := layout_flags(choice.layers)):
         flags.append(layout_options)
     return flags
 
@@ -122,6 +123,16 @@ def training_flags(documents: int) -> list[list[str]]:
         ["--overlap-grad-reduce", "--overlap-param-gather"],
         ["--log-interval", "1", "--log-throughput", "--eval-iters", "0"],
     ]
+
+
+def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
+    """Return how experts are computed and balanced, which no description of a model says."""
+    if not model.most_experts:
+        return []
+    by_bias = any("--moe-router-enable-expert-bias" in group for group in of_model.groups)
+    kind, coefficient = ("seq_aux_loss", "1e-4") if by_bias else ("aux_loss", "1e-3")
+    balanced = ["--moe-router-load-balancing-type", kind, "--moe-aux-loss-coeff", coefficient]
+    return [["--moe-grouped-gemm", "--moe-router-dtype", "fp32"], balanced]
 
 
 def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[str]]:

@@ -3,8 +3,18 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
-from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.cost.catalogue.hub_file import (
+    HubConfig,
+    catalogue_config,
+    find_config,
+    hub_config,
+    is_hub_config,
+    read_description,
+)
+from megatron_epp.cost.catalogue.hub_shape import model_fields
+from megatron_epp.cost.catalogue.named import from_json, pick
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
@@ -223,8 +233,9 @@ def _qwen3_next_80b() -> Model:
         state_keys=128,
         state_values=128,
     )
+    gated = dataclasses.replace(mixture, output_gate=True)
     return Model("qwen3-next-80b", 48, 2048, 5120, 16, 2, 256, 151_936, gated=True,
-                 kinds={"delta": delta, "attention": mixture},
+                 kinds={"delta": delta, "attention": gated},
                  pattern="12*(3*delta attention)")  # fmt: skip
 
 
@@ -239,7 +250,7 @@ def _gemma3_27b() -> Model:
 # reports. Llama 3 (Meta, 2024), Qwen3 (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI's model
 # card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025), Qwen3-Next
 # (Alibaba, 2025). Left out: heads for further tokens; and, up to 0.1% of the parameters, biases,
-# sinks, norms of Q and K, Qwen3-Next's gates of attention and Gemma's two further norms.
+# sinks, norms of Q and K, and Gemma's two further norms.
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (
@@ -263,7 +274,91 @@ MODELS: Mapping[str, Model] = {
     )
 }
 
+# What the shapes above do not say, as keys of a config.json, of the same sources.
+_QWEN3: dict[str, Any] = {"rope_theta": 1_000_000, "rms_norm_eps": 1e-6}
+_LLAMA3 = {"model_type": "llama", "rope_theta": 500_000, "rms_norm_eps": 1e-5}
+_NEMOTRON: dict[str, Any] = {"model_type": "nemotron_h", "layer_norm_epsilon": 1e-5}
+_NEMOTRON_3 = {**_NEMOTRON, "routed_scaling_factor": 2.5, "num_experts": 128}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+_DEEPSEEK_YARN = {**_YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GPT_OSS_YARN = {**_YARN, "factor": 32.0, "truncate": False}
+_GPT_OSS = {"model_type": "gpt_oss", "rope_theta": 150_000, "rope_scaling": _GPT_OSS_YARN}
+STYLES: Mapping[str, Mapping[str, Any]] = {
+    "llama3-8b": _LLAMA3,
+    "llama3-70b": _LLAMA3,
+    "qwen3-8b": {"model_type": "qwen3", **_QWEN3},
+    "qwen3-32b": {"model_type": "qwen3", **_QWEN3},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
+    "qwen3-235b-a22b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
+    "deepseek-v3": {"model_type": "deepseek_v3", "rope_scaling": _DEEPSEEK_YARN},
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": _GPT_OSS,
+    "gemma3-27b": {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "nemotron-h-8b": _NEMOTRON,
+    "nemotron-3-nano": _NEMOTRON_3,
+    "nemotron-3-super": {**_NEMOTRON_3, "routed_scaling_factor": 5.0},
+    "qwen3-next-80b": {"model_type": "qwen3_next", "rope_theta": 10_000_000},
+}
 
-def model(name: str) -> Model:
-    """The model called ``name``, or the one that the JSON file at ``name`` describes."""
-    return pick("model", name, MODELS, Model)
+
+def model(name: str, like: str | None = None) -> Model:
+    """Return the model that ``name`` means.
+
+    Args:
+        name: A name of the catalogue, a JSON file with the model's shape, or a config.json of
+            transformers: the file, its folder, or a cached ``org/name``.
+        like: The model type to read a config.json as, in place of its own.
+    """
+    if name in MODELS:
+        require_no_like(name, like)
+        return MODELS[name]
+    path = find_config(name)
+    if path is None:
+        if name.count("/") == 1 and not name.endswith(".json"):
+            raise ValueError(
+                f"model {quoted(name)}: no such file or folder, and not in Hugging Face's cache; "
+                f"`hf download {name} config.json` fetches it"
+            )
+        return pick("model", name, MODELS, Model)
+    value = read_description(name, path)
+    if is_hub_config(value) or (like is not None and isinstance(value, Mapping)):
+        return hub_model(hub_config(name, value, like))
+    require_no_like(name, like)
+    return from_json(f"model file {name}", value, Model)
+
+
+def require_no_like(name: str, like: str | None) -> None:
+    """ValueError: a model that needs no other's type is to be read by one."""
+    if like is not None:
+        raise ValueError(f"--like {like}: {name} is no config.json of transformers; leave it out")
+
+
+def hub_model(config: HubConfig) -> Model:
+    """Return the model that ``config`` describes."""
+    fields_of_model = model_fields(config)
+    try:
+        return Model(**fields_of_model)
+    except ValueError as error:
+        raise ValueError(f"{config.where}: {error}") from error
+
+
+def model_config(name: str, like: str | None = None) -> HubConfig | None:
+    """Return what a config.json says of the model beyond its shape.
+
+    None: nothing does, as of a model described in this project's own JSON.
+    """
+    if name in MODELS:
+        return catalogue_config(name, STYLES[name]) if name in STYLES else None
+    path = find_config(name)
+    if path is None:
+        return None
+    value = read_description(name, path)
+    if not is_hub_config(value) and not (like is not None and isinstance(value, Mapping)):
+        return None
+    config = hub_config(name, value, like)
+    model_fields(config)  # which notes what it assumes
+    return config

@@ -8,9 +8,16 @@ from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Size
 
 @dataclass(frozen=True)
 class AttentionSizes(Sizes):
-    """attention: whether the layer has attention."""
+    """attention: whether the layer has attention; output_gate: whether its output has a gate, which
+    the hidden state makes."""
 
     attention: bool = True
+    output_gate: bool = False
+
+    def require(self) -> None:
+        super().require()
+        if self.output_gate and not self.attention:
+            raise ValueError("attention false: output_gate has no effect; leave it out")
 
 
 class AttentionPart(Part):
@@ -40,6 +47,11 @@ class AttentionPart(Part):
         return self.query_hidden
 
     @property
+    def _gate(self) -> int:
+        """Channels of the output's gate, which the projection makes with Q, K and V."""
+        return self.output_hidden if self.shape.output_gate else 0
+
+    @property
     def heads_hidden(self) -> int:
         """Q, K and V together."""
         return self.query_hidden + self.key_hidden + self.value_hidden
@@ -47,7 +59,7 @@ class AttentionPart(Part):
     @property
     def parameters(self) -> int:
         hidden = self.model.hidden
-        return hidden * self.heads_hidden + self.output_hidden * hidden + hidden
+        return hidden * (self.heads_hidden + self._gate) + self.output_hidden * hidden + hidden
 
     @property
     def flops_per_pair(self) -> float:
@@ -55,11 +67,12 @@ class AttentionPart(Part):
 
     @property
     def saved(self) -> int:
-        return 2 * self.model.hidden + self.heads_hidden + self.output_hidden
+        # A gate is saved, and what it is multiplied with beside the product.
+        return 2 * self.model.hidden + self.heads_hidden + self.output_hidden + 2 * self._gate
 
     @property
     def weight_inputs(self) -> int:
-        return 2 * self.model.hidden + self.output_hidden + self.heads_hidden
+        return 2 * self.model.hidden + self.output_hidden + self.heads_hidden + self._gate
 
     @property
     def carried(self) -> CarryOver:

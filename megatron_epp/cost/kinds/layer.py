@@ -92,6 +92,26 @@ class LayerShape(
 DEFAULT_WORDS = ("full", *(part.WORD for part in PARTS if part.DEFAULT))
 
 
+def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
+    """Return a name for each kind among the ``shapes`` of a model's layers.
+
+    It is what sets the kind apart from the others of the model; where all layers are alike, from
+    plain ones: none where they are plain.
+    """
+    words = {shape: shape.words for shape in shapes}
+    if len(words) == 1:
+        ((shape, name_parts),) = words.items()
+        name_parts = tuple(word for word in name_parts if word not in DEFAULT_WORDS)
+        if not name_parts and shape != LayerShape():
+            name_parts = shape.words[-1:]
+        return {shape: "-".join(name_parts)} if name_parts else {}
+    differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
+    return {
+        shape: "-".join(word for word, differs in zip(name_parts, differ, strict=True) if differs)
+        for shape, name_parts in words.items()
+    }
+
+
 @dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
 class Layer:
     """Sizes of one layer of some kind: channels of a token, parameters, forward flops."""

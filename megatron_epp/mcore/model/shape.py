@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.kinds.layer import DEFAULT_WORDS, LayerShape
+from megatron_epp.cost.kinds.layer import LayerShape, kind_names
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages, mtp_symbols, pattern_of
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_sizes
@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_siz
 def model_shape(args: Any) -> Model:
     """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
     shapes = (*layer_shapes(args), *mtp_shapes(args))
-    names = _names(shapes)
+    names = kind_names(shapes)
     return Model(
         name="megatron",
         layers=len(shapes),
@@ -68,21 +68,6 @@ def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
     """Layers of every stage with those of depths, of so many of the decoder's."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
-
-
-def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
-    """A name for each kind, by what tells it from the others of the model; of a model whose layers
-    are all alike by what tells them from plain ones: nothing, where they are plain."""
-    words = {shape: shape.words for shape in shapes}
-    if len(words) == 1:
-        ((shape, name_parts),) = words.items()
-        name_parts = tuple(word for word in name_parts if word not in DEFAULT_WORDS)
-        return {shape: "-".join(name_parts)} if name_parts else {}
-    differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
-    return {
-        shape: "-".join(word for word, differs in zip(name_parts, differ, strict=True) if differs)
-        for shape, name_parts in words.items()
-    }
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:

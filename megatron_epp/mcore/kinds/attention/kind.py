@@ -99,6 +99,9 @@ class AttentionKind(LayerKind):
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))
 
+    def sizes(self, args: Any) -> dict[str, Any]:
+        return {"output_gate": bool(getattr(args, "attention_output_gate", False))}
+
     def model_sizes(self, args: Any) -> dict[str, Any]:
         return {"kv_heads": query_groups(args), "head_size": args.kv_channels}
 

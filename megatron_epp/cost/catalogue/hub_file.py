@@ -1,0 +1,282 @@
+"""Hugging Face's config.json: found in a folder or in the cache, and read as JSON alone.
+
+No network is used, and no code that a file names is run.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.catalogue.hub_families import FAMILIES, REFUSED, SAME, ModelFamily
+from megatron_epp.cost.catalogue.named import read_json
+from megatron_epp.cost.kinds.base import MOST
+from megatron_epp.ir.errors import MOST_QUOTED, printable, quoted, shortened
+
+CONFIG = "config.json"
+MOST_LAYERS = 10_000
+# Where files of several parts have the decoder, and what they call their others.
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+_OTHER_PARTS = ("vision_config", "audio_config", "talker_config", "code2wav_config", "vision_tower")
+# Files that stand next to a config.json, by a key of theirs.
+_OTHER_FILES = {
+    "peft_type": "an adapter's file; expected the config.json of the model that it adapts",
+    "tokenizer_class": "a tokenizer's file; expected the model's config.json",
+    "added_tokens": "a tokenizer's file; expected the model's config.json",
+    "weight_map": "an index of weights; expected the model's config.json",
+    "temperature": "a file of generation settings; expected the model's config.json",
+}
+# What GPT-2 calls its sizes, and what repositories with code of their own do.
+_RENAMED = {
+    "n_layer": "num_hidden_layers",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "moe_num_experts": "num_experts",
+    "moe_topk": "num_experts_per_tok",
+    "moe_k": "num_experts_per_tok",
+    "hidden_activation": "hidden_act",
+    "mlp_hidden_act": "hidden_act",
+    "activation_function": "hidden_act",
+    "layer_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps",
+    "norm_epsilon": "norm_eps",
+    "rms_norm_eps": "norm_eps",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HubConfig:
+    """What a config.json says of a decoder.
+
+    where       the file, as errors name it
+    name        of the model, on one printable line
+    model_type  the family's, by which the file is read
+    family      what files of that type leave out
+    keys        of the decoder, several names of one thing made one
+    notes       what was left out or not used, a line each
+    assumed     keys that the file lacks and that were asked for, with what was taken
+    spelt       how the file spells keys that have several names
+    """
+
+    where: str
+    name: str
+    model_type: str
+    family: ModelFamily
+    keys: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    assumed: dict[str, Any] = field(default_factory=dict)
+    spelt: Mapping[str, str] = field(default_factory=dict)
+
+    def refusal(self, key: str, problem: str) -> ValueError:
+        """Return the error that says what is wrong with ``key``."""
+        return ValueError(f"{self.where}: {self.spelt.get(key, key)} {problem}")
+
+    def value(self, key: str, rule: Any = None) -> Any:
+        """Return what the file says, else what it means by leaving ``key`` out, else ``rule``."""
+        if self.keys.get(key) is not None:
+            return self.keys[key]
+        defaults = {} if key in self.keys else _renamed(self.family.keys)  # null: none of it
+        taken = defaults.get(key, rule)
+        neutral = taken in (None, [], "", {}) or (key not in defaults and taken in (0, 1))
+        if key not in self.keys and not neutral:
+            self.assumed[key] = taken
+        return taken
+
+    def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """Return a whole number; of a list the one that all layers have."""
+        value = self.value(key, rule)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise self.refusal(key, "differs by layer; expected one number for all layers")
+            value = value[0]
+        if value is None:
+            raise self.refusal(key, "is missing; expected a whole number")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refusal(key, f"{quoted(value)}: expected a whole number")
+        if not least <= value <= most:
+            raise self.refusal(key, f"{quoted(value)}: expected {least} to {most}")
+        return value
+
+    def number(self, key: str, rule: float | None = None) -> float:
+        """Return a finite number of at least 0."""
+        value = self.value(key, rule)
+        return self.require_number(key, value)
+
+    def require_number(self, key: str, value: Any) -> float:
+        """Return ``value``. ValueError: it is no finite number of at least 0."""
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not math.isfinite(value) or not 0 <= value <= 1e30:
+            raise self.refusal(key, f"{quoted(value)}: expected a number of at least 0")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Return whether ``key`` is true; false where nothing says so."""
+        value = self.value(key, False)
+        if not isinstance(value, bool):
+            raise self.refusal(key, f"{quoted(value)}: expected true or false")
+        return value
+
+    def word(self, key: str) -> str:
+        """Return a text; empty where nothing says one."""
+        value = self.value(key, "")
+        if not isinstance(value, str):
+            raise self.refusal(key, f"{quoted(value)}: expected a text")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """Return an object; empty where there is none."""
+        value = self.value(key, {})
+        if not isinstance(value, Mapping):
+            raise self.refusal(key, f"{quoted(value)}: expected an object")
+        return value
+
+    def by_layer(self, key: str, layers: int, kind: type) -> list | None:
+        """Return the list with an entry for each of ``layers``; None: the file has none."""
+        value = self.keys.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or any(type(each) is not kind for each in value):
+            expected = {str: "texts", int: "numbers"}[kind]
+            raise self.refusal(key, f"{quoted(value)}: expected a list of {expected}")
+        if len(value) != layers:
+            raise self.refusal(key, f"of {len(value)} layers: expected {layers}")
+        return value
+
+
+def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``keys`` by one name for each thing; a name as it stands comes first."""
+    result = {_RENAMED[key]: value for key, value in keys.items() if key in _RENAMED}
+    return result | {key: value for key, value in keys.items() if key not in _RENAMED}
+
+
+def find_config(name: str) -> Path | None:
+    """Return the JSON file that ``name`` means; None: there is none.
+
+    It is a file, the config.json of a folder, or that of ``org/name`` in Hugging Face's cache.
+    """
+    if not name or "\0" in name:
+        return None
+    path = Path(name)
+    if os.path.isdir(name):
+        path /= CONFIG
+        if not os.path.exists(path):
+            raise ValueError(f"model folder {name}: has no {CONFIG}; expected a model's folder")
+        return path
+    if os.path.exists(name):  # false, not an error, of a name that is too long
+        return path
+    if name.count("/") != 1 or name.endswith(".json") or find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, CONFIG)
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def is_hub_config(value: Any) -> bool:
+    """Return whether a JSON value describes a model as transformers does."""
+    return isinstance(value, Mapping) and bool({"model_type", "architectures"} & set(value))
+
+
+def read_description(name: str, path: Path) -> Any:
+    """Return the JSON value at ``path``, which ``name`` means. ValueError: another kind of file."""
+    value = read_json("model", str(path))
+    if isinstance(value, Mapping) and not is_hub_config(value):
+        for key, what in _OTHER_FILES.items():
+            if key in value:
+                raise ValueError(f"model file {name}: {key}: is {what}")
+    return value
+
+
+def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> HubConfig:
+    """Return what a config.json, read as ``value``, says.
+
+    Args:
+        name: The file, folder or repository, as the user named it.
+        value: The JSON object.
+        like: The model type to read it as, in place of its own.
+    """
+    where = f"model file {name}"
+    part, notes = _text_part(where, value)
+    stated = part.get("model_type") or value.get("model_type")
+    model_type = _known_type(where, like or stated, like is not None)
+    if "auto_map" in value or "auto_map" in part:
+        notes.append("auto_map: the code that it names is not used")
+    if "quantization_config" in value or "quantization_config" in part:
+        notes.append("quantization_config: ignored, training is in bf16")
+    tied = "tie_word_embeddings"
+    rope = part.get("rope_parameters") or part.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    inside = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    keys = _renamed(inside | {**part}) | ({tied: value[tied]} if tied in value else {})
+    title = _title(name, model_type)
+    if like is not None:
+        stated_name = printable(shortened(str(stated), MOST_QUOTED))
+        title = f"{title}, read with --like {like}"
+        notes.append(f"model_type {stated_name}: read with --like {like}")
+    spelt = {_RENAMED[key]: key for key in part if key in _RENAMED}
+    family = FAMILIES[model_type]
+    return HubConfig(where, title, model_type, family, keys, tuple(notes), {}, spelt)
+
+
+def _text_part(where: str, value: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Return the keys of the decoder, and what else the file describes."""
+    notes = []
+    part = value
+    for _ in range(2):  # thinker_config.text_config
+        for name in _TEXT_PARTS:
+            if name in part and not isinstance(part[name], Mapping):
+                raise ValueError(f"{where}: {name} {quoted(part[name])}: expected an object")
+        inner = next((part[name] for name in _TEXT_PARTS if name in part), None)
+        notes += [f"{name}: not counted" for name in _OTHER_PARTS if name in part]
+        if inner is None:
+            break
+        part = inner
+    return part, notes
+
+
+def _known_type(where: str, stated: Any, asked: bool) -> str:
+    """Return the family's name of a model type; a ValueError where there is none."""
+    what = "--like" if asked else f"{where}: model_type"
+    if stated is None:
+        raise ValueError(
+            f"{what} is missing; expected one of transformers' model types, or --like MODEL_TYPE"
+        )
+    if not isinstance(stated, str):
+        raise ValueError(f"{what} {quoted(stated)}: expected a text")
+    for name in (stated, stated.removesuffix("_text")):
+        if (name := SAME.get(name, name)) in FAMILIES:
+            return name
+    if stated in REFUSED:
+        raise ValueError(f"{what} {quoted(stated)}: {REFUSED[stated]}; no kind of layer has that")
+    known = sorted({*FAMILIES, *SAME})
+    near = difflib.get_close_matches(stated, known, n=3) or ["llama"]
+    cure = "expected one of" if asked else "read it as another with --like, such as"
+    raise ValueError(f"{what} {quoted(stated)} is not known; {cure} {', '.join(near)}")
+
+
+def _title(name: str, model_type: str) -> str:
+    """Return a name of one printable line for the model that ``name`` means."""
+    path = Path(name)
+    if path.name == CONFIG:
+        path = path.absolute().parent
+    elif path.suffix == ".json":
+        path = path.with_suffix("")
+    stem = printable(shortened(path.name or path.absolute().name, MOST_QUOTED))
+    return f"{stem} ({model_type})" if stem else model_type
+
+
+def catalogue_config(name: str, keys: Mapping[str, Any]) -> HubConfig:
+    """Return what ``keys``, with a model_type, say of a model of the catalogue."""
+    family = FAMILIES[keys["model_type"]]
+    return HubConfig(f"model {name}", name, keys["model_type"], family, _renamed(keys))

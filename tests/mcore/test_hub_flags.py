@@ -1,0 +1,157 @@
+"""Flags of models by config.json: Megatron's parser reads the same model back."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatron_epp.cli.tune.model_flags import model_flags
+from megatron_epp.cost.catalogue.hub_file import hub_config
+from megatron_epp.cost.catalogue.models import MODELS, Model, hub_model, model_config
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.job.read_flags import prepare_parser  # noqa: E402
+from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
+from tests.cost.hub_models import HUB_MODELS  # noqa: E402
+
+Parse = Callable[[list[str]], argparse.Namespace]
+# What flags cannot say, of models whose sizes they can: another activation has no gate there.
+NO_SHAPE = {"falcon-h1-7b"}  # attention and Mamba in one layer
+NO_GATE = {"gemma-7b", "gemma-2-9b", "gemma-3-27b", "gemma3-27b"}
+
+
+@pytest.fixture(scope="module")
+def parse() -> Iterator[Parse]:
+    """Megatron's own parser, which takes a third of a second to make."""
+    from megatron.training.arguments import parse_args
+
+    made: list[argparse.ArgumentParser] = []
+
+    def caught(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        made.append(parser)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", caught)
+        with pytest.raises(InterruptedError):
+            parse_args(prepare_parser)
+
+    def read(words: list[str]) -> argparse.Namespace:
+        args = made[0].parse_args(words)
+        if args.num_layers is None:
+            args.num_layers = len(args.hybrid_layer_pattern)
+        return args
+
+    yield read
+
+
+def comparable(model: Model) -> tuple[object, ...]:
+    """All of a model but its name and what it calls its kinds of layers."""
+    kinds = [model.kinds[kind] for kind in model.layer_kinds]
+    return dataclasses.astuple(dataclasses.replace(model, name="x", kinds={}, pattern="")), kinds
+
+
+def words_of(model: Model, flags: list[list[str]]) -> list[str]:
+    common = ["--seq-length", "8192", "--micro-batch-size", "1", "--epp"]
+    return [word for group in flags for word in group] + common
+
+
+@pytest.mark.parametrize("name", [name for name in HUB_MODELS if name not in NO_SHAPE])
+def test_megatrons_parser_reads_the_same_model(name, parse) -> None:
+    config = hub_config(f"{name}/config.json", HUB_MODELS[name].keys)
+    model = hub_model(config)
+    flags = model_flags(model, config)
+    args = parse(words_of(model, flags.groups))
+    expected = dataclasses.replace(model, gated=False) if name in NO_GATE else model
+    assert comparable(model_shape(args)) == comparable(expected)
+    assert args.layernorm_epsilon == pytest.approx(config.value("norm_eps", 1e-5))
+    if config.family.positions == "rope":
+        assert args.rotary_base == round(config.value("rope_theta"))
+        assert args.position_embedding_type in ("rope", "yarn")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_catalogue_are_launched_as_they_are_planned(name, parse) -> None:
+    model = MODELS[name]
+    args = parse(words_of(model, model_flags(model, model_config(name)).groups))
+    expected = dataclasses.replace(model, gated=False) if name in NO_GATE else model
+    assert comparable(model_shape(args)) == comparable(expected)
+
+
+def test_what_flags_cannot_say_is_named() -> None:
+    unsaid = {}
+    for name, published in HUB_MODELS.items():
+        config = hub_config(name, published.keys)
+        unsaid[name] = model_flags(hub_model(config), config).unsaid
+    named = {name for name, lines in unsaid.items() if lines}
+    assert named == NO_SHAPE | {name for name in NO_GATE if name in HUB_MODELS} | {
+        *("llama-4-scout", "llama-4-maverick", "deepseek-v2", "glm-4-9b-0414", "olmo-2-7b"),
+        *("olmo-3.1-32b", "olmoe-7b", "exaone-4-32b", "granite-3.1-8b", "granite-3.0-3b-a800m"),
+        *("minimax-m2", "hunyuan-a13b", "command-r-35b", "command-r7b", "internlm3-8b"),
+        "pythia-6.9b",
+    }
+    assert unsaid["gemma-2-9b"] == (
+        "norms after attention and MLP",
+        "embeddings times the root of hidden_size",
+        "final_logit_softcapping 30.0",
+        "attn_logit_softcapping 50.0",
+        "hidden_act gelu_pytorch_tanh with a gate",
+    )
+
+
+def test_a_published_models_flags_word_by_word() -> None:
+    """Qwen3-30B-A3B's, as Megatron-LM's own configuration has them, and its epsilon, which that
+    leaves out."""
+    config = hub_config("x", HUB_MODELS["qwen3-30b-a3b"].keys)
+    groups = model_flags(hub_model(config), config, tp=8).groups
+    assert [" ".join(group) for group in groups] == [
+        "--num-layers 48",
+        "--hidden-size 2048 --ffn-hidden-size 6144",
+        "--num-attention-heads 32 --padded-vocab-size 151936",
+        "--kv-channels 128",
+        "--group-query-attention --num-query-groups 4",
+        "--untie-embeddings-and-output-weights",
+        "--num-experts 128 --moe-router-topk 8",
+        "--moe-ffn-hidden-size 768",
+        "--attention-dropout 0 --hidden-dropout 0",
+        "--normalization RMSNorm --norm-epsilon 1e-06",
+        "--qk-layernorm",
+        "--swiglu",
+        "--disable-bias-linear",
+        "--rotary-base 1000000",
+        "--position-embedding-type rope",
+    ]
+
+
+def test_positions_by_their_rules(parse) -> None:
+    """YaRN with and without latents, Llama 3's scaling, layers without positions."""
+
+    def of(name: str) -> argparse.Namespace:
+        config = hub_config(name, HUB_MODELS[name].keys)
+        model = hub_model(config)
+        return parse(words_of(model, model_flags(model, config).groups))
+
+    oss, deepseek, llama = of("gpt-oss-20b"), of("deepseek-v3"), of("llama-3.2-1b")
+    assert (
+        oss.position_embedding_type == "yarn" and oss.yarn_original_max_position_embeddings == 4096
+    )
+    assert oss.rotary_scaling_factor == 32 and not oss.yarn_correction_range_round_to_int
+    assert oss.window_size == (127, 0) and oss.softmax_type == "learnable" and oss.add_bias_linear
+    assert deepseek.rope_type == "yarn" and deepseek.rotary_scaling_factor == 40
+    assert (deepseek.mscale, deepseek.mscale_all_dim) == (1.0, 1.0)
+    assert of("glm-5").rope_type == "rope" and of("glm-5").rotary_scaling_factor == 1
+    assert llama.use_rope_scaling and llama.rope_scaling_factor == 32
+    assert of("smollm3-3b").no_rope_freq == [0, 0, 0, 1] * 9
+    assert of("qwen3-next-80b").rotary_percent == 0.25
+    assert of("qwen2.5-7b").add_qkv_bias and not of("qwen2.5-7b").add_bias_linear
+
+
+@pytest.mark.parametrize(("vocabulary", "tp", "padded"), [(50257, 1, 50257), (50257, 2, 50432),
+                                                          (151936, 8, 151936)])  # fmt: skip
+def test_the_vocabulary_is_padded_where_it_does_not_divide(vocabulary, tp, padded) -> None:
+    model = dataclasses.replace(MODELS["llama3-8b"], vocabulary=vocabulary)
+    words = [word for group in model_flags(model, None, tp).groups for word in group]
+    assert words[words.index("--padded-vocab-size") + 1] == str(padded)
