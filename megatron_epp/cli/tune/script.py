@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
@@ -18,7 +19,7 @@ _HEAD = """\
 #
 # On each of {nodes} nodes; MASTER_ADDR is the first one's address, NODE_RANK this one's number.
 set -euo pipefail
-: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
+{hosts}: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
 {asked}
 # Many hardware queues: a posted receive must not stand in front of what its sender waits for.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
@@ -36,6 +37,17 @@ exec "${{PYTHON:-python}}" -m torch.distributed.run \\
     --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
 """
 # What a kind of layer needs that the shape does not say how Megatron calls.
+_HOSTS = """\
+# By node rank, so that groups lie whole on the grid of nodes.
+hosts=({hosts})
+for rank in "${{!hosts[@]}}"; do
+    if [[ ${{hosts[rank]}} == "$(hostname)" || ${{hosts[rank]}} == "$(hostname -s)" ]]; then
+        NODE_RANK=${{NODE_RANK:-$rank}}
+    fi
+done
+: "${{NODE_RANK:?this host is none of hosts}}"
+MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
+"""
 _ASKED = ': "${MODEL_FLAGS:?the flags of layers of several kinds: experts, latents, windows}"\n'
 
 
@@ -46,9 +58,10 @@ def launch_script(
     node_devices: int,
     documents: int,
     context: int,
+    hosts: Sequence[str] = (),
 ) -> str:
     """A script that launches ``choice``. Where layers are of kinds whose flags a shape does not
-    tell, the script asks for them."""
+    tell, the script asks for them. ``hosts``: of the node ranks, where they are known."""
     several = bool(model.kinds)
     lines = (
         "    " + shlex.join(group)
@@ -67,6 +80,7 @@ def launch_script(
             f"{choice.layout}"
         ),
         name=printable(arguments.script),
+        hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
         nodes=arguments.nodes,

@@ -1,0 +1,111 @@
+"""Which node of a grid has which ranks."""
+
+import dataclasses
+import random
+from itertools import product
+
+import pytest
+
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.network.grid import Place
+from megatron_epp.cost.network.topology import Network, Topology
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
+
+WIRINGS = ["all-to-all", "rings", "torus", "switch", "fat-tree"]
+H100 = DEVICES["h100-80g"]
+
+
+def grid(wiring: str, size: tuple[int, int], *failed: Place, links=()) -> Topology:
+    return Topology("grid", 8, "switch", wiring, 0.0, size, 0, failed, links)
+
+
+def blocks(mapped: NodeMap, together: int) -> list[tuple[Place, ...]]:
+    nodes = mapped.nodes
+    return [nodes[first : first + together] for first in range(0, len(nodes), together)]
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_are_on_live_nodes_and_groups_are_whole(wiring: str, seed: int) -> None:
+    chance = random.Random(seed)
+    size = chance.choice([(4, 4), (8, 8), (3, 7), (5, 2)])
+    places = list(product(range(size[0]), range(size[1])))
+    failed = chance.sample(places, chance.randrange(0, 4))
+    topology = grid(wiring, size, *failed)
+    for together, pp, dp in product((1, 2), (1, 2, 3), (1, 2, 4)):
+        layout = Layout(8, together, pp, dp)
+        try:
+            mapped = map_nodes(topology, layout, 8)
+        except ValueError as error:
+            assert "expected a layout of at most" in str(error)
+            continue
+        assert len(mapped.nodes) == together * pp * dp == len(set(mapped.nodes))
+        assert not set(mapped.nodes) & set(failed)
+        assert sorted((*mapped.nodes, *mapped.spares)) == sorted(topology.grid.live)
+        if wiring in ("all-to-all", "rings", "torus"):
+            for block in blocks(mapped, together):
+                assert any(len({place[axis] for place in block}) == 1 for axis in (0, 1))
+            rows, width = mapped.topology.used
+            assert rows * width >= len(mapped.nodes) > (rows - 1) * width
+        if wiring == "torus":  # side by side, around the edge or not
+            for block in blocks(mapped, together):
+                assert together == 1 or topology.grid.joined(*sorted(block))
+
+
+def test_one_hole_costs_a_column_and_two_a_hop() -> None:
+    """The naive map drops the row of every hole: 7 x 8 and 6 x 8 nodes."""
+    one = map_nodes(grid("all-to-all", (8, 8), (3, 5)), Layout(8, 1, 8, 7), 8)
+    assert one.topology.used == (8, 7) and one.displaced == 0
+    assert {column for _, column in one.nodes} == set(range(8)) - {5}
+    two = map_nodes(grid("all-to-all", (8, 8), (3, 5), (1, 2)), Layout(8, 1, 8, 7), 8)
+    assert two.topology.used == (8, 7) and two.displaced == 1
+    assert len(set(two.nodes)) == 56 and two.spares
+    for row in range(8):  # every row of the map is of one row of the grid
+        assert len({place[0] for place in two.nodes[7 * row : 7 * row + 7]}) == 1
+    rings = grid("rings", (8, 8), (3, 5), (1, 2))
+    with pytest.raises(ValueError, match=r"takes 56 nodes.* hold 49 so; expected a layout of at"):
+        map_nodes(rings, Layout(8, 1, 8, 7), 8)
+    assert map_nodes(rings, Layout(8, 1, 7, 7), 8).topology.used == (7, 7)
+    assert map_nodes(grid("fat-tree", (8, 8), (3, 5), (1, 2)), Layout(8, 1, 2, 31), 8).spares == ()
+
+
+def test_failed_links_are_between_nodes_that_are_not_both_used() -> None:
+    link = ((2, 2), (2, 6))
+    topology = grid("all-to-all", (8, 8), links=(link,))
+    mapped = map_nodes(topology, Layout(8, 1, 8, 7), 8)
+    assert not set(link) <= set(mapped.nodes) and mapped.relayed == 0
+    full = map_nodes(topology, Layout(8, 1, 8, 8), 8)  # all nodes are wanted
+    assert full.relayed == 1 and len(full.nodes) == 64
+
+
+def test_stages_lie_below_each_other_where_they_can() -> None:
+    mapped = map_nodes(grid("torus", (8, 8), (0, 0)), Layout(8, 1, 4, 6), 8)
+    first, second = mapped.nodes[0], mapped.nodes[6]
+    assert sum(a != b for a, b in zip(first, second, strict=True)) == 1
+    assert mapped.cells()[first] == (0, "0.0") and mapped.cells()[second] == (1, "1.0")
+
+
+def test_small_jobs_and_experts_of_several_replicas() -> None:
+    small = map_nodes(grid("all-to-all", (2, 2), (0, 0)), Layout(2, 1, 2, 2), 8)
+    assert len(small.nodes) == 1 and small.cells()[small.nodes[0]] == (0, "0-1.0-1")
+    half = map_nodes(grid("all-to-all", (2, 2)), Layout(4, 1, 2, 2), 8)
+    assert [half.cells()[place][1] for place in half.nodes] == ["0.0-1", "1.0-1"]
+    shared = map_nodes(grid("all-to-all", (3, 3), (0, 0)), Layout(8, 1, 1, 4), 8, ep=16)
+    assert all(len({row for row, _ in block}) == 1 for block in blocks(shared, 2))
+    with pytest.raises(ValueError, match="groups of 12 ranks over nodes of 8"):
+        map_nodes(grid("all-to-all", (3, 3)), Layout(4, 3, 1, 1), 8)
+
+
+def test_the_rates_are_those_of_the_nodes_that_are_used() -> None:
+    """A torus that a hole cuts open is slower than one that is whole; direct links are not."""
+    layout = Layout(8, 1, 8, 4)
+    rates = {}
+    for wiring in ("torus", "all-to-all"):
+        for failed in ((), ((0, 0),)):
+            found = map_nodes(grid(wiring, (8, 8), *failed), layout, 8).topology
+            assert not found.failed_nodes and not found.hosts
+            rates[wiring, len(failed)] = Network.of(found, H100).all_to_all(32)
+    assert rates["all-to-all", 1] == rates["all-to-all", 0]
+    narrow = dataclasses.replace(grid("torus", (8, 8)), used=(7, 7))
+    assert Network.of(narrow, H100).ring(8 * 7) < Network.of(grid("torus", (8, 8)), H100).ring(64)
