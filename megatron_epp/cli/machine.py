@@ -91,7 +91,7 @@ def cost_of(
                 )
         if assumptions.get("topology") is not None:
             ranks = 1 + max(place) if place else pp
-            assumptions["topology"] = _as_found(
+            assumptions["topology"] = _as_used(
                 assumptions["topology"],
                 devices_of(arguments.device, ranks)[0].node_devices,
                 Layout(arguments.tp or 1, cp, ranks, dp),
@@ -128,7 +128,7 @@ def cost_of(
     return cost
 
 
-def _as_found(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
+def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
     """Return a topology as a job of that layout finds it: of a grid, the nodes that it uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:

@@ -8,7 +8,7 @@ from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape
 
 Place = tuple[int, int]  # row, column
 _FAILED, _SPARE = "x", "."
-_LETTER, _CELL, _GAP, _MARGIN = 11.0, 30.0, 4.0, 36.0
+_TEXT, _CELL, _GAP, _MARGIN = 11.0, 30.0, 4.0, 36.0
 
 
 def grid_text(
@@ -60,7 +60,7 @@ def grid_drawing(
         title: one line.
     """
     longest = max((len(label) for _, label in cells.values()), default=1)
-    wide = max(_CELL, longest * _LETTER * 0.6 + 8)
+    wide = max(_CELL, longest * _TEXT * 0.6 + 8)
     groups = 1 + max((group for group, _ in cells.values()), default=0)
     shapes: list[Shape] = [Label(_MARGIN, 20, title, 13, INK, bold=True)]
     failed = set(failed)
@@ -89,7 +89,7 @@ def grid_drawing(
                 shapes.append(Path(((x, low), (right, y)), RECOMPUTE, 1.5))
             elif label:
                 at_x, at_y = middle(place)
-                shapes.append(Label(at_x, at_y + 4, label, _LETTER, INK, "middle"))
+                shapes.append(Label(at_x, at_y + 4, label, _TEXT, INK, "middle"))
     shapes += [
         Path((middle(one), middle(other)), RECOMPUTE, 1.5, dashed=True)
         for one, other in failed_links

@@ -92,11 +92,11 @@ class HoledGrid:
         value = tuple(getattr(self, field))
         if not value and field == "used":
             return value
-        whole = all(isinstance(size, int) and not isinstance(size, bool) for size in value)
+        integers = all(isinstance(size, int) and not isinstance(size, bool) for size in value)
         most = self.nodes if field == "used" else (MOST_NODES, MOST_NODES)
         if (
             len(value) != 2
-            or not whole
+            or not integers
             or any(not 1 <= size <= limit for size, limit in zip(value, most, strict=True))
             or value[0] * value[1] > MOST_NODES
         ):
@@ -117,7 +117,7 @@ class HoledGrid:
         known: dict[str, int] = {}
         for number, name in enumerate(self.hosts):
             require_name(f"hosts[{number}]", name)
-            if any(letter.isspace() for letter in name):
+            if any(each.isspace() for each in name):
                 raise ValueError(f"hosts[{number}] {quoted(name)}: expected a name without blanks")
             _require_new("hosts", number, name, known.setdefault(name, number))
         return tuple(self.hosts)

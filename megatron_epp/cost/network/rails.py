@@ -110,7 +110,7 @@ class Dimension:
         return stride * (1 if closed else 2)
 
 
-def divided(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
+def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
     """Return the dimensions that a row or column of so many nodes is wired as.
 
     One; where all pairs are to be joined and a node's ``rails`` are too few for that, two, whose
@@ -129,15 +129,15 @@ def divided(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> lis
             "of which a / 2 + b / 2 rails join each to all"
         )
     inner = min(factors, key=lambda a: (abs(a - nodes // a), a))
-    share = rails // (inner // 2 + nodes // inner // 2)  # of so many decompositions of each
+    times = rails // (inner // 2 + nodes // inner // 2)  # of so many decompositions of each
     parts = []
     for size in (inner, nodes // inner):
-        own = size // 2 * share
+        own = size // 2 * times
         parts.append(Dimension(size, wiring, own, bytes_per_second * own / rails))
     return parts
 
 
-def spread(sizes: Sequence[int], members: int, stride: int) -> list[tuple[int, int]]:
+def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[int, int]]:
     """Return (members, their distance) in every dimension, of a group of ``members`` nodes.
 
     They are ``stride`` apart in an order in which the first dimension counts fastest.

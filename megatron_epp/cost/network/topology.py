@@ -27,10 +27,10 @@ from megatron_epp.cost.network.rails import (
     TORUS,
     Dimension,
     all_to_all_rate,
-    divided,
+    dimensions_of,
+    members_in,
     ring_rate,
     shift_rate,
-    spread,
 )
 from megatron_epp.ir.errors import quoted, require_name
 
@@ -118,7 +118,7 @@ class Topology:
         sizes = [size for size in (columns, rows) if size > 1]
         need = max((size // 2 for size in sizes), default=1)
         each = link / max(1, len(sizes))
-        return [divided(size, self.between, self.rails or need, each) for size in sizes]
+        return [dimensions_of(size, self.between, self.rails or need, each) for size in sizes]
 
 
 # `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical
@@ -228,7 +228,7 @@ class Network:
         sizes: list[int] = []
         for line, size in zip(lines, reversed(used), strict=True):
             sizes += [size] if len(line) == 1 else [line[0].nodes, -(-size // line[0].nodes)]
-        return list(chain.from_iterable(lines)), spread(
+        return list(chain.from_iterable(lines)), members_in(
             sizes, nodes, max(1, stride // self.node_devices)
         )
 
@@ -263,8 +263,8 @@ class Network:
         if nodes == 1:
             return inside
         dimensions, places = self._between(nodes, stride)
-        share = ring_rate(dimensions, places) if places else self.share_bytes_per_second
-        return min(inside, here * share)
+        rate = ring_rate(dimensions, places) if places else self.share_bytes_per_second
+        return min(inside, here * rate)
 
     def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
         """Between two stages of ``devices`` each, all of them together. Stages are the outermost

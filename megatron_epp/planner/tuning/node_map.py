@@ -131,7 +131,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     most, grid = 0, topology.grid
     for aside in (True, False):
         best: tuple | None = None
-        for rows in _whole_rows(topology, aside):
+        for rows in _usable_rows(topology, aside):
             widths = list(_widths(len(rows.columns), together))
             # Rows with nodes that stand in were made for every width.
             for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
@@ -158,7 +158,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     if not by_rails:
         nodes = [divmod(at, topology.nodes[1]) for _, at in nodes]
     having = set(nodes)
-    as_found = replace(
+    used_topology = replace(
         topology,
         nodes=topology.nodes[:: -1 if rows.transposed else 1],
         used=(-(-wanted // width), width) if by_rails else (),
@@ -172,7 +172,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         grid,
         tuple(nodes),
         tuple(place for place in grid.live if place not in having),
-        as_found,
+        used_topology,
         displaced,
         sum(having.issuperset(link) for link in grid.failed_links),
     )
@@ -186,7 +186,7 @@ def _widths(most: int, together: int) -> Iterator[int]:
 
 
 @lru_cache(maxsize=64)
-def _whole_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
+def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
     """Ways to take rows of one width of the grid; ``aside``: without an end of failed links."""
     grid = topology.grid
     holes = set(grid.failed_nodes)
