@@ -70,6 +70,19 @@ def test_one_hole_costs_a_column_and_two_a_hop() -> None:
     assert map_nodes(grid("fat-tree", (8, 8), (3, 5), (1, 2)), Layout(8, 1, 2, 31), 8).spares == ()
 
 
+def test_the_last_row_may_have_fewer_nodes() -> None:
+    """Six rows of eight and one of seven, or seven of seven and one of six."""
+    topology = grid("all-to-all", (8, 8), (0, 0), (0, 1), (1, 2))
+    mapped = map_nodes(topology, Layout(8, 1, 5, 11), 8)
+    rows, width = mapped.topology.used
+    assert rows * width == 56 and len(set(mapped.nodes)) == 55
+    assert len({row for row, _ in mapped.nodes[(rows - 1) * width :]}) == 1
+    with pytest.raises(ValueError, match="hold 55 so"):
+        map_nodes(topology, Layout(8, 1, 4, 14), 8)
+    pairs = map_nodes(topology, Layout(8, 2, 3, 9), 8)  # of an even width
+    assert all(len({row for row, _ in block}) == 1 for block in blocks(pairs, 2))
+
+
 def test_failed_links_are_between_nodes_that_are_not_both_used() -> None:
     link = ((2, 2), (2, 6))
     topology = grid("all-to-all", (8, 8), links=(link,))

@@ -29,31 +29,41 @@ from megatron_epp.planner.tuning.layouts import Layout
 class _Rows:
     """Rows and columns to take of a grid whose live nodes are ``live``.
 
-    Where one that is taken is not live, another live node of its row stands in for it. Transposed:
-    the rows are columns of the grid.
+    Where one that is taken is not live, another live node of its row stands in for it. The last row
+    has ``last`` live nodes, maybe fewer than there are columns. Transposed: the rows are columns of
+    the grid.
     """
 
     live: np.ndarray
     rows: list[int]
     columns: list[int]
+    last: int
     transposed: bool = False
+
+    def held(self, width: int, together: int) -> int:
+        """Return how many nodes there are in rows of a width, in blocks of a number of nodes."""
+        last = min(self.last, width)
+        if together <= width:
+            last -= last % together
+        return ((len(self.rows) - 1) * width + last) // together * together
 
     def displaced(self, nodes: int, width: int) -> int:
         """Return how many of the first nodes are not live, in rows of that width."""
-        return int(
-            (~self.live[np.ix_(self.rows[: -(-nodes // width)], self.columns[:width])]).sum()
-        )
+        full, rest = divmod(nodes, width)
+        columns = self.columns[:width]
+        holes = int((~self.live[np.ix_(self.rows[:full], columns)]).sum())
+        return holes + (int((~self.live[self.rows[full], columns[:rest]]).sum()) if rest else 0)
 
     def places(self, nodes: int, width: int) -> list[Place]:
         """Return the first nodes, row by row."""
-        columns, taken = self.columns[:width], set(self.columns)
         places: list[Place] = []
         for row in self.rows[: -(-nodes // width)]:
+            columns = self.columns[: min(width, nodes - len(places))]
             free = np.flatnonzero(self.live[row]).tolist()
-            others = (column for column in free if column not in taken)
+            others = (column for column in free if column not in columns)
             at = [column if self.live[row, column] else next(others) for column in columns]
             places += [(column, row) if self.transposed else (row, column) for column in at]
-        return places[:nodes]
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +145,8 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
             widths = list(_widths(len(rows.columns), together))
             # Rows with nodes that stand in were made for every width.
             for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
-                held = len(rows.rows) * width
-                most = max(most, held // together * together)
+                held = rows.held(width, together)
+                most = max(most, held)
                 if held < wanted:
                     continue
                 aligned = not apart or apart % width == 0 or width % apart == 0
@@ -201,7 +211,8 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
         return ()
     if topology.between not in (ALL_TO_ALL, RINGS, TORUS):
         row = live.reshape(1, -1)
-        return (_Rows(row, [0], np.flatnonzero(row[0]).tolist()),)  # node 0, 1, ... of the grid
+        left = np.flatnonzero(row[0]).tolist()
+        return (_Rows(row, [0], left, len(left)),)  # node 0, 1, ... of the grid
     ways = {ALL_TO_ALL: _standing_in, RINGS: _passing_by, TORUS: _side_by_side}[topology.between]
     return tuple(
         _Rows(each, *way, each is not live) for each in (live, live.T) for way in ways(each)
@@ -221,18 +232,22 @@ def _ends(grid: HoledGrid) -> set[Place]:
     return ends
 
 
-Ways = Iterator[tuple[list[int], list[int]]]
+Ways = Iterator[tuple[list[int], list[int], int]]
 
 
 def _standing_in(live: np.ndarray) -> Ways:
-    """Return rows of as many live nodes, and the columns in which most of these are."""
+    """Return rows with a number of live nodes, and the columns in which most of these are."""
     counts = live.sum(axis=1)
     for width in range(int(counts.max()), 0, -1):
         chosen = np.flatnonzero(counts >= width)
         holes = (~live[chosen]).sum(axis=0)
         columns = np.sort(np.argsort(holes, kind="stable")[:width])
         fewest = np.argsort((~live[np.ix_(chosen, columns)]).sum(axis=1), kind="stable")
-        yield chosen[fewest].tolist(), columns.tolist()
+        rows, last = chosen[fewest].tolist(), width
+        if len(chosen) < len(live):  # one with fewer, which the last nodes may fill
+            rows.append(int(np.argmax(np.where(counts < width, counts, -1))))
+            last = int(counts[rows[-1]])
+        yield rows, columns.tolist(), last
 
 
 def _passing_by(live: np.ndarray) -> Ways:
@@ -242,7 +257,7 @@ def _passing_by(live: np.ndarray) -> Ways:
     for without in range(min(int((holes > 0).sum()), len(live) - 1) + 1):
         rows = np.sort(order[without:])
         if len(columns := np.flatnonzero(live[rows].all(axis=0))):
-            yield rows.tolist(), columns.tolist()
+            yield rows.tolist(), columns.tolist(), len(columns)
 
 
 def _side_by_side(live: np.ndarray) -> Ways:
@@ -261,6 +276,7 @@ def _side_by_side(live: np.ndarray) -> Ways:
                 yield (
                     [(top + at) % rows for at in range(height)],
                     [(left + at) % columns for at in range(width)],
+                    width,
                 )
                 break
             width -= 1
