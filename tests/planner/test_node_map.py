@@ -77,8 +77,10 @@ def test_the_last_row_may_have_fewer_nodes() -> None:
     rows, width = mapped.topology.used
     assert rows * width == 56 and len(set(mapped.nodes)) == 55
     assert len({row for row, _ in mapped.nodes[(rows - 1) * width :]}) == 1
-    with pytest.raises(ValueError, match="hold 55 so"):
-        map_nodes(topology, Layout(8, 1, 4, 14), 8)
+    across = map_nodes(topology, Layout(8, 1, 4, 14), 8)  # eight columns of seven
+    assert len({column for _, column in across.nodes[:7]}) == 1
+    with pytest.raises(ValueError, match="hold 56 so"):
+        map_nodes(topology, Layout(8, 1, 4, 15), 8)
     pairs = map_nodes(topology, Layout(8, 2, 3, 9), 8)  # of an even width
     assert all(len({row for row, _ in block}) == 1 for block in blocks(pairs, 2))
 
