@@ -173,6 +173,7 @@ def test_a_grid_with_holes_by_file(tmp_path) -> None:
         ({"nodes": [], "used": [1, 1]}, "used: expected nodes, the rows and columns"),
         ({"nodes": [], "between": "torus"}, "between torus: expected nodes"),
         ({"used": [3, 3]}, r"used \[3, 3\]: .* at most the grid's 2 and 3"),
+        ({"column_load": 0.5}, "column_load 0.5: expected at least 1"),
         ({"rails": -1}, "rails -1: expected from 0"),
         ({"rails": 1, "between": "switch"}, "rails 1: between switch has no rings"),
         ({"rails": 1, "nodes": [1, 5]}, "rails 1: too few for 5 nodes of a row or column"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 
@@ -11,8 +11,10 @@ from megatron_epp.cost.network.grid import Place
 from megatron_epp.cost.network.topology import Network, Topology
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
+from tests.cost.test_rails import LINK, busiest, grid_links
 
 WIRINGS = ["all-to-all", "rings", "torus", "switch", "fat-tree"]
+PLACES = list(product(range(8), range(8)))
 H100 = DEVICES["h100-80g"]
 
 
@@ -83,6 +85,35 @@ def test_the_last_row_may_have_fewer_nodes() -> None:
         map_nodes(topology, Layout(8, 1, 4, 15), 8)
     pairs = map_nodes(topology, Layout(8, 2, 3, 9), 8)  # of an even width
     assert all(len({row for row, _ in block}) == 1 for block in blocks(pairs, 2))
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [
+        random.Random(3).sample(PLACES, 3),
+        ((3, 5), (1, 2)),
+        ((0, 0), (1, 2), (4, 4)),
+        ((0, 0), (1, 0), (2, 3), (5, 3)),
+        ((7, 1), (6, 1), (5, 6), (2, 6), (0, 4)),
+    ],
+)
+def test_rates_with_nodes_that_stand_in_are_the_count_of_bytes_per_link(failed) -> None:
+    topology = dataclasses.replace(
+        grid("all-to-all", (8, 8), *failed), node_devices=1, link_bytes_per_second=LINK
+    )
+    mapped = map_nodes(topology, Layout(1, 1, 8, 7), 1)
+    assert mapped.topology.used == (8, 7) and mapped.displaced
+    every = grid_links(8, 8, "all-to-all", 4).items()
+    links = {link: rate for link, rate in every if not set(link) & set(failed)}
+    network = Network.of(mapped.topology, H100)
+    for members, stride in ((7, 1), (8, 7)):  # rows, columns
+        pairs = []
+        for first in range(56):
+            if first // stride % members == 0:
+                group = mapped.nodes[first : first + members * stride : stride]
+                pairs += permutations(group, 2)
+        rate = network.all_to_all(members, stride)
+        assert rate == pytest.approx(members / busiest(links, pairs), rel=0.01)
 
 
 def test_failed_links_are_between_nodes_that_are_not_both_used() -> None:

@@ -62,6 +62,8 @@ class Topology:
     failed_links            pairs of nodes whose link failed
     used                    rows and columns that a job takes of the grid; (): all
     hosts                   names of the nodes, row by row; (): none
+    column_load             times that the busiest link of columns carries more than without holes,
+                            as some nodes stand in for failed ones of other columns
     """
 
     name: str
@@ -75,6 +77,7 @@ class Topology:
     failed_links: tuple[Link, ...] = ()
     used: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
+    column_load: float = 1.0
 
     def __post_init__(self):
         require_name("topology name", self.name)
@@ -93,6 +96,9 @@ class Topology:
         rate = self.link_bytes_per_second
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1e24:
             raise ValueError(f"link_bytes_per_second {quoted(rate)}: expected bytes a second, or 0")
+        load = self.column_load
+        if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= 1e6:
+            raise ValueError(f"column_load {quoted(load)}: expected at least 1")
         grid = HoledGrid.of(self)
         for name in grid.__slots__:  # lists of JSON, as tuples
             object.__setattr__(self, name, getattr(grid, name))
@@ -118,7 +124,12 @@ class Topology:
         sizes = [size for size in (columns, rows) if size > 1]
         need = max((size // 2 for size in sizes), default=1)
         each = link / max(1, len(sizes))
-        return [dimensions_of(size, self.between, self.rails or need, each) for size in sizes]
+        rates = [each] if columns > 1 else []
+        rates += [each / self.column_load] if rows > 1 else []
+        return [
+            dimensions_of(size, self.between, self.rails or need, rate)
+            for size, rate in zip(sizes, rates, strict=True)
+        ]
 
 
 # `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical

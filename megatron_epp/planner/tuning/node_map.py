@@ -6,21 +6,22 @@ The nodes that a job takes form rows of one width, in which a *block* (the nodes
 stage, or those that share a layer's experts) lies in one row:
 
     all-to-all   rows with live nodes enough; in a row with a hole another node of the row stands in
-                 for it. Columns reach it with one hop more, over links that are idle
+                 for it, which columns reach with one hop more: their links carry ``column_load``
     rings        rows and columns without a hole, which rings pass by
     torus        rows and columns next to each other, without a hole
     switches     all live nodes are one row
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise, permutations
 
 import numpy as np
 
-from megatron_epp.cost.network.grid import HoledGrid, Place
-from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS
+from megatron_epp.cost.network.grid import HoledGrid, Link, Place
+from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS, hamiltonian_rings
 from megatron_epp.cost.network.topology import Topology
 from megatron_epp.planner.tuning.layouts import Layout
 
@@ -54,16 +55,57 @@ class _Rows:
         holes = int((~self.live[np.ix_(self.rows[:full], columns)]).sum())
         return holes + (int((~self.live[self.rows[full], columns[:rest]]).sum()) if rest else 0)
 
-    def places(self, nodes: int, width: int) -> list[Place]:
-        """Return the first nodes, row by row."""
+    def _upright(self, nodes: int, width: int) -> list[Place]:
+        """Return the first nodes, row by row, as if the rows were not columns."""
         places: list[Place] = []
         for row in self.rows[: -(-nodes // width)]:
             columns = self.columns[: min(width, nodes - len(places))]
             free = np.flatnonzero(self.live[row]).tolist()
             others = (column for column in free if column not in columns)
             at = [column if self.live[row, column] else next(others) for column in columns]
-            places += [(column, row) if self.transposed else (row, column) for column in at]
+            places += [(row, column) for column in at]
         return places
+
+    def places(self, nodes: int, width: int) -> list[Place]:
+        """Return the first nodes, row by row."""
+        upright = self._upright(nodes, width)
+        return [(column, row) for row, column in upright] if self.transposed else upright
+
+    def column_load(self, nodes: int, width: int, topology: Topology) -> float:
+        """Return the load of the busiest link, of one byte between every two nodes of a column.
+
+        Its bytes over its rate, that of a direct link of a column as the unit: 1 without holes.
+        Bytes of a node that stands in for one of another column pass the live one of two nodes in
+        between; where both failed, all ways of three links alike.
+        """
+        places, live = self._upright(nodes, width), self.live
+        load: defaultdict[Link, float] = defaultdict(float)
+        for column in range(width):
+            for one, other in permutations(places[column::width], 2):
+                (row, at), (to_row, to) = one, other
+                if at == to:
+                    load[one, other] += 1
+                    continue
+                ways: list[tuple[Place, ...]] = []
+                ways += [(each,) for each in ((to_row, at), (row, to)) if live[each]]
+                if not ways:
+                    ways = [((row, by), (to_row, by)) for by in range(live.shape[1])]
+                    ways += [((by, at), (by, to)) for by in range(live.shape[0])]
+                    ways = [way for way in ways if live[way[0]] and live[way[1]]]
+                for way in ways:
+                    for link in pairwise((one, *way, other)):
+                        load[link] += 1 / len(ways)
+        lines = [line[0] for line in topology.dimensions(1.0)][:: -1 if self.transposed else 1]
+        pairs = [hamiltonian_rings(line.nodes)[1] if line.nodes > 2 else [] for line in lines]
+        doubled = [set(map(frozenset, each)) for each in pairs]
+
+        def rate(link: Link) -> float:
+            (row, at), (to_row, to) = link
+            which, ends = (0, {at, to}) if row == to_row else (1, {row, to_row})
+            rails = 2 if ends in doubled[which] else 1
+            return rails * lines[which].pair_bytes_per_second / lines[1].pair_bytes_per_second
+
+        return max([1.0, *(carried / rate(link) for link, carried in load.items())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +199,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         if best is not None:
             (_, displaced, *_), rows, width = best
             nodes = rows.places(wanted, width)
+            load = rows.column_load(wanted, width, topology) if displaced else 1.0
             break
     else:
         raise ValueError(
@@ -172,6 +215,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         topology,
         nodes=topology.nodes[:: -1 if rows.transposed else 1],
         used=(-(-wanted // width), width) if by_rails else (),
+        column_load=load,
         failed_nodes=(),
         failed_links=(),
         hosts=(),
