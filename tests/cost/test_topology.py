@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +152,18 @@ def test_a_topology_by_file_and_what_it_refuses(tmp_path) -> None:
 
 
 GRID = {"name": "mine", "between": "all-to-all", "nodes": [2, 3]}
+
+
+def test_the_page_describes_every_key_and_its_file_is_one(tmp_path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.S)
+    file = tmp_path / "hall.json"
+    file.write_text(example)
+    read = topology(str(file))
+    assert read is not None and read.failed_nodes == ((3, 5),) and read.hops == 2
+    table = page.split("| key | default | meaning |")[1].split("\n\n")[0]
+    keys = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert keys == [field.name for field in dataclasses.fields(Topology)]
 
 
 def test_a_grid_with_holes_by_file(tmp_path) -> None:
