@@ -26,7 +26,7 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.network.grid import Place
-from megatron_epp.cost.network.parts import parts_of
+from megatron_epp.cost.network.parts import network_parts
 from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS
 from megatron_epp.cost.network.topology import FAT_TREE, MESH, Network, Topology
 from megatron_epp.planner import Options
@@ -124,7 +124,7 @@ def network_rows(size: tuple[int, int]) -> Iterator[list[str]]:
     for between in (FAT_TREE, TORUS, RINGS, ALL_TO_ALL):
         topology = Topology("grid", 1, "switch", between, 1.0, nodes=size)
         network = Network.of(topology, device(DEVICE))
-        parts = parts_of(topology)
+        parts = network_parts(topology)
         leave = network.all_to_all(nodes) * (nodes - 1) / nodes
         yield [
             f"{size[0]} x {size[1]}",

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.cost.catalogue.devices import DEVICES
-from megatron_epp.cost.network.parts import Parts, parts_of
+from megatron_epp.cost.network.parts import Parts, network_parts
 from megatron_epp.cost.network.topology import Network, Topology
 
 
@@ -12,11 +12,11 @@ def fabric(between: str, size: tuple[int, int]) -> Topology:
 
 
 def test_levels_of_a_fat_tree_grow_with_its_nodes() -> None:
-    assert parts_of(fabric("fat-tree", (8, 8))) == Parts(2, 1, 0)  # one switch of 64 ports
-    assert parts_of(fabric("fat-tree", (5, 13))) == Parts(4, 3, 0)
-    assert parts_of(fabric("fat-tree", (64, 64))) == Parts(6, 5, 0)
-    assert parts_of(fabric("fat-tree", (8, 8)), radix=8) == Parts(6, 5, 0)
-    assert parts_of(fabric("torus", (64, 64))) == Parts(1, 0, 0)
+    assert network_parts(fabric("fat-tree", (8, 8))) == Parts(2, 1, 0)  # one switch of 64 ports
+    assert network_parts(fabric("fat-tree", (5, 13))) == Parts(4, 3, 0)
+    assert network_parts(fabric("fat-tree", (64, 64))) == Parts(6, 5, 0)
+    assert network_parts(fabric("fat-tree", (8, 8)), radix=8) == Parts(6, 5, 0)
+    assert network_parts(fabric("torus", (64, 64))) == Parts(1, 0, 0)
 
 
 @pytest.mark.parametrize("circuit_port", [0.1, 0.5, 1.0])
@@ -33,7 +33,7 @@ def test_rails_cost_less_than_a_fat_tree_for_what_they_carry(
     for between in ("fat-tree", "all-to-all"):
         topology = fabric(between, (64, 64))
         network = Network.of(topology, DEVICES["h100-80g"])
-        price[between] = parts_of(topology).price(transceiver, 1.0, circuit_port)
+        price[between] = network_parts(topology).price(transceiver, 1.0, circuit_port)
         ring[between] = network.ring(4096)
         all_to_all[between] = network.all_to_all(4096)
 

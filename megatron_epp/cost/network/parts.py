@@ -30,7 +30,7 @@ class Parts:
         )
 
 
-def parts_of(topology: Topology, radix: int = RADIX) -> Parts:
+def network_parts(topology: Topology, radix: int = RADIX) -> Parts:
     """Return what one port of a node takes.
 
     A fat tree without oversubscription of n nodes has the fewest levels L of which 2 (radix / 2)^L
