@@ -18,6 +18,7 @@ from functools import cache
 from itertools import product
 
 from headline import ROOT, heading, host, write
+from network_parts import network_parts
 
 sys.path.insert(0, str(ROOT))
 
@@ -26,7 +27,6 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.network.grid import Place
-from megatron_epp.cost.network.parts import network_parts
 from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS
 from megatron_epp.cost.network.topology import FAT_TREE, MESH, Network, Topology
 from megatron_epp.planner import Options
@@ -83,6 +83,12 @@ class Predictions:
                 known.append((self.seconds(mapped.layout, mapped.topology), mapped))
             except ValueError:  # it does not fit
                 continue
+        if not known:
+            raise ValueError(
+                f"{len(topology.grid.live)} nodes are left, which no layout of {self.model} with "
+                f"{min(pp for _, _, pp in DEGREES)} stages or more fills; expected larger --grids, "
+                "or fewer --failed"
+            )
         return min(known, key=seconds_of)
 
 
@@ -93,6 +99,8 @@ def hole_rows(
     rows, columns = size
     predictions = Predictions(model, DOCUMENTS_A_NODE * rows * columns)
     everyone: list[Place] = list(product(range(rows), range(columns)))
+    if not 0 <= most < len(everyone):
+        raise ValueError(f"--failed {most}: expected from 0 to {len(everyone) - 1}")
     drawn = random.Random(seed).sample(everyone, most)
     topology = Topology("grid", NODE_DEVICES, MESH, between, nodes=size)
     around: dict[int, tuple[float, NodeMap]] = {}
@@ -147,13 +155,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the nodes that fail")
     parser.add_argument("-o", "--output", help="append the tables to this file")
     arguments = parser.parse_args(words)
-    table = [
-        row
-        for size in arguments.grids
-        for row in hole_rows(
-            size, arguments.failed, arguments.between, arguments.model, arguments.seed
-        )
-    ]
+    how = arguments.failed, arguments.between, arguments.model, arguments.seed
+    try:
+        table = [row for size in arguments.grids for row in hole_rows(size, *how)]
+    except ValueError as error:
+        parser.error(str(error))
     head = ("nodes", "failed", "best: nodes", "layout", "seconds", "times")
     head += ("naive: nodes", "layout", "seconds", "times")
     networks = [row for size in arguments.grids for row in network_rows(size)]

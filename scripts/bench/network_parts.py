@@ -1,6 +1,11 @@
 """What a network between nodes is built of: counts per link of a node, for comparing costs."""
 
+import sys
 from dataclasses import dataclass
+
+from headline import ROOT
+
+sys.path.insert(0, str(ROOT))
 
 from megatron_epp.cost.network.rails import TORUS
 from megatron_epp.cost.network.topology import FAT_TREE, SWITCH, Topology

@@ -1,10 +1,16 @@
 """What networks between nodes are built of: the direction of what RailX's abstract says."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron_epp.cost.catalogue.devices import DEVICES
-from megatron_epp.cost.network.parts import Parts, network_parts
 from megatron_epp.cost.network.topology import Network, Topology
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
+
+from network_parts import Parts, network_parts
 
 
 def fabric(between: str, size: tuple[int, int]) -> Topology:
