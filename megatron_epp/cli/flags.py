@@ -422,6 +422,15 @@ class TunePlannerFlags:
 @dataclass
 class TuneFlags:
     script: str | None = flag(None, "write the first choice's launch script", FILE)
+    hostfile: str | None = flag(
+        None,
+        "write the hosts of the first choice in the order of their node ranks, one a line, as "
+        "SLURM_HOSTFILE has them; with a --topology that has a grid of nodes",
+        FILE,
+    )
+    grid_svg: str | None = flag(
+        None, "draw the grid of --topology: ranks, spare and failed nodes", FILE
+    )
     framework: str | None = flag(
         None,
         "print the fastest choice that Megatron's own schedule runs, as settings of megatron, "

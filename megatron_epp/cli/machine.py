@@ -14,10 +14,13 @@ from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.network.topology import Topology, topology
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner.padding import gpu_row_multiple
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.node_map import map_nodes
 from megatron_epp.safe_files import bounded_text
 
 # What the analytic cost model assumes where no option does: what training runs. The papers' world,
@@ -89,6 +92,14 @@ def cost_of(
         named = arguments.model
         like = getattr(arguments, "like", None)
         the_model = named if isinstance(named, Model) else model(named, like)
+        if assumptions.get("topology") is not None:
+            ranks = 1 + max(place) if place else pp
+            assumptions["topology"] = _as_used(
+                assumptions["topology"],
+                devices_of(arguments.device, ranks)[0].node_devices,
+                Layout(arguments.tp or 1, cp, ranks, dp),
+                arguments.ep or 1,
+            )
         cost = named_cost(
             the_model,
             arguments.device,
@@ -117,6 +128,14 @@ def cost_of(
         cost = cost.replace(host_budget_bytes=host * GIB)
     cost.require_states_fit()
     return cost
+
+
+def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
+    """Return a topology as a job of that layout finds it: of a grid, the nodes that it uses."""
+    known = topology(named) if isinstance(named, str) else named
+    if known is None or not known.nodes:
+        return named
+    return map_nodes(known, layout, known.node_devices or node_devices, ep).topology
 
 
 def _measured_cost(

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +173,48 @@ def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(
     assert "Layers by time" not in capsys.readouterr().out
 
 
+def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of four nodes one failed; two in a row are left, and this host is the second of them."""
+    here = socket.gethostname()
+    grid = {"name": "mine", "node_devices": 4, "between": "all-to-all", "nodes": [2, 2]}
+    grid |= {"failed_nodes": ["a"], "hosts": ["a", "b", "c", here]}
+    topology, hostfile, svg = (tmp_path / name for name in ("mine.json", "hosts", "grid.svg"))
+    topology.write_text(json.dumps(grid))
+    script = tmp_path / "launch.sh"
+    files = ("--hostfile", str(hostfile), "--grid-svg", str(svg), "--script", str(script))
+    job = ("--nodes", "2", "--devices-per-node", "4", "--topology", str(topology))
+    job += ("--tp", "4", "--pp", "2")
+    assert tune(lengths, *job, *files) == 0
+    said = capsys.readouterr().out
+    assert "mine, 2 x 2 nodes: tp 4 cp 1 pp 2 dp 1 on 2, 1 failed, 1 spare" in said
+    assert f"hosts by node rank: 0 c, 1 {here}" in said and "0   x   .\n1 0.0 1.0\n" in said
+    assert hostfile.read_text() == f"c\n{here}\n"
+    drawn = svg.read_text()
+    assert "<title>c, node rank 0</title>" in drawn and "<title>a</title>" in drawn
+    done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
+    assert "--node-rank 1 " in done.stdout and "--master-addr c " in done.stdout, done.stderr
+    assert tune(lengths, *job, "--json") == 0
+    nodes = json.loads(capsys.readouterr().out)["node_map"]
+    assert nodes["nodes"] == [[1, 0], [1, 1]] and nodes["spares"] == [[0, 1]]
+    script.write_text(script.read_text().replace(here, "elsewhere"))
+    done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
+    assert done.returncode == 1 and "this host is none of hosts" in done.stderr
+    for wrong, told in (
+        (("--nodes", "4"), "--nodes 4: 3 of the 2 x 2 nodes of --topology"),
+        (("--cp", "2", "--pp", "1", "--nodes", "3"), "no tp x cp x pp x dp fills them"),
+    ):
+        assert tune(lengths, *job, *wrong) == 2
+        assert told in capsys.readouterr().err
+    grid["failed_nodes"] = ["a", "d"]
+    topology.write_text(json.dumps(grid))
+    assert tune(lengths, *job) == 2
+    told = capsys.readouterr().err
+    assert f"topology file {topology}: failed_nodes[1] 'd': there is no such node" in told
+    assert len(told.strip().splitlines()) == 1
+
+
 def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -271,6 +314,8 @@ def test_the_script_says_how_experts_are_spread() -> None:
     [
         (("--global-batch-size", "7", "--tp", "3"), "no tp x cp x pp x dp fills them"),
         (("--topology", "railx"), "its nodes have 16 devices; give --devices-per-node 16"),
+        (("--hostfile", "x"), "--hostfile: expected a --topology file that has nodes"),
+        (("--topology", "railx", "--devices-per-node", "16", "--grid-svg", "x"), "--grid-svg: exp"),
         (("--topology", "tree"), "unknown topology 'tree'"),
         (("--levers", "magic"), "unknown lever 'magic'"),
         (("--memory-budget-gib", "1"), "no layout of the 8 devices works"),

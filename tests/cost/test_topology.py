@@ -1,6 +1,9 @@
 """Where groups lie, and what they get there."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -84,8 +87,9 @@ def test_tensor_parallelism_has_nvlinks_rate_inside_a_node_and_the_links_across(
 def test_rings_between_nodes_slow_far_all_to_alls_down() -> None:
     rings = Network.of(Topology("rings", 8, between="rings"), H100)
     switch = Network.of(Topology("switch", 8, link_bytes_per_second=400e9), H100)
-    assert rings.all_to_all(32) == pytest.approx(switch.all_to_all(32))  # four nodes: 1 hop
-    assert rings.all_to_all(128) == pytest.approx(switch.all_to_all(128) / 4)
+    # Four nodes: two at 1 hop, one at 2. 16: 64 hops to 15 nodes. (tests/cost/test_rails.py)
+    assert rings.all_to_all(32) == pytest.approx(switch.all_to_all(32) * 3 / 4)
+    assert rings.all_to_all(128) == pytest.approx(switch.all_to_all(128) * 15 / 64)
     assert rings.ring(128) == switch.ring(128)
 
 
@@ -94,6 +98,10 @@ def test_a_mesh_is_slower_for_all_to_alls_and_not_for_rings() -> None:
     assert railx.node_devices == 16
     assert railx.all_to_all(16) == pytest.approx(H100.group_bytes_per_second[2] / 4 * 16 / 15)
     assert railx.ring(16) == NODES.ring(8)
+    # Seven nodes on three rings of rails that join every pair: as by a switch, nearly.
+    switch = Network.of(Topology("switch", 16, "mesh"), H100)
+    assert railx.all_to_all(7 * 16) == pytest.approx(switch.all_to_all(7 * 16))
+    assert railx.all_to_all(8 * 16) == pytest.approx(switch.all_to_all(8 * 16) * 7 / 8)
 
 
 def test_neighbouring_stages_share_a_node_only_where_the_whole_job_does() -> None:
@@ -141,6 +149,97 @@ def test_a_topology_by_file_and_what_it_refuses(tmp_path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             Topology("mine", **wrong)
+
+
+GRID = {"name": "mine", "between": "all-to-all", "nodes": [2, 3]}
+
+
+def test_the_page_describes_every_key_and_its_file_is_one(tmp_path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)```", page, re.S)
+    file = tmp_path / "hall.json"
+    file.write_text(example)
+    read = topology(str(file))
+    assert read is not None and read.failed_nodes == ((3, 5),) and read.hops == 2
+    table = page.split("| key | default | meaning |")[1].split("\n\n")[0]
+    keys = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert keys == [field.name for field in dataclasses.fields(Topology)]
+
+
+def test_a_grid_with_holes_by_file(tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    holes = {"failed_nodes": ["e", [0, 0]], "failed_links": [["c", "b"]], "hosts": list("abcdef")}
+    file.write_text(json.dumps(GRID | holes))
+    read = topology(str(file))
+    assert read is not None
+    assert read.failed_nodes == ((1, 1), (0, 0)) and read.failed_links == (((0, 1), (0, 2)),)
+    assert read.grid.live == [(0, 1), (0, 2), (1, 0), (1, 2)]
+    assert [read.grid.name(place) for place in read.grid.live] == list("bcdf")
+    assert topology(str(file)) == read == dataclasses.replace(read)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"nodes": [2]}, r"nodes \[2\]: expected \[rows, columns\]"),
+        ({"nodes": 6}, "nodes 6: expected a list"),
+        ({"nodes": [1 << 9, 1 << 9]}, "at most 65536 nodes in all"),
+        ({"nodes": [], "used": [1, 1]}, "used: expected nodes, the rows and columns"),
+        ({"nodes": [], "between": "torus"}, "between torus: expected nodes"),
+        ({"used": [3, 3]}, r"used \[3, 3\]: .* at most the grid's 2 and 3"),
+        ({"column_load": 0.5}, "column_load 0.5: expected at least 1"),
+        ({"rails": -1}, "rails -1: expected from 0"),
+        ({"rails": 1, "between": "switch"}, "rails 1: between switch has no rings"),
+        ({"rails": 1, "nodes": [1, 5]}, "rails 1: too few for 5 nodes of a row or column"),
+        ({"hosts": ["a"]}, "hosts: 1 names; expected 6, one for every node of 2 x 3"),
+        ({"hosts": list("abcdea")}, r"hosts\[5\] 'a': is there twice, first as hosts\[0\]"),
+        ({"hosts": ["a b", *"cdefg"]}, "expected a name without blanks"),
+        (
+            {"failed_nodes": [[1, 2], [0, 0], [1, 2]]},
+            r"failed_nodes\[2\] \[1, 2\]: is there twice, first as failed_nodes\[0\]",
+        ),
+        ({"failed_nodes": [[2, 0]]}, r"failed_nodes\[0\] \[2, 0\]: there is no such node"),
+        ({"failed_nodes": ["x"]}, r"failed_nodes\[0\] 'x': there is no such node"),
+        ({"failed_nodes": [[0, True]]}, "there is no such node"),
+        (
+            {"failed_nodes": [[row, column] for row in (0, 1) for column in (0, 1, 2)]},
+            "failed_nodes: all 6 nodes failed; expected one at least",
+        ),
+        ({"failed_links": [[[0, 0]]]}, r"failed_links\[0\] \[\[0, 0\]\]: expected two nodes"),
+        (
+            {"failed_links": [[[0, 0], [0, 9]]]},
+            r"failed_links\[0\] \[0, 9\]: there is no such node",
+        ),
+        ({"failed_links": [[[0, 0], [1, 1]]]}, "no such link; expected two nodes of a row or col"),
+        ({"failed_links": [[[0, 0], [0, 0]]]}, "there is no such link"),
+        (
+            {"failed_links": [[[0, 0], [0, 1]], [[0, 1], [0, 0]]]},
+            r"failed_links\[1\] .*is there twice",
+        ),
+        (
+            {"between": "torus", "nodes": [1, 5], "failed_links": [[[0, 0], [0, 2]]]},
+            "no such link; expected neighbours in a row",
+        ),
+        (
+            {"between": "fat-tree", "failed_links": [[[0, 0], [0, 1]]]},
+            "no such link; expected none: nodes are joined by switches",
+        ),
+    ],
+)
+def test_what_a_grid_refuses_in_one_line(wrong: dict, said: str, tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(GRID | wrong))
+    with pytest.raises(ValueError, match=said) as raised:
+        topology(str(file))
+    assert str(raised.value).startswith(f"topology file {file}: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_larger_than_the_grid_is_refused() -> None:
+    small = Network.of(Topology("small", 8, between="torus", nodes=(2, 2)), H100)
+    assert small.all_to_all(32) > 0
+    with pytest.raises(ValueError, match="a group of 8 nodes, 1 apart: the topology has 4 nodes"):
+        small.all_to_all(64)
 
 
 def test_another_size_of_node_is_not_the_measured_one() -> None:

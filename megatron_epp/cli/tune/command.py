@@ -15,6 +15,7 @@ from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.plan import levers_of
 from megatron_epp.cli.progress import bar
+from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, require_sayable
 from megatron_epp.cost.catalogue.devices import device, differ_by_rank
@@ -27,6 +28,7 @@ from megatron_epp.frameworks.stock_settings import stock_choice
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PACKED, STOCK
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
+from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
 
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     drawn = [batches[number] for number in range(arguments.batches)]
     documents = len(drawn[0])
     joined, first_batches = _joined(arguments, node_devices), batches.first
+    _require_grid(arguments, joined)
 
     def cost_for(layout: Layout) -> Cost:
         cost = _cost(arguments, the_model, layout, joined)
@@ -90,6 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     played: list[Choice] = []
     if arguments.dry_run_corpus:
         played = _dry_run(first, batches, cost_for(first.layout), options, arguments)
+    nodes: NodeMap | None = None
+    if isinstance(joined, Topology) and joined.nodes:
+        nodes = map_nodes(joined, first.layout, node_devices, first.ep)
+        if arguments.hostfile is not None:
+            write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
+        if arguments.grid_svg is not None:
+            write_file(arguments.grid_svg, grid_svg(nodes))
     context = arguments.context or int(batches.corpus.inputs.max())
     settings_lines: list[str] = []
     if arguments.framework is not None:
@@ -98,13 +108,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script is not None and settings_lines:
         write_file(arguments.script, "\n".join(settings_lines) + "\n")
     elif arguments.script is not None:
-        text = launch_script(the_model, first, arguments, node_devices, documents, context)
+        hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
+        text = launch_script(the_model, first, arguments, node_devices, documents, context, hosts)
         write_file(arguments.script, text)
     if arguments.json:
         facts = _facts(result, arguments.top)
         if settings_lines:
             facts["settings"] = {"framework": arguments.framework, "lines": settings_lines}
             facts["settings"]["choice"] = stock.facts()
+        if nodes is not None:
+            facts["node_map"] = node_facts(nodes)
         if played:
             facts["dry_run"] = [each.facts() for each in played]
         print(json.dumps(facts, indent=1))
@@ -116,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(tuning_lines(result, str(batches), machines, arguments.top), end="")
     for line in accuracy_lines(cost_for(first.layout).layout.profile):
         print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
+    if nodes is not None:
+        print(node_lines(nodes), end="")
     if settings_lines:
         rate = f"{stock.tokens_per_second:.4g} tokens/s"
         print(f"\n{stock.layout} by Megatron's own schedule, {rate}, for {arguments.framework}:")
@@ -159,6 +174,26 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
             f"--devices-per-node {named.node_devices}"
         )
     return named
+
+
+def _require_grid(arguments: argparse.Namespace, joined: str | Topology) -> None:
+    """Raise a UsageError where what is asked for needs a grid, or more nodes than are left."""
+    grid = joined.grid if isinstance(joined, Topology) and joined.nodes else None
+    for name in ("hostfile", "grid_svg"):
+        if grid is None and getattr(arguments, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: expected a --topology file that has nodes, the rows "
+                "and columns of a grid"
+            )
+    if grid is None:
+        return
+    if arguments.nodes > len(grid.live):
+        rows, columns = grid.nodes
+        raise UsageError(
+            f"--nodes {arguments.nodes}: {len(grid.live)} of the {rows} x {columns} nodes of "
+            f"--topology {arguments.topology} are left; expected at most as many"
+        )
+
 
 
 def _cost(

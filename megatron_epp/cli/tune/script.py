@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from collections.abc import Sequence
 
 from megatron_epp.cli.tune.model_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.hub_file import HubConfig
@@ -20,7 +21,7 @@ _HEAD = """\
 #
 # On each of {nodes} nodes; MASTER_ADDR is the first one's address, NODE_RANK this one's number.
 set -euo pipefail
-: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
+{hosts}: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
 
 # Many hardware queues: a posted receive must not stand in front of what its sender waits for.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
@@ -37,6 +38,17 @@ exec "${{PYTHON:-python}}" -m torch.distributed.run \\
     -m {entry} "${{flags[@]}}" \\
     --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
 """
+_HOSTS = """\
+# By node rank, so that groups lie whole on the grid of nodes.
+hosts=({hosts})
+for rank in "${{!hosts[@]}}"; do
+    if [[ ${{hosts[rank]}} == "$(hostname)" || ${{hosts[rank]}} == "$(hostname -s)" ]]; then
+        NODE_RANK=${{NODE_RANK:-$rank}}
+    fi
+done
+: "${{NODE_RANK:?this host is none of hosts}}"
+MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
+"""
 
 
 def launch_script(
@@ -46,8 +58,12 @@ def launch_script(
     node_devices: int,
     documents: int,
     context: int,
+    hosts: Sequence[str] = (),
 ) -> str:
-    """Return a script that launches ``choice``."""
+    """Return a script that launches ``choice``.
+
+    ``hosts``: of the node ranks, where they are known.
+    """
     config = model_config(arguments.model, arguments.like)
     stages = () if choice.place or choice.layout.pp == 1 else choice.layers
     of_model = model_flags(model, config, choice.layout.tp, stages)
@@ -75,6 +91,7 @@ def launch_script(
             f"{choice.layout}"
         ),
         name=printable(arguments.script),
+        hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
         nodes=arguments.nodes,

@@ -15,13 +15,27 @@ with all that lie there: of ``size`` members ``here`` on each node, each sends t
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import sqrt
 
 from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device
 from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.cost.network.grid import HoledGrid, Link, Place
+from megatron_epp.cost.network.rails import (
+    ALL_TO_ALL,
+    RINGS,
+    TORUS,
+    Dimension,
+    all_to_all_rate,
+    dimensions_of,
+    members_in,
+    ring_rate,
+    shift_rate,
+)
 from megatron_epp.ir.errors import quoted, require_name
 
-SWITCH, MESH, RINGS = "switch", "mesh", "rings"
+SWITCH, MESH, FAT_TREE = "switch", "mesh", "fat-tree"
+_KNOWN = {"inside": (SWITCH, MESH), "between": (SWITCH, RINGS, ALL_TO_ALL, TORUS, FAT_TREE)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +47,23 @@ class Topology:
                             in a square, joined to their neighbours: half of what an all-to-all
                             moves crosses the middle of a k x k part over k links, so that it is k
                             times slower. Rings find their way through a mesh at full rate
-    between                 switch: every pair of nodes at full rate. rings: nodes stand on a ring;
-                            what one sends to another passes n / 4 nodes on average, both ways
-                            round, so an all-to-all over n > 4 nodes is n / 4 times slower
-    link_bytes_per_second   of a node, one direction; 0: as the device says
+    between                 switch: every pair of nodes at full rate. fat-tree: rail-optimised, the
+                            devices of one rail at full rate, all others over the node's own links:
+                            full rate, too. rings: circuit switches close a ring through the nodes
+                            of every group, in its row and in its column. torus: a ring of every row
+                            and column, which stays. all-to-all: rings of rails that join every pair
+                            of nodes of a row or column. What they carry: ``rails.py``
+    link_bytes_per_second   of a node, one direction, all rails; 0: as the device says
+    nodes                   rows and columns of the grid; (): not known, the nodes of a group are
+                            a row of their own
+    rails                   rings that a node is on in its row, and as many in its column; 0: as
+                            many as join every pair
+    failed_nodes            their rows and columns, from 0
+    failed_links            pairs of nodes whose link failed
+    used                    rows and columns that a job takes of the grid; (): all
+    hosts                   names of the nodes, row by row; (): none
+    column_load             times that the busiest link of columns carries more than without holes,
+                            as some nodes stand in for failed ones of other columns
     """
 
     name: str
@@ -44,10 +71,17 @@ class Topology:
     inside: str = SWITCH
     between: str = SWITCH
     link_bytes_per_second: float = 0.0
+    nodes: tuple[int, ...] = ()
+    rails: int = 0
+    failed_nodes: tuple[Place, ...] = ()
+    failed_links: tuple[Link, ...] = ()
+    used: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    column_load: float = 1.0
 
     def __post_init__(self):
         require_name("topology name", self.name)
-        for field, known in (("inside", (SWITCH, MESH)), ("between", (SWITCH, RINGS))):
+        for field, known in _KNOWN.items():
             if getattr(self, field) not in known:
                 raise ValueError(
                     f"{field} {quoted(getattr(self, field))}: expected {' or '.join(known)}"
@@ -62,14 +96,47 @@ class Topology:
         rate = self.link_bytes_per_second
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1e24:
             raise ValueError(f"link_bytes_per_second {quoted(rate)}: expected bytes a second, or 0")
+        load = self.column_load
+        if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= 1e6:
+            raise ValueError(f"column_load {quoted(load)}: expected at least 1")
+        grid = HoledGrid.of(self)
+        for name in grid.__slots__:  # lists of JSON, as tuples
+            object.__setattr__(self, name, getattr(grid, name))
+        self.dimensions(1.0)
+
+    @property
+    def grid(self) -> HoledGrid:
+        """The grid of nodes, where it is known."""
+        return HoledGrid.of(self)
+
+    @property
+    def hops(self) -> int:
+        """Most links between two nodes of the grid; 1 where switches join them."""
+        lines = chain.from_iterable(self.dimensions(1.0))
+        return sum(1 if each.wiring == ALL_TO_ALL else each.nodes // 2 for each in lines) or 1
+
+    def dimensions(self, link: float, alone: int = 0) -> list[list[Dimension]]:
+        """Return how the nodes of a row and those of a column are joined, a node's ``link`` divided
+        evenly; where there is no grid, ``alone`` nodes in a row. None: by switches."""
+        if self.between in (SWITCH, FAT_TREE):
+            return []
+        rows, columns = self.nodes or (1, alone)
+        sizes = [size for size in (columns, rows) if size > 1]
+        need = max((size // 2 for size in sizes), default=1)
+        each = link / max(1, len(sizes))
+        rates = [each] if columns > 1 else []
+        rates += [each / self.column_load] if rows > 1 else []
+        return [
+            dimensions_of(size, self.between, self.rails or need, rate)
+            for size, rate in zip(sizes, rates, strict=True)
+        ]
 
 
 # `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical
-# circuit switches. Source: RailX (arXiv 2507.18889). The paper also arranges its rings so that
-# every pair of nodes has a direct link, which would make an all-to-all faster than it is here:
-# what is modelled is one ring. 4 x 4 devices: our choice, as the paper leaves the size open.
+# circuit switches, arranged so that every pair of nodes has a direct link. Source: RailX (arXiv
+# 2507.18889). 4 x 4 devices: our choice, as the paper leaves the size open. Other grids: a file.
 TOPOLOGIES: Mapping[str, Topology] = {
-    each.name: each for each in (Topology("nodes"), Topology("railx", 16, MESH, RINGS))
+    each.name: each for each in (Topology("nodes"), Topology("railx", 16, MESH, ALL_TO_ALL))
 }
 FLAT = "flat"  # rates by a group's size alone, wherever it lies, tensor-parallel ones too
 
@@ -140,21 +207,41 @@ class Network:
             rate = rate / sqrt(size) if self.topology.inside == MESH else rate
             return rate * size / (size - 1) if self.copy_bytes_per_second and size > 1 else rate
         leaves = (size - here) / size
-        rate = self._away(nodes) / leaves
+        rate = self._away(nodes, stride) / leaves
         if here > 1:  # what stays goes beside it
             stays = self.all_to_all(here, stride) * size / here
             rate = min(rate, stays)
         return rate
 
-    def _away(self, nodes: int) -> float:
+    def _away(self, nodes: int, stride: int) -> float:
         """A device's part of its node's link in an all-to-all over so many nodes."""
         spanned = nodes * self.node_devices
         if self.across_bytes_per_second and spanned >= min(self.across_bytes_per_second):
             known = max(size for size in self.across_bytes_per_second if size <= spanned)
             return self.across_bytes_per_second[known] * (known - self.node_devices) / known
-        if self.topology.between == RINGS:
-            return self.share_bytes_per_second / max(1.0, nodes / 4)
-        return self.share_bytes_per_second
+        dimensions, places = self._between(nodes, stride)
+        return all_to_all_rate(dimensions, places) if places else self.share_bytes_per_second
+
+    def _between(self, nodes: int, stride: int) -> tuple[list[Dimension], list[tuple[int, int]]]:
+        """The dimensions of the grid, at a device's share of their rates, and where in them lie the
+        ``nodes`` of a group whose members are ``stride`` devices apart; none: joined by switches.
+
+        Raises:
+            ValueError: that the grid has not so many nodes.
+        """
+        lines = self.topology.dimensions(self.share_bytes_per_second, nodes)
+        if not lines:
+            return [], []
+        grid = self.topology.nodes or (1, nodes)
+        used = [
+            taken for taken, size in zip(self.topology.used or grid, grid, strict=True) if size > 1
+        ]
+        sizes: list[int] = []
+        for line, size in zip(lines, reversed(used), strict=True):
+            sizes += [size] if len(line) == 1 else [line[0].nodes, -(-size // line[0].nodes)]
+        return list(chain.from_iterable(lines)), members_in(
+            sizes, nodes, max(1, stride // self.node_devices)
+        )
 
     def gather_latency(self, size: int) -> float:
         """Return the seconds that a gather or scatter takes whatever its bytes."""
@@ -174,7 +261,7 @@ class Network:
         seconds = copy * sent * (here - 1) / here / inside if here > 1 else 0.0
         if nodes > 1:
             leaving = distinct(nodes, copies) if once else float(copies)
-            away = copy * leaving * (nodes - 1) / nodes / self._away(nodes)
+            away = copy * leaving * (nodes - 1) / nodes / self._away(nodes, 1)
             seconds = max(seconds, away)
         return seconds
 
@@ -184,14 +271,22 @@ class Network:
         it has there."""
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)
-        return inside if nodes == 1 else min(inside, here * self.share_bytes_per_second)
+        if nodes == 1:
+            return inside
+        dimensions, places = self._between(nodes, stride)
+        rate = ring_rate(dimensions, places) if places else self.share_bytes_per_second
+        return min(inside, here * rate)
 
     def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
         """Between two stages of ``devices`` each, all of them together. Stages are the outermost
         ranks: neighbours share a node only where all replicas' pipelines lie in one."""
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
-        return devices * self.share_bytes_per_second
+        if not self.topology.nodes or self.topology.between in (SWITCH, FAT_TREE):
+            return devices * self.share_bytes_per_second
+        apart = devices * replicas
+        dimensions, _ = self._between(2, apart)
+        return devices * shift_rate(dimensions, max(1, apart // self.node_devices))
 
 
 def distinct(places: int, copies: int) -> float:

@@ -1,0 +1,51 @@
+"""Where the ranks of a choice lie on the grid of a topology, for a person, a file and a script."""
+
+import textwrap
+
+from megatron_epp.cli.compare import COLUMNS
+from megatron_epp.ir.errors import printable
+from megatron_epp.planner.tuning.node_map import NodeMap
+from megatron_epp.show.grid import grid_drawing, grid_text
+from megatron_epp.show.svg import to_svg
+
+
+def node_lines(nodes: NodeMap) -> str:
+    """Return the grid as text, and the hosts by node rank."""
+    grid = nodes.grid
+    rows, columns = grid.nodes
+    summary = f"{nodes.topology.name}, {rows} x {columns} nodes: {nodes.layout} on "
+    summary += f"{len(nodes.nodes)}, {len(grid.failed_nodes)} failed, {len(nodes.spares)} spare"
+    if nodes.displaced:
+        summary += f"; {nodes.displaced} stand in for a failed one of another column"
+    if nodes.relayed:
+        summary += f"; {nodes.relayed} failed links between nodes with ranks"
+    ranks = ", ".join(f"{rank} {host}" for rank, host in enumerate(nodes.hosts))
+    order = textwrap.fill(f"hosts by node rank: {ranks}", COLUMNS, subsequent_indent="  ")
+    picture = grid_text(rows, columns, nodes.cells(), grid.failed_nodes)
+    return f"\n{summary}\n\n{picture}\n{order}\n"
+
+
+def grid_svg(nodes: NodeMap) -> str:
+    """Return the picture of the grid."""
+    grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
+    every = [*grid.live, *grid.failed_nodes]
+    titles = {
+        place: f"{grid.name(place)}, node rank {ranks[place]}"
+        if place in ranks
+        else grid.name(place)
+        for place in every
+    }
+    title = printable(f"{nodes.layout} on {nodes.topology.name}")
+    failed, (rows, columns) = (grid.failed_nodes, grid.failed_links), grid.nodes
+    return to_svg(grid_drawing(rows, columns, nodes.cells(), *failed, titles, title))
+
+
+def node_facts(nodes: NodeMap) -> dict:
+    """Return the map for JSON: places and hosts by node rank, spares, nodes that stand in."""
+    return {
+        "nodes": [list(place) for place in nodes.nodes],
+        "hosts": list(nodes.hosts),
+        "spares": [list(place) for place in nodes.spares],
+        "displaced": nodes.displaced,
+        "relayed": nodes.relayed,
+    }

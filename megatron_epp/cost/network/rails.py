@@ -1,0 +1,207 @@
+"""Rings of rails between nodes: how they join a row or column of a grid, and what they carry there.
+
+A rail ring takes two of a node's ports in a dimension (row or column) of the grid. Hamiltonian
+decomposition arranges the rings of n nodes so that every pair of nodes has a direct link on exactly
+one of them (Walecki's construction): (n - 1) / 2 rings where n is odd; (n - 2) / 2 rings and a
+perfect matching where n is even, whose pairs get both ports of one more rail:
+
+    n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is next to each other once
+
+Rates are exact counts of the bytes on the busiest link, in closed form. With one byte from every
+member of a group to every other, ``pairs`` such bytes pass the busiest link:
+
+    all-to-all   direct links: 1
+    ring         of k members: the distances from one to the others add up to floor(k^2 / 4), half
+                 of them each way round: floor(k^2 / 4) / 2
+    line         k members of a longer ring: floor(k^2 / 4) cross its middle each way
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+RINGS, TORUS, ALL_TO_ALL = "rings", "torus", "all-to-all"
+
+
+def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Return rings through all nodes, and pairs, that join every two nodes exactly once.
+
+    There are pairs where ``nodes`` is even: each node is in one of them.
+    """
+    last = nodes - 1
+    if nodes % 2:
+        zigzag = [0]
+        for step in range(1, last):
+            zigzag.append(zigzag[-1] + (step if step % 2 else -step))
+        return [[last, *((k + at) % last for at in zigzag)] for k in range(last // 2)], []
+    # Matching i joins i - j to i + j, and i to the last node; two neighbouring ones make a ring.
+    rings = []
+    for first in range(0, nodes - 2, 2):
+        ring, at = [last, first], first
+        while len(ring) < nodes:
+            at = (2 * (first + (len(ring) + 1) % 2) - at) % last
+            ring.append(at)
+        rings.append(ring)
+    pairs = [((last - 1 - j) % last, (last - 1 + j) % last) for j in range(1, nodes // 2)]
+    return rings, [(last, last - 1), *pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """Nodes of a row or column, or of a part of one, and how rails join them.
+
+    nodes              that are joined
+    wiring             rings: circuit switches close a ring through the members of each group.
+                       torus: one ring, which stays. all-to-all: rings of a decomposition
+    rails              rings that a node is on
+    bytes_per_second   of a node, one direction, over all rails of the dimension
+    """
+
+    nodes: int
+    wiring: str
+    rails: int
+    bytes_per_second: float
+
+    @property
+    def pair_bytes_per_second(self) -> float:
+        """Rate of the direct link of two nodes.
+
+        Rails beyond a multiple of what a decomposition takes are idle.
+        """
+        if self.nodes == 2:
+            return self.bytes_per_second
+        return self.rails // (self.nodes // 2) * self.bytes_per_second / (2 * self.rails)
+
+    def pair_seconds(self, members: int, stride: int) -> float:
+        """Return the busiest link's seconds for one byte from each of ``members`` to each other.
+
+        They are ``stride`` nodes apart, and the nodes between are members of such groups, too.
+        """
+        if self.wiring == ALL_TO_ALL:
+            return 1 / self.pair_bytes_per_second
+        distances = members * members // 4 / self.bytes_per_second  # two directions, half the rate
+        return distances * self._detour(members, stride)
+
+    def ring_bytes_per_second(self, members: int, stride: int) -> float:
+        """Return a node's bytes per second where rings of these members gather or scatter."""
+        if self.wiring == ALL_TO_ALL:
+            if members == 2:
+                return self.pair_bytes_per_second
+            return (members - 1) // 2 * 2 * self.pair_bytes_per_second
+        return self.bytes_per_second / self._detour(members, stride)
+
+    def shift_bytes_per_second(self, stride: int) -> float:
+        """Return a node's bytes per second where each sends to the one ``stride`` nodes on.
+
+        A direct link is one of n - 1; the others carry as much over one node between: n / 2 links'
+        rate in all.
+        """
+        if self.wiring == ALL_TO_ALL:
+            return self.pair_bytes_per_second * self.nodes / 2
+        if self.nodes == 2:
+            return self.bytes_per_second
+        return self.bytes_per_second / 2 / (stride if self.wiring == TORUS else 1)
+
+    def _detour(self, members: int, stride: int) -> int:
+        """Return how many times longer the way is than on a ring of the members alone."""
+        if self.wiring == RINGS:
+            return 1
+        closed = members * stride == self.nodes
+        return stride * (1 if closed else 2)
+
+
+def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
+    """Return the dimensions that a row or column of so many nodes is wired as.
+
+    One; where all pairs are to be joined and a node's ``rails`` are too few for that, two, whose
+    sizes are factors of ``nodes``.
+
+    Raises:
+        ValueError: that the rails are too few for two, too.
+    """
+    if wiring != ALL_TO_ALL or rails >= nodes // 2:
+        return [Dimension(nodes, wiring, rails, bytes_per_second)]
+    factors = [a for a in range(2, nodes) if nodes % a == 0 and a // 2 + nodes // a // 2 <= rails]
+    if not factors:
+        raise ValueError(
+            f"rails {rails}: too few for {nodes} nodes of a row or column; expected "
+            f"{nodes // 2}, which joins each to all, or a number of nodes with two factors a and b "
+            "of which a / 2 + b / 2 rails join each to all"
+        )
+    inner = min(factors, key=lambda a: (abs(a - nodes // a), a))
+    times = rails // (inner // 2 + nodes // inner // 2)  # of so many decompositions of each
+    parts = []
+    for size in (inner, nodes // inner):
+        own = size // 2 * times
+        parts.append(Dimension(size, wiring, own, bytes_per_second * own / rails))
+    return parts
+
+
+def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[int, int]]:
+    """Return (members, their distance) in every dimension, of a group of ``members`` nodes.
+
+    They are ``stride`` apart in an order in which the first dimension counts fastest.
+
+    Raises:
+        ValueError: that there are not so many nodes.
+    """
+    there = prod(sizes)
+    if (members - 1) * stride >= there:
+        raise ValueError(
+            f"a group of {members} nodes, {stride} apart: the topology has {there} nodes"
+        )
+    places = []
+    for size in sizes:
+        if stride >= size:
+            places.append((1, 1))
+            stride //= size
+            continue
+        here = min(members, -(-size // stride))
+        places.append((here, stride))
+        members, stride = -(-members // here), 1
+    return places
+
+
+def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
+    """Return the bytes per second that a node sends to other nodes of its group.
+
+    They go one dimension after another: a link of dimension i carries bytes of as many pairs as the
+    other dimensions together have members, times those of its own line (``pair_seconds``).
+    """
+    total = prod(members for members, _ in places)
+    return (total - 1) / max(
+        total / members * dimension.pair_seconds(members, stride)
+        for dimension, (members, stride) in zip(dimensions, places, strict=True)
+        if members > 1
+    )
+
+
+def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
+    """Return the bus bandwidth of a node in gathers and scatters over the group.
+
+    Over two dimensions of n and m members, a part of the bytes begins in the first one and ends, at
+    1 / n of its size, in the second, the rest the other way round: all bytes times 1 - 1 / (n m)
+    are divided as the rates are, if each dimension can have so many.
+    """
+    rate, total = 0.0, 1
+    for dimension, (members, stride) in zip(dimensions, places, strict=True):
+        if members == 1:
+            continue
+        own = dimension.ring_bytes_per_second(members, stride)
+        if total == 1:
+            rate, total = own, members
+            continue
+        moved = 1 - 1 / (total * members)
+        least, most = (1 - 1 / total) / members, 1 - 1 / total
+        first = min(max(moved * rate / (rate + own), least), most)
+        rate, total = moved / max(first / rate, (moved - first) / own), total * members
+    return rate
+
+
+def shift_rate(dimensions: Sequence[Dimension], stride: int) -> float:
+    """Return the bytes per second that a node sends to the one ``stride`` further on."""
+    for dimension in dimensions:
+        if stride < dimension.nodes:
+            return dimension.shift_bytes_per_second(stride)
+        stride //= dimension.nodes
+    return dimensions[-1].shift_bytes_per_second(1)

@@ -1,0 +1,326 @@
+"""Which node of a grid has which ranks, with groups whole and around what failed.
+
+Ranks are numbered tensor-parallel first, then context-parallel, replicas, stages; torchrun numbers
+those of node rank 0 first, then those of node rank 1. So the order of the nodes is the whole map.
+The nodes that a job takes form rows of one width, in which a *block* (the nodes of one replica's
+stage, or those that share a layer's experts) lies in one row:
+
+    all-to-all   rows with live nodes enough; in a row with a hole another node of the row stands in
+                 for it, which columns reach with one hop more: their links carry ``column_load``
+    rings        rows and columns without a hole, which rings pass by
+    torus        rows and columns next to each other, without a hole
+    switches     all live nodes are one row
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise, permutations
+
+import numpy as np
+
+from megatron_epp.cost.network.grid import HoledGrid, Link, Place
+from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS, hamiltonian_rings
+from megatron_epp.cost.network.topology import Topology
+from megatron_epp.planner.tuning.layouts import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Rows and columns to take of a grid whose live nodes are ``live``.
+
+    Where one that is taken is not live, another live node of its row stands in for it. The last row
+    has ``last`` live nodes, maybe fewer than there are columns. Transposed: the rows are columns of
+    the grid.
+    """
+
+    live: np.ndarray
+    rows: list[int]
+    columns: list[int]
+    last: int
+    transposed: bool = False
+
+    def held(self, width: int, together: int) -> int:
+        """Return how many nodes there are in rows of a width, in blocks of a number of nodes."""
+        last = min(self.last, width)
+        if together <= width:
+            last -= last % together
+        return ((len(self.rows) - 1) * width + last) // together * together
+
+    def displaced(self, nodes: int, width: int) -> int:
+        """Return how many of the first nodes are not live, in rows of that width."""
+        full, rest = divmod(nodes, width)
+        columns = self.columns[:width]
+        holes = int((~self.live[np.ix_(self.rows[:full], columns)]).sum())
+        return holes + (int((~self.live[self.rows[full], columns[:rest]]).sum()) if rest else 0)
+
+    def _upright(self, nodes: int, width: int) -> list[Place]:
+        """Return the first nodes, row by row, as if the rows were not columns."""
+        places: list[Place] = []
+        for row in self.rows[: -(-nodes // width)]:
+            columns = self.columns[: min(width, nodes - len(places))]
+            free = np.flatnonzero(self.live[row]).tolist()
+            others = (column for column in free if column not in columns)
+            at = [column if self.live[row, column] else next(others) for column in columns]
+            places += [(row, column) for column in at]
+        return places
+
+    def places(self, nodes: int, width: int) -> list[Place]:
+        """Return the first nodes, row by row."""
+        upright = self._upright(nodes, width)
+        return [(column, row) for row, column in upright] if self.transposed else upright
+
+    def column_load(self, nodes: int, width: int, topology: Topology) -> float:
+        """Return the load of the busiest link, of one byte between every two nodes of a column.
+
+        Its bytes over its rate, that of a direct link of a column as the unit: 1 without holes.
+        Bytes of a node that stands in for one of another column pass the live one of two nodes in
+        between; where both failed, all ways of three links alike.
+        """
+        places, live = self._upright(nodes, width), self.live
+        load: defaultdict[Link, float] = defaultdict(float)
+        for column in range(width):
+            for one, other in permutations(places[column::width], 2):
+                (row, at), (to_row, to) = one, other
+                if at == to:
+                    load[one, other] += 1
+                    continue
+                ways: list[tuple[Place, ...]] = []
+                ways += [(each,) for each in ((to_row, at), (row, to)) if live[each]]
+                if not ways:
+                    ways = [((row, by), (to_row, by)) for by in range(live.shape[1])]
+                    ways += [((by, at), (by, to)) for by in range(live.shape[0])]
+                    ways = [way for way in ways if live[way[0]] and live[way[1]]]
+                for way in ways:
+                    for link in pairwise((one, *way, other)):
+                        load[link] += 1 / len(ways)
+        lines = [line[0] for line in topology.dimensions(1.0)][:: -1 if self.transposed else 1]
+        pairs = [hamiltonian_rings(line.nodes)[1] if line.nodes > 2 else [] for line in lines]
+        doubled = [set(map(frozenset, each)) for each in pairs]
+
+        def rate(link: Link) -> float:
+            (row, at), (to_row, to) = link
+            which, ends = (0, {at, to}) if row == to_row else (1, {row, to_row})
+            rails = 2 if ends in doubled[which] else 1
+            return rails * lines[which].pair_bytes_per_second / lines[1].pair_bytes_per_second
+
+        return max([1.0, *(carried / rate(link) for link, carried in load.items())])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMap:
+    """Nodes of a topology in the order of their node ranks.
+
+    nodes       that have ranks: node i has those from i * node_devices on
+    spares      live nodes that have none
+    topology    as the job finds it: what it uses of the grid, without what failed
+    displaced   nodes that stand in for one that failed
+    relayed     failed links whose two ends have ranks: their bytes go over other links
+    """
+
+    layout: Layout
+    node_devices: int
+    grid: HoledGrid
+    nodes: tuple[Place, ...]
+    spares: tuple[Place, ...]
+    topology: Topology
+    displaced: int
+    relayed: int
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of the nodes in the order of their node ranks: the lines of SLURM_HOSTFILE."""
+        return tuple(map(self.grid.name, self.nodes))
+
+    def stages_and_replicas(self, node_rank: int) -> tuple[range, range]:
+        """Return which stages, and which replicas of them, have ranks on a node."""
+        one = self.layout.tp * self.layout.cp
+        last_rank = one * self.layout.dp * self.layout.pp - 1
+        first = node_rank * self.node_devices
+        last = min(first + self.node_devices - 1, last_rank)
+        stages = range(first // (one * self.layout.dp), last // (one * self.layout.dp) + 1)
+        if len(stages) > 1:
+            return stages, range(self.layout.dp)
+        replica_of = [rank // one % self.layout.dp for rank in (first, last)]
+        return stages, range(replica_of[0], replica_of[1] + 1)
+
+    def cells(self) -> dict[Place, tuple[int, str]]:
+        """Return of every node with ranks its stage and a label: stage.replica."""
+        cells = {}
+        for node_rank, place in enumerate(self.nodes):
+            of_node = self.stages_and_replicas(node_rank)
+            label = ".".join(
+                f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}" for each in of_node
+            )
+            cells[place] = of_node[0][0], label
+        return cells
+
+
+def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1) -> NodeMap:
+    """Map the ranks of a layout onto live nodes of the topology's grid.
+
+    Args:
+        topology: with ``nodes``, the rows and columns of its grid.
+        layout: degrees; their product is the number of ranks.
+        node_devices: ranks of a node.
+        ep: devices that share a layer's experts.
+
+    Raises:
+        ValueError: that the live nodes do not hold the layout's groups whole, and how many nodes
+            they hold so.
+    """
+    block = max(layout.tp * layout.cp, ep)
+    if block % node_devices and node_devices % block:
+        raise ValueError(
+            f"{layout}: groups of {block} ranks over nodes of {node_devices}; expected a divisor "
+            "or a multiple"
+        )
+    ranks = layout.tp * layout.cp * layout.dp * layout.pp
+    wanted = -(-ranks // node_devices)
+    together = max(1, block // node_devices)
+    apart = layout.tp * layout.cp * layout.dp // node_devices  # of a stage to the next, in nodes
+    most, grid = 0, topology.grid
+    for aside in (True, False):
+        best: tuple | None = None
+        for rows in _usable_rows(topology, aside):
+            widths = list(_widths(len(rows.columns), together))
+            # Rows with nodes that stand in were made for every width.
+            for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
+                held = rows.held(width, together)
+                most = max(most, held)
+                if held < wanted:
+                    continue
+                aligned = not apart or apart % width == 0 or width % apart == 0
+                away = rows.displaced(wanted, width)
+                score = (not aligned, away, rows.transposed, -width)
+                if best is None or score < best[0]:
+                    best = score, rows, width
+        if best is not None:
+            (_, displaced, *_), rows, width = best
+            nodes = rows.places(wanted, width)
+            load = rows.column_load(wanted, width, topology) if displaced else 1.0
+            break
+    else:
+        raise ValueError(
+            f"{layout}: takes {wanted} nodes, {together} next to each other in a row; "
+            f"{topology.name} has {len(grid.live)} of {grid.nodes[0] * grid.nodes[1]} nodes left, "
+            f"which hold {most} so; expected a layout of at most as many"
+        )
+    by_rails = topology.between in (ALL_TO_ALL, RINGS, TORUS)
+    if not by_rails:
+        nodes = [divmod(at, topology.nodes[1]) for _, at in nodes]
+    having = set(nodes)
+    used_topology = replace(
+        topology,
+        nodes=topology.nodes[:: -1 if rows.transposed else 1],
+        used=(-(-wanted // width), width) if by_rails else (),
+        column_load=load,
+        failed_nodes=(),
+        failed_links=(),
+        hosts=(),
+    )
+    return NodeMap(
+        layout,
+        node_devices,
+        grid,
+        tuple(nodes),
+        tuple(place for place in grid.live if place not in having),
+        used_topology,
+        displaced,
+        sum(having.issuperset(link) for link in grid.failed_links),
+    )
+
+
+def _widths(most: int, together: int) -> Iterator[int]:
+    """Widths of rows that blocks of so many nodes fill, or that fill blocks."""
+    for width in range(most, 0, -1):
+        if width % together == 0 or together % width == 0:
+            yield width
+
+
+@lru_cache(maxsize=64)
+def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
+    """Ways to take rows of one width of the grid; ``aside``: without an end of failed links."""
+    grid = topology.grid
+    holes = set(grid.failed_nodes)
+    if aside:
+        holes |= _ends(grid)
+    elif not grid.failed_links:
+        return ()
+    live = np.ones(grid.nodes, bool)
+    for place in holes:
+        live[place] = False
+    if not live.any():
+        return ()
+    if topology.between not in (ALL_TO_ALL, RINGS, TORUS):
+        row = live.reshape(1, -1)
+        left = np.flatnonzero(row[0]).tolist()
+        return (_Rows(row, [0], left, len(left)),)  # node 0, 1, ... of the grid
+    ways = {ALL_TO_ALL: _standing_in, RINGS: _passing_by, TORUS: _side_by_side}[topology.between]
+    return tuple(
+        _Rows(each, *way, each is not live) for each in (live, live.T) for way in ways(each)
+    )
+
+
+def _ends(grid: HoledGrid) -> set[Place]:
+    """Nodes to leave out so that no failed link has both of its ends: those of most links first."""
+    failed = set(grid.failed_nodes)
+    links = [link for link in grid.failed_links if not failed.intersection(link)]
+    ends: set[Place] = set()
+    while links:
+        count = Counter(place for link in links for place in link)
+        end = max(sorted(count), key=lambda place: count[place])
+        ends.add(end)
+        links = [link for link in links if end not in link]
+    return ends
+
+
+Ways = Iterator[tuple[list[int], list[int], int]]
+
+
+def _standing_in(live: np.ndarray) -> Ways:
+    """Return rows with a number of live nodes, and the columns in which most of these are."""
+    counts = live.sum(axis=1)
+    for width in range(int(counts.max()), 0, -1):
+        chosen = np.flatnonzero(counts >= width)
+        holes = (~live[chosen]).sum(axis=0)
+        columns = np.sort(np.argsort(holes, kind="stable")[:width])
+        fewest = np.argsort((~live[np.ix_(chosen, columns)]).sum(axis=1), kind="stable")
+        rows, last = chosen[fewest].tolist(), width
+        if len(chosen) < len(live):  # one with fewer, which the last nodes may fill
+            rows.append(int(np.argmax(np.where(counts < width, counts, -1))))
+            last = int(counts[rows[-1]])
+        yield rows, columns.tolist(), last
+
+
+def _passing_by(live: np.ndarray) -> Ways:
+    """Return rows and columns without a hole: the rows of most holes are left out, then columns."""
+    holes = (~live).sum(axis=1)
+    order = np.argsort(-holes, kind="stable")
+    for without in range(min(int((holes > 0).sum()), len(live) - 1) + 1):
+        rows = np.sort(order[without:])
+        if len(columns := np.flatnonzero(live[rows].all(axis=0))):
+            yield rows.tolist(), columns.tolist(), len(columns)
+
+
+def _side_by_side(live: np.ndarray) -> Ways:
+    """Return for every height the widest part without a hole; rows and columns go round."""
+    rows, columns = live.shape
+    holes = np.zeros((2 * rows + 1, 2 * columns + 1), int)
+    holes[1:, 1:] = np.tile(~live, (2, 2)).cumsum(axis=0).cumsum(axis=1)
+    width = columns
+    for height in range(1, rows + 1):
+        while width:
+            right, down = slice(width, width + columns), slice(height, height + rows)
+            inside = holes[down, right] - holes[:rows, right] - holes[down, :columns]
+            inside += holes[:rows, :columns]
+            if (free := np.argwhere(inside == 0)).size:
+                top, left = free[0].tolist()
+                yield (
+                    [(top + at) % rows for at in range(height)],
+                    [(left + at) % columns for at in range(width)],
+                    width,
+                )
+                break
+            width -= 1

@@ -1,0 +1,108 @@
+"""A picture of a grid of nodes: who has which ranks, what is spare, what failed."""
+
+import colorsys
+from collections.abc import Iterable, Mapping
+
+from megatron_epp.show.colours import GRID, IDLE, INK, PAPER, QUIET_INK, RECOMPUTE
+from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape
+
+Place = tuple[int, int]  # row, column
+_FAILED, _SPARE = "x", "."
+_TEXT, _CELL, _GAP, _MARGIN = 11.0, 30.0, 4.0, 36.0
+
+
+def grid_text(
+    rows: int, columns: int, cells: Mapping[Place, tuple[int, str]], failed: Iterable[Place]
+) -> str:
+    """Return the grid as text.
+
+    Args:
+        rows: of the grid.
+        columns: of the grid.
+        cells: the group and the label of every node that has ranks.
+        failed: nodes that failed; the others are spare.
+    """
+    failed = set(failed)
+    known = {place: label for place, (_, label) in cells.items()}
+    known |= dict.fromkeys(failed, _FAILED)
+    labels = [
+        [known.get((row, column), _SPARE) for column in range(columns)] for row in range(rows)
+    ]
+    width = max(len(str(columns - 1)), *(len(label) for row in labels for label in row))
+    number = len(str(rows - 1))
+    lines = [" " * number, *(f"{row:>{number}}" for row in range(rows))]
+    for column in range(columns):
+        lines[0] += f" {column:>{width}}"
+    for row, labelled in enumerate(labels):
+        lines[row + 1] += "".join(f" {label:>{width}}" for label in labelled)
+    legend = f"stage.replica of each node by row and column; {_FAILED} failed, {_SPARE} spare"
+    return "\n".join((*lines, legend)) + "\n"
+
+
+def grid_drawing(
+    rows: int,
+    columns: int,
+    cells: Mapping[Place, tuple[int, str]],
+    failed: Iterable[Place],
+    failed_links: Iterable[tuple[Place, Place]],
+    names: Mapping[Place, str],
+    title: str,
+) -> Drawing:
+    """Return the grid as a drawing: a colour for every group, failed nodes crossed out.
+
+    Args:
+        rows: of the grid.
+        columns: of the grid.
+        cells: the group and the label of every node that has ranks.
+        failed: nodes that failed; the others are spare.
+        failed_links: pairs of nodes, joined by a dashed line.
+        names: of all nodes, shown when the pointer rests on one.
+        title: one line.
+    """
+    longest = max((len(label) for _, label in cells.values()), default=1)
+    wide = max(_CELL, longest * _TEXT * 0.6 + 8)
+    groups = 1 + max((group for group, _ in cells.values()), default=0)
+    shapes: list[Shape] = [Label(_MARGIN, 20, title, 13, INK, bold=True)]
+    failed = set(failed)
+
+    def corner(place: Place) -> tuple[float, float]:
+        return _MARGIN + place[1] * (wide + _GAP), _MARGIN + 14 + place[0] * (_CELL + _GAP)
+
+    def middle(place: Place) -> tuple[float, float]:
+        x, y = corner(place)
+        return x + wide / 2, y + _CELL / 2
+
+    for column in range(columns):
+        x, y = corner((0, column))
+        shapes.append(Label(x + wide / 2, y - 5, str(column), 10, QUIET_INK, "middle"))
+    for row in range(rows):
+        x, y = corner((row, 0))
+        shapes.append(Label(x - 6, y + _CELL / 2 + 4, str(row), 10, QUIET_INK, "end"))
+        for place in ((row, column) for column in range(columns)):
+            x, y = corner(place)
+            group, label = cells.get(place, (-1, ""))
+            fill = PAPER if place in failed else IDLE if group < 0 else group_colour(group, groups)
+            shapes.append(Rect(x, y, wide, _CELL, fill, GRID, 1.0, names.get(place, "")))
+            if place in failed:
+                right, low = x + wide, y + _CELL
+                shapes.append(Path(((x, y), (right, low)), RECOMPUTE, 1.5))
+                shapes.append(Path(((x, low), (right, y)), RECOMPUTE, 1.5))
+            elif label:
+                at_x, at_y = middle(place)
+                shapes.append(Label(at_x, at_y + 4, label, _TEXT, INK, "middle"))
+    shapes += [
+        Path((middle(one), middle(other)), RECOMPUTE, 1.5, dashed=True)
+        for one, other in failed_links
+    ]
+    low = corner((rows, 0))[1] + 16
+    legend = "stage.replica of each node, one colour a stage; grey: spare; crossed out: failed"
+    shapes.append(Label(_MARGIN, low, legend, 11, QUIET_INK))
+    width = max(corner((0, columns))[0], _MARGIN + len(legend) * 6.6, _MARGIN + len(title) * 8)
+    return Drawing(width + 12, low + 14, tuple(shapes))
+
+
+def group_colour(group: int, groups: int) -> str:
+    """Return a light colour for one of so many groups, neighbours far apart."""
+    hue = group / groups if groups < 4 else group * 0.381966 % 1.0
+    red, green, blue = colorsys.hls_to_rgb(hue, 0.74, 0.62)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
