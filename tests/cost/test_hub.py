@@ -254,8 +254,8 @@ def test_another_model_type_is_read_as_one_that_is_known(tmp_path) -> None:
         model(str(tmp_path))
     found = model(str(tmp_path), "llama")
     assert found.name.endswith("(llama), read with --like llama") and found.layers == 2
-    with pytest.raises(ValueError, match="--like 'lama' is not known"):
-        model(str(tmp_path), "lama")
+    with pytest.raises(ValueError, match="--like 'llamma' is not known"):
+        model(str(tmp_path), "llamma")
     with pytest.raises(ValueError, match="--like llama: qwen3-8b is no config"):
         model("qwen3-8b", "llama")
 

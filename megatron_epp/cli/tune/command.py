@@ -195,7 +195,6 @@ def _require_grid(arguments: argparse.Namespace, joined: str | Topology) -> None
         )
 
 
-
 def _cost(
     arguments: argparse.Namespace, the_model: Model, layout: Layout, joined: str | Topology
 ) -> Cost:
