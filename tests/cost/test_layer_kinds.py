@@ -775,7 +775,7 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     plan = Plan.parse(
         "plan v1\ndocuments 4096\nlayers 4\nchunk 0: 0[0:4096]\nrecompute 0: 1f3k\nstage 0: F0 B0\n"
     )
-    (grown,) = routed_bytes(cost, Step(((0,),), (plan,)))
+    (grown,) = routed_bytes(cost, (plan,))
     assert grown == pytest.approx(float(3 * inside[0]), rel=0.4) and grown > 0
     assert Profile.from_json(fuller.layout.profile.to_json()) == fuller.layout.profile
     with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):

@@ -1,5 +1,6 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
-from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.groups import Groups, planning_ranks
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
@@ -49,6 +50,9 @@ def make_groups(
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
         initialise_communicators(group, device)
+    block, planner, planners_here = block_group(
+        mpu.get_data_parallel_rank() // lockstep, control, timeout
+    )
     return Groups(
         control=control,
         payload=payload,
@@ -60,7 +64,41 @@ def make_groups(
         timeout=timeout,
         peers=Peers(together, busy, device) if together.size() > 1 else None,
         lockstep=lockstep,
+        block=block,
+        planner=planner,
+        planners_here=planners_here,
     )
+
+
+def block_group(
+    number: int, control: dist.ProcessGroup, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """Make the group of the replicas that are planned together. Collective over ``control``.
+
+    Args:
+        number: of this rank's block: its replica, or those in lockstep with it.
+        control: all ranks, on the host.
+        timeout: after which who waits for another rank fails.
+
+    Returns:
+        The group, None where it is the world; its rank that plans; how many ranks of this host do.
+    """
+    every: list[Any] = [None] * control.size()
+    dist.all_gather_object(every, (socket.gethostname(), number), group=control)
+    hosts, blocks = [host for host, _ in every], [block for _, block in every]
+    planners = planning_ranks(hosts, blocks)
+    here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
+    ranks = [rank for rank, block in enumerate(blocks) if block == number]
+    if len(ranks) == len(blocks):
+        return None, planners[number], max(1, here)
+    group = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc="epp_block",
+    )
+    return group, ranks.index(planners[number]), max(1, here)
 
 
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
