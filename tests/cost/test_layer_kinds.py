@@ -23,7 +23,7 @@ from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_coefficients
-from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
+from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play

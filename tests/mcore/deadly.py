@@ -3,6 +3,8 @@
 import os
 import signal
 
+import torch.distributed as dist
+
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -25,6 +27,18 @@ def make_steps(place, model):
             os.kill(process, signal.SIGKILL)
 
     steps.look_ahead = look_ahead
+    plain_step, held = steps.step, set()
+
+    def step(*request):
+        sourced = plain_step(*request)
+        held.add(" ".join(str(plan.replica) for plan in sourced.step.plans))
+        if request[0] == 4:
+            rank, replica = dist.get_rank(), place.groups.replica
+            told = f"rank {rank} of replica {replica} holds plans of {' and '.join(sorted(held))}"
+            print(told, flush=True)
+        return sourced
+
+    steps.step = step
     return steps
 
 
