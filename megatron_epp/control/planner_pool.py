@@ -64,8 +64,13 @@ class PlannerPool:
         if not (self._planning and self._iterations):
             return 1
         usual = statistics.median(self._iterations)
-        wanted = MARGIN * max(self._planning) / max(usual, 1e-9)
+        wanted = MARGIN * self.slowest / max(usual, 1e-9)
         return min(self.most, max(1, math.ceil(wanted)))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest plan of late."""
+        return max(self._planning, default=0.0)
 
     def ask(self, iteration: int, lengths: Sequence[int], forward_only: bool = False) -> str:
         """Have a plan made, unless it is under way; return the request's name."""

@@ -176,20 +176,22 @@ class StepPart:
         return self.assignments[replica - self.first]
 
     def __str__(self) -> str:
-        head = f"part v1\ndivision {self.division}\n"
-        return head + _text(self.assignments, self.plans, self.lockstep, self.first)
+        division = f"division {self.division}\n" if self.division else ""
+        return f"part v1\n{division}" + _text(
+            self.assignments, self.plans, self.lockstep, self.first
+        )
 
     @classmethod
     def parse(cls, text: str) -> "StepPart":
-        """Parse what ``str`` prints of a part with a division."""
+        """Parse the text of a part."""
         plans, head = _read(text)
-        match = _DIVISION.fullmatch(head[1]) if len(head) > 1 and head[0] == "part v1" else None
-        if match is None:
-            raise PlanError("expected the lines 'part v1' and 'division DIGEST'")
-        assignments, lockstep = _assignments(head[2:], plans[0].replica)
+        if not head or head[0] != "part v1":
+            raise PlanError("expected the line 'part v1' before the plans of a part")
+        match = _DIVISION.fullmatch(head[1]) if len(head) > 1 else None
+        assignments, lockstep = _assignments(head[2 if match else 1 :], plans[0].replica)
         if not lockstep == len(plans) == len(assignments):
             raise PlanError(f"{len(plans)} plans in a part of {lockstep} replicas in lockstep")
-        return cls(assignments, plans, match[1])
+        return cls(assignments, plans, match[1] if match else "")
 
 
 def _text(

@@ -107,6 +107,8 @@ def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
         "epp_plan_ahead": True,
         "train_iters": 4,
         "hidden_dropout": 0.1,
+        # Replicas draw by their own chunks; without it a checkpoint has the first one's state.
+        "data_parallel_random_init": True,
         "save_interval": 1,
     }
     first, again = tmp_path / "first", tmp_path / "again"

@@ -88,17 +88,16 @@ def block_group(
     hosts, blocks = [host for host, _ in every], [block for _, block in every]
     planners = planning_ranks(hosts, blocks)
     here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
-    ranks = [rank for rank, block in enumerate(blocks) if block == number]
-    if len(ranks) == len(blocks):
+    if len(planners) == 1:
         return None, planners[number], max(1, here)
-    group = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc="epp_block",
-    )
-    return group, ranks.index(planners[number]), max(1, here)
+    group, planner = None, 0
+    for block in planners:
+        # Every rank makes every block's group, in one order, as Megatron makes its own.
+        ranks = [rank for rank, other in enumerate(blocks) if other == block]
+        made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
+        if block == number:
+            group, planner = made, ranks.index(planners[block])
+    return group, planner, max(1, here)
 
 
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
