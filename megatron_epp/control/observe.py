@@ -26,6 +26,7 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+SHORT_SECONDS = 1.0  # of waiting for the first plan, which are not worth a line
 
 # One line on an iteration, for the log: its number, step, report, seconds waited for the plan.
 Summary = Callable[[int, AcceptedStep, IterationReport, float], str]
@@ -98,6 +99,11 @@ class Observer:
         warnings += self._waits.see(step.planning, report.seconds)
         if self.groups.control.rank() == 0:
             logger.info("%s", self.summary(iteration, step, report, waited))
+            if self._waits.seen == 1 and waited > SHORT_SECONDS:
+                logger.info(
+                    "iteration %d: %.1f s of waiting for the first plan, for which nothing can be "
+                    "ahead; it is not counted among later waits", iteration, waited
+                )  # fmt: skip
             for warning in warnings:
                 logger.warning("iteration %d: %s", iteration, warning)
         self._try(

@@ -14,17 +14,19 @@ class Waits:
     """Fed with every iteration; says once what to do, until it is over.
 
     The first iteration, for which nothing can be planned ahead, does not count.
+
+    seen   iterations so far
     """
 
-    _seen: int = 0
+    seen: int = 0
     _told: bool = False
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def see(self, planning: Planning, seconds: float) -> list[str]:
         """Return warnings about the iteration, which took ``seconds`` besides its wait."""
-        self._seen += 1
+        self.seen += 1
         waited = planning.waited_seconds
-        if self._seen == 1:
+        if self.seen == 1:
             return []
         self._recent.append((waited, waited + seconds))
         lost, total = map(sum, zip(*self._recent, strict=True))

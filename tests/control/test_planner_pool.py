@@ -5,11 +5,15 @@ from typing import ClassVar
 
 import pytest
 
+from megatron_epp.cli.serve import answer
 from megatron_epp.control import planner_pool
 from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.step_source import Planning
 from megatron_epp.control.waits import RECENT, Waits
+from megatron_epp.ir import StepPart
+from megatron_epp.planner import Options
 from megatron_epp.runtime.groups import planning_ranks
+from tests.planner.cases import machine
 
 
 class Process:
@@ -86,6 +90,41 @@ def test_as_many_processes_as_planning_takes(planning, most, processes, waits) -
     # Iterations that have grown long need fewer ahead.
     trained(pool, range(40, 60), 100.0)
     assert pool.ahead == 1
+
+
+class Answering(Process):
+    """A planner process whose answers are those of ``serve``."""
+
+    cost, options = machine(pp=2), Options(effort=0)
+
+    def ask(self, name, lengths, forward_only) -> None:
+        super().ask(name, lengths, forward_only)
+        self.lengths = {**getattr(self, "lengths", {}), name: lengths}
+
+    def reply(self, name) -> dict:
+        request = {"lengths": self.lengths[name], "replicas": 2, "replica": 1}
+        return super().reply(name) | answer(request, self.cost, self.options)
+
+
+def test_a_plan_is_the_same_text_whatever_is_planned_beside() -> None:
+    Process.seconds = 3.5
+
+    def texts(most: int) -> list[str]:
+        pool, found = PlannerPool(Answering, most), []
+        for iteration in range(1, 11):
+            found.append(pool.reply(iteration, batch(iteration), False)["step"])
+            for later in range(1, pool.ahead + 1):
+                pool.ask(iteration + later, batch(iteration + later))
+            Process.now += 1.0
+        assert len(pool.processes) == min(most, 5)
+        return found
+
+    def batch(iteration: int) -> list[int]:
+        return [1 + iteration * number % 977 for number in range(40, 52)]
+
+    one = texts(1)
+    assert texts(8) == one and len(set(one)) == len(one)
+    assert StepPart.parse(one[0]).first == 1
 
 
 def test_what_is_ahead_is_discarded_and_counted() -> None:

@@ -31,9 +31,10 @@ def make_groups(
     of every stage; none where stage i lies on rank i. ``check`` compares, over the control group,
     what ranks know alone and make the other groups by.
 
-    Who waits in them for another rank fails after as long as in Megatron's groups. All of them span
-    the world, so there are three however large it is: a message names both its ends, and NCCL makes
-    a communicator for each pair of ranks that speak.
+    Who waits in them for another rank fails after as long as in Megatron's groups. Those of
+    messages span the world, so there are three with the control group however large it is: a
+    message names both its ends, and NCCL makes a communicator for each pair of ranks that speak.
+    The ranks that are planned for together have a group, on the host.
     """
     # Here, not above: loops of others need messages, and have another trainer than Megatron's.
     from megatron.training import get_args
