@@ -171,7 +171,7 @@ class PlannedSteps:
             most = self._evaluation_tokens
             part = evaluation_part(lengths, self.cost, self.options, *place, most)
         else:
-            part = plan_part(lengths, self.cost, self.options, planner, *place)
+            part = plan_part(lengths, self.cost, self.options, planner, *place, self.planner)
         return part, str(part)
 
     def _asked(
