@@ -140,8 +140,10 @@ def _part(step: Step | StepPart, replica: int) -> StepPart:
 
 def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
     """What all ranks must have alike: the whole step, or who computes what."""
-    step = sourced.step
-    return f"{list(lengths)}\n{step.division if isinstance(step, StepPart) else sourced.text}"
+    step, text = sourced.step, sourced.text
+    if isinstance(step, StepPart) and step.lockstep < step.replicas:
+        text = step.division
+    return f"{list(lengths)}\n{text}"
 
 
 def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:

@@ -55,7 +55,7 @@ class PlannedSteps:
         self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.layout.ep))
         self._evaluation_tokens: int | None = None
         self._try = BestEffort()
-        self._told_discarded = 0
+        self._reported = 0
         self._fell_back = ""
         self.pool: PlannerPool | None = None
         if processes and groups.plans:
@@ -124,22 +124,23 @@ class PlannedSteps:
 
         self._fell_back = ""
         sourced = shared(plan, group, self.groups.planner, StepPart.parse)
-        agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
+        if self.groups.block is not None:  # else all ranks compare the text (accept.py)
+            agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
         return replace(sourced, planning=planning)
 
     def _planning(self, waited_seconds: float) -> Planning:
-        pool, told = self.pool, self._told_discarded
+        pool, reported = self.pool, self._reported
         if pool is None:
             return Planning(waited_seconds, fell_back=self._fell_back)
-        self._told_discarded = pool.discarded
-        return Planning(waited_seconds, pool.ahead, pool.discarded - told, self._fell_back)
+        self._reported = pool.discarded
+        return Planning(waited_seconds, pool.ahead, pool.discarded - reported, self._fell_back)
 
     def _plan(
         self, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
         """Return the part and its text, on the rank that has it made."""
         if forward_only and self._evaluation_tokens is not None:
-            return self._made(lengths, self.planner, True)
+            return self._planned_here(lengths, self.planner, True)
         planner = self.planner
         before = None if forward_only else self.fallbacks.of(iteration, self._place)
         if before is not None:
@@ -153,13 +154,13 @@ class PlannedSteps:
                     return self._stand_in(self.pool, iteration, lengths, failure)
                 # Evaluations are planned alike by everybody.
                 logger.warning("an evaluation: the planner failed (%s)", failure)
-        return self._made(lengths, planner, forward_only)
+        return self._planned_here(lengths, planner, forward_only)
 
     def _at(self, iteration: int) -> str:
         replica = "" if self._place is None else f", replica {self._first}"
         return f"iteration {iteration}{replica}"
 
-    def _made(
+    def _planned_here(
         self, lengths: Sequence[int], planner: str, forward_only: bool
     ) -> tuple[StepPart, str]:
         """Plan in this process."""
@@ -190,7 +191,7 @@ class PlannedSteps:
         """The fallback's part, which is kept; where that does not fit, the planner's after all."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
-            part, text = self._made(lengths, FALLBACK, False)
+            part, text = self._planned_here(lengths, FALLBACK, False)
             self._require_fit(part)
         except ValueError as excess:
             logger.warning("%s, and %s does not fit; asking once more", message, FALLBACK)

@@ -19,7 +19,7 @@ class Waits:
     """
 
     seen: int = 0
-    _told: bool = False
+    _warned: bool = False
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def see(self, planning: Planning, seconds: float) -> list[str]:
@@ -30,8 +30,8 @@ class Waits:
             return []
         self._recent.append((waited, waited + seconds))
         lost, total = map(sum, zip(*self._recent, strict=True))
-        before, self._told = self._told, len(self._recent) == RECENT and lost > MOST * total
-        if before or not self._told:
+        before, self._warned = self._warned, len(self._recent) == RECENT and lost > MOST * total
+        if before or not self._warned:
             return []
         remedy = (
             "give --epp-plan-cores more cores, or --epp-effort less"

@@ -143,9 +143,9 @@ class StepPart:
     def __post_init__(self):
         documents = [document for held in self.assignments for document in held]
         if len(set(documents)) != len(documents):
-            raise PlanError("a document of the batch is dealt twice")
+            raise PlanError("a document of the batch is assigned twice")
         if list(map(len, self.assignments)) != [len(plan.documents) for plan in self.plans]:
-            raise PlanError("a replica's plan is not for the documents that it is dealt")
+            raise PlanError("a replica's plan is not for the documents that it is assigned")
         numbers = [(plan.replica, plan.replicas) for plan in self.plans]
         if numbers != [(self.first + at, self.replicas) for at in range(len(self.plans))]:
             raise PlanError("the plans are not those of neighbouring replicas of one job")
@@ -197,12 +197,12 @@ class StepPart:
 def _text(
     assignments: Sequence[Sequence[int]], plans: Sequence[Plan], lockstep: int, first: int
 ) -> str:
-    deals = (
+    lines = (
         f"deal {replica}: {' '.join(map(str, assignment))}\n"
         for replica, assignment in enumerate(assignments, first)
     )
     line = f"lockstep {lockstep}\n" if lockstep > 1 else ""
-    return line + "".join(deals) + "".join(map(str, plans))
+    return line + "".join(lines) + "".join(map(str, plans))
 
 
 def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:

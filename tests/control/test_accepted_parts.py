@@ -139,8 +139,8 @@ def test_a_rank_hears_little_of_other_replicas(replicas, monkeypatch) -> None:
     replica = replicas - 1
     control, block = (SimpleNamespace(name=name, rank=lambda: 0, size=lambda: 2) for name in heard)
     groups = SimpleNamespace(
-        control=control, planned_together=block, planner=0, plans=True, pipeline_ranks=(0, 1),
-        replica=replica, replicas=replicas, lockstep=1,
+        control=control, planned_together=block, block=block, planner=0, plans=True,
+        pipeline_ranks=(0, 1), replica=replica, replicas=replicas, lockstep=1,
     )  # fmt: skip
     cost = machine(pp=2)
     steps = PlannedSteps(cost, Options(effort=0), "packing", groups, 0)

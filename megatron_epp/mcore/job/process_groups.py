@@ -51,9 +51,10 @@ def make_groups(
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
         initialise_communicators(group, device)
-    block, planner, planners_here = block_group(
-        mpu.get_data_parallel_rank() // lockstep, control, timeout
-    )
+    block, planner, planners_here = None, 0, 1
+    if mpu.get_data_parallel_world_size() > lockstep:
+        number = mpu.get_data_parallel_rank() // lockstep
+        block, planner, planners_here = block_group(number, control, timeout)
     return Groups(
         control=control,
         payload=payload,
@@ -73,7 +74,7 @@ def make_groups(
 
 def block_group(
     number: int, control: dist.ProcessGroup, timeout: timedelta
-) -> tuple[dist.ProcessGroup | None, int, int]:
+) -> tuple[dist.ProcessGroup, int, int]:
     """Make the group of the replicas that are planned together. Collective over ``control``.
 
     Args:
@@ -82,22 +83,21 @@ def block_group(
         timeout: after which who waits for another rank fails.
 
     Returns:
-        The group, None where it is the world; its rank that plans; how many ranks of this host do.
+        The group; its rank that plans; how many ranks of this host do.
     """
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, (socket.gethostname(), number), group=control)
     hosts, blocks = [host for host, _ in every], [block for _, block in every]
     planners = planning_ranks(hosts, blocks)
     here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
-    if len(planners) == 1:
-        return None, planners[number], max(1, here)
     group, planner = None, 0
     for block in planners:
         # Every rank makes every block's group, in one order, as Megatron makes its own.
         ranks = [rank for rank, other in enumerate(blocks) if other == block]
-        made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
+        new = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
         if block == number:
-            group, planner = made, ranks.index(planners[block])
+            group, planner = new, ranks.index(planners[block])
+    assert group is not None, "this rank is in one of the blocks"
     return group, planner, max(1, here)
 
 
