@@ -43,15 +43,17 @@ def callers_of(*names: str) -> str:
 SCHEDULE = (
     AllowedCollective(
         "plan text",
-        "epp_control",
+        "epp_control|epp_block",
         callers_of("megatron_epp.runtime.consensus.broadcast_text"),
-        "rank 0 plans, all ranks get its text or its refusal",
+        "one rank has a replica's plan made, the others get its text; a refusal goes to all ranks",
     ),
     AllowedCollective(
         "plan digest",
-        "epp_control",
-        callers_of("megatron_epp.runtime.consensus.agree", "megatron_epp.runtime.consensus.gather"),
-        "no rank runs a plan that another does not run",
+        "epp_control|epp_block",
+        callers_of(
+            "megatron_epp.runtime.consensus.largest", "megatron_epp.runtime.consensus.gather"
+        ),
+        "no rank runs a plan that another does not run; whether one refuses its plan",
     ),
     AllowedCollective(
         "report",

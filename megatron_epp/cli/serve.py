@@ -7,10 +7,14 @@ alone. A request that cannot be planned is answered with an error, and the proce
     request   {"id": 7, "lengths": [900, 41], "replicas": 1, "planner": "epp",
                "forward_only": false}
               id: any JSON value, given back; planner and forward_only may be left out
+              replica: of the replicas, one whose part of the step alone is asked for; null or left
+              out: the whole step
     reply     {"id": 7, "step": "step v1\ndeal 0: ...", "seconds": 0.031,
                "predicted": {"seconds": 1.9, "bubble_ratio": 0.03, "peak_bytes": [...], ...},
                "lower_bound_seconds": 1.8, "error": null}
-              step: the text of ir.Step, also for one replica; seconds: of planning
+              step: the text of ir.Step, also for one replica; of ir.StepPart where a replica's
+              part was asked for, and then predicted and lower_bound_seconds are null
+              seconds: of planning
               predicted: of the slowest replica; null for a plan of forwards alone
               error: null, or one line of text; then step and the others are null
 
@@ -36,9 +40,15 @@ from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.errors import quoted
-from megatron_epp.planner import Options, evaluation_step, planner_of
+from megatron_epp.planner import (
+    Options,
+    evaluation_part,
+    evaluation_step,
+    plan_part,
+    planner_of,
+)
 
-_REQUEST = {"id", "lengths", "replicas", "planner", "forward_only"}
+_REQUEST = {"id", "lengths", "replicas", "replica", "planner", "forward_only"}
 _PREDICTED = (
     *("planner", "seconds", "gap", "bubble_ratio", "recompute_ratio", "comm_ratio"),
     *("peak_bytes", "chunks", "pipelines", "fits", "plan_seconds"),
@@ -134,13 +144,24 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
         raise ValueError(
             f"request: replicas {quoted(replicas)}: expected a whole number of at least 1"
         )
+    replica = request.get("replica")
+    if replica is not None and (type(replica) is not int or not 0 <= replica < replicas):
+        raise ValueError(
+            f"request: replica {quoted(replica)}: expected null or a whole number below {replicas}"
+        )
     if not isinstance(planner, str):
         raise ValueError(f"request: planner {quoted(planner)}: expected a name")
     if not isinstance(forward_only, bool):
         raise ValueError(f"request: forward_only {quoted(forward_only)}: expected true or false")
-    if forward_only:
-        step = evaluation_step(lengths, cost, options, replicas)
-        return {"step": str(step), "predicted": None, "lower_bound_seconds": None}
+    text = None
+    if forward_only and replica is not None:
+        text = str(evaluation_part(lengths, cost, options, replicas, replica))
+    elif forward_only:
+        text = str(evaluation_step(lengths, cost, options, replicas))
+    elif replica is not None:
+        text = str(plan_part(lengths, cost, options, planner, replicas, replica))
+    if text is not None:
+        return {"step": text, "predicted": None, "lower_bound_seconds": None}
     planner_of(planner, options.whole)  # refuses what this job's pipelines cannot run
     result = outcome(0, lengths, cost, options, planner, replicas)
     facts = result.facts()

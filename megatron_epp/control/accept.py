@@ -1,16 +1,63 @@
 """A step is taken only by all ranks alike, and only if it fits this job and these documents."""
 
 import logging
-import time
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from megatron_epp.control.step_source import SourcedStep, StepSource
-from megatron_epp.ir import Plan, PlanError, Step, check, check_op_templates, check_ranks
-from megatron_epp.runtime.consensus import agree
+from megatron_epp.control.step_source import (
+    AdaptiveSource,
+    Following,
+    Planning,
+    SourcedStep,
+    StepSource,
+)
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.ir import Plan, PlanError, Step, StepPart, check, check_op_templates, check_ranks
+from megatron_epp.runtime.consensus import (
+    DIGEST_NUMBERS,
+    agree,
+    broadcast_text,
+    digest_bounds,
+    largest,
+    same_digests,
+)
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
+
+# What a rank says of its step: it is fine, this job cannot run it, or there is none.
+_FINE, _REFUSED, _MISSING = 0, 1, 2
+_RANKS = 2**32  # more than there are: a verdict and a rank in one number
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedStep:
+    """This rank's part of an iteration's step, and of the whole step what all ranks know of it.
+
+    tokens                 of the global batch
+    predicted_seconds      of the slowest replica; 0 where plans predict nothing
+    predicted_peak_bytes   of every pipeline rank in the worst replica; empty likewise
+    splits_backward        whether any replica's plan has I and W
+    planning               the longest wait of a replica for its plan, and so on
+    """
+
+    part: StepPart
+    tokens: int
+    predicted_seconds: float = 0.0
+    predicted_peak_bytes: tuple[float, ...] = ()
+    splits_backward: bool = False
+    planning: Planning = field(default_factory=Planning)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of this rank's block."""
+        return self.part.plans
+
+    def plan_of(self, replica: int) -> Plan:
+        """Return the plan of ``replica``, of this rank's block."""
+        return self.part.plan_of(replica)
 
 
 class AcceptedSteps:
@@ -20,7 +67,6 @@ class AcceptedSteps:
     placement        the pipeline rank of every stage; none where stage i lies on rank i
     cp               context-parallel ranks of a stage
     whole            whether the model trains on whole documents only, each spread over all ranks
-    waited_seconds   how long training waited for the latest
     """
 
     def __init__(
@@ -35,33 +81,103 @@ class AcceptedSteps:
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
         self.cp, self.whole, self.placement = cp, full_documents, placement
-        self.waited_seconds = 0.0
 
     def step(
         self,
         iteration: int,
         lengths: Sequence[int],
-        following: Sequence[int] | None,
+        following: Following | None,
         forward_only: bool,
-    ) -> Step:
-        """The step for documents of ``lengths``; ``following``: those of the next iteration, to be
+    ) -> AcceptedStep:
+        """The step for documents of ``lengths``; ``following``: those of later iterations, to be
         planned meanwhile. PlanError: ranks differ, or this job cannot run the step."""
         self.current_op.enter("the plan that all ranks agree on")
-        began = time.perf_counter()
         try:
-            sourced = self.steps.step(iteration, lengths, forward_only)
-            agree(f"{list(lengths)}\n{sourced.text}", f"iteration {iteration}", self.groups.control)
+            accepted = self._agreed(iteration, lengths, forward_only)
         except RuntimeError as error:
             logger.error("%s; a rank is lost: %s", self.current_op, str(error).splitlines()[0])
             raise
-        groups = self.groups
-        place = groups.replica, groups.replicas, groups.lockstep
-        job = self.layers, *place, self.cp, self.whole, self.placement
-        accept(sourced, lengths, forward_only, *job)
         if following is not None:
-            self.steps.look_ahead(iteration + 1, following)
-        self.waited_seconds = time.perf_counter() - began
-        return sourced.step
+            self.steps.look_ahead(iteration, following)
+        return accepted
+
+    def _agreed(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> AcceptedStep:
+        """Have the step, and hear of all ranks whether they have it, too; a refusal of one is
+        everybody's. Collective: whatever a rank finds, it takes part in every exchange."""
+        groups, control = self.groups, self.groups.control
+        verdict, reason, sourced = _FINE, "", None
+        try:
+            sourced = self.steps.step(iteration, lengths, forward_only)
+            job = self.layers, groups.replica, groups.replicas, groups.lockstep
+            accept(sourced, lengths, forward_only, *job, self.cp, self.whole, self.placement)
+        except ValueError as refusal:
+            verdict = _MISSING if sourced is None else _REFUSED
+            reason = str(refusal)
+        text = "" if sourced is None else _compared(sourced, lengths)
+        absent = (-math.inf,) * DIGEST_NUMBERS
+        row = [
+            float(verdict * _RANKS + (_RANKS - 1 - control.rank())),
+            *(absent if sourced is None else digest_bounds(text)),
+            *_facts(None if verdict else sourced, groups),
+        ]
+        worst, *values = largest(row, control)
+        verdict, rank = divmod(int(worst), _RANKS)
+        first = _RANKS - 1 - rank
+        if verdict < _MISSING and not same_digests(values[:DIGEST_NUMBERS]):
+            agree(text, f"iteration {iteration}", control)
+        if verdict:
+            broadcast_text(None, reason, control, first)
+        assert sourced is not None, "a rank without a step is a verdict"
+        accepted = _accepted(sourced, groups.replica, sum(lengths), values[DIGEST_NUMBERS:])
+        if accepted.planning.fell_back and isinstance(self.steps, AdaptiveSource):
+            self.steps.keep_fallbacks(iteration)
+        return accepted
+
+
+def _part(step: Step | StepPart, replica: int) -> StepPart:
+    return step if isinstance(step, StepPart) else step.part(replica)
+
+
+def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
+    """What all ranks must have alike: the whole step, or who computes what."""
+    step, text = sourced.step, sourced.text
+    if isinstance(step, StepPart) and step.lockstep < step.replicas:
+        text = step.division
+    return f"{list(lengths)}\n{text}"
+
+
+def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
+    """Numbers of a rank's own plans of which the largest counts; as many on every rank."""
+    ranks = len(groups.pipeline_ranks)
+    if sourced is None:
+        return [0.0] * (6 + ranks)
+    planning, step = sourced.planning, sourced.step
+    part = _part(step, groups.replica)
+    predictions = [plan.predicted for plan in part.plans if plan.predicted is not None]
+    peaks = zip(*(one.peak_gib for one in predictions), strict=True)
+    return [
+        planning.waited_seconds,
+        float(planning.ahead),
+        float(planning.discarded),
+        float(bool(planning.fell_back)),
+        float(any(plan.splits_backward for plan in part.plans)),
+        max((one.seconds for one in predictions), default=0.0),
+        *((max(peak) * GIB for peak in peaks) if predictions else [0.0] * ranks),
+    ]
+
+
+def _accepted(
+    sourced: SourcedStep, replica: int, tokens: int, facts: Sequence[float]
+) -> AcceptedStep:
+    waited, ahead, discarded, fell_back, splits, seconds, *peaks = facts
+    return AcceptedStep(
+        _part(sourced.step, replica),
+        tokens,
+        seconds,
+        tuple(peaks) if seconds else (),
+        bool(splits),
+        Planning(waited, int(ahead), int(discarded), "a planner failed" * bool(fell_back)),
+    )
 
 
 def accept(
@@ -80,16 +196,16 @@ def accept(
 
     ``placement``: the pipeline rank of every stage, none where stage i lies on rank i. ``cp``:
     context-parallel ranks of a stage. ``full_documents``: whether training takes whole documents
-    only. ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton
-    every rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared
-    its text, so all refuse it, or none.
+    only. ``lockstep``: replicas that share the experts of a layer; all of their ranks hold the
+    plans of all of them.
     """
     step, source = sourced.step, sourced.source
-    if len(step.plans) != replicas:
+    if step.replicas != replicas:
         raise PlanError(
-            f"{source} is for {len(step.plans)} data-parallel replicas; this job has {replicas}"
+            f"{source} is for {step.replicas} data-parallel replicas; this job has {replicas}"
         )
-    plan = step.plans[replica]
+    part = _part(step, replica)
+    plan = part.plan_of(replica)
     if plan.layers != layers:
         raise PlanError(
             f"{source} is for {_stages_text(plan.layers)}; this job has {_stages_text(layers)}"
@@ -99,11 +215,11 @@ def accept(
             f"{source} is for {_place_text(plan.place)}; this job has {_place_text(placement)} "
             "(--epp-placement)"
         )
-    if step.lengths != tuple(lengths):
-        raise PlanError(
-            f"{source} is for {_difference(step.lengths, lengths)}: a plan runs only on documents "
-            "of the lengths it was made for (leave --epp-plan out to plan each batch)"
-        )
+    if isinstance(step, Step):
+        _require_lengths(source, step.lengths, lengths)
+    else:
+        for documents, one in zip(part.assignments, part.plans, strict=True):
+            _require_lengths(source, one.documents, [lengths[document] for document in documents])
     if step.lockstep % lockstep:
         planned = f"lockstep {step.lockstep}" if step.lockstep > 1 else "replicas that run freely"
         raise PlanError(
@@ -115,7 +231,7 @@ def accept(
         raise PlanError(f"{source} is for {kind} only")
     try:
         check_op_templates(step)
-        for one in step.block(replica):  # a block begins together, or not at all
+        for one in part.plans:  # a block begins together, or not at all
             check(one)
             check_ranks(one, cp)
             if full_documents and not forward_only:
@@ -133,6 +249,14 @@ def _require_full_documents(plan: Plan) -> None:
                     f"chunk {number} has {span}, and this model's routers compare all tokens of a "
                     "document (sinkhorn): expected whole documents, local to no rank"
                 )
+
+
+def _require_lengths(source: str, planned: Sequence[int], lengths: Sequence[int]) -> None:
+    if tuple(planned) != tuple(lengths):
+        raise PlanError(
+            f"{source} is for {_difference(planned, lengths)}: a plan runs only on documents "
+            "of the lengths it was made for (leave --epp-plan out to plan each batch)"
+        )
 
 
 def _difference(planned: Sequence[int], batch_lengths: Sequence[int]) -> str:

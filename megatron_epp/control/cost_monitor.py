@@ -24,7 +24,7 @@ from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.refit import refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
+from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Timed
 from megatron_epp.runtime.consensus import broadcast_result, broadcast_text
 from megatron_epp.runtime.groups import Groups
 
@@ -83,10 +83,9 @@ class CostMonitor:
             columns=tuple((column, column.of(spans)) for column in cost.layout.extra_columns),
         )
 
-    def check_drift(self, step: Step, report: IterationReport) -> list[str]:
+    def check_drift(self, predicted_seconds: float, report: IterationReport) -> list[str]:
         """Warnings about the iteration; the same on every rank."""
-        predicted = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
-        return self.drift.see(max(predicted, default=0.0), report)
+        return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
         """A better cost model from the next iteration on; collective while the alarm is on."""

@@ -5,6 +5,11 @@ by rounding, or by what dropout draws. A run that is resumed from before such an
 ask a planner that lives. So every fallback is a line in a file beside the checkpoint:
 
     iteration 2 planner packing the planner process has ended
+
+and, where replicas plan for themselves, names the one whose planner failed, or the first of those
+that run in lockstep with it:
+
+    iteration 2 replica 1 of 2 planner packing the planner process has ended
 """
 
 import re
@@ -18,7 +23,10 @@ from megatron_epp.safe_files import bounded_text
 
 FALLBACKS_FILE = "epp-fallbacks.txt"
 
-_LINE = re.compile(r"iteration ([1-9]\d{0,14}) planner (\S+) (.+)")
+_LINE = re.compile(
+    r"iteration ([1-9]\d{0,14})( replica (\d{1,9}) of (\d{1,9}))? planner (\S+) (.+)"
+)
+Place = tuple[int, int] | None  # replica, of so many; None: all of them
 
 
 class Fallbacks:
@@ -30,39 +38,52 @@ class Fallbacks:
     def __init__(self, folders: Sequence[str], loaded_from: str | None = None):
         self.folders = tuple(folders)
         self._try = BestEffort()
-        self._lines: dict[int, str] = {}
-        self._planners: dict[int, str] = {}
+        self._lines: dict[tuple[int, Place], str] = {}
+        self._planners: dict[tuple[int, Place], str] = {}
         if loaded_from is not None and (path := Path(loaded_from) / FALLBACKS_FILE).exists():
-            text = bounded_text(path, "a list of fallbacks", "replace")
-            for number, line in enumerate(text.splitlines(), 1):
-                match = _LINE.fullmatch(line)
-                if match is None:
-                    raise ValueError(
-                        f"{path}, line {number}: {quoted(line)} is no fallback; expected "
-                        "'iteration N planner NAME REASON'; delete the file: the planner then "
-                        "plans those iterations, which may round otherwise than before the resume"
-                    )
-                self._note(int(match[1]), match[2], line)
+            self.read(bounded_text(path, "a list of fallbacks", "replace"), str(path))
         for folder in self.folders:
             if self._lines or (Path(folder) / FALLBACKS_FILE).exists():
                 self._write(folder)
 
-    def of(self, iteration: int) -> str | None:
-        """The planner that stood in for the planner in ``iteration``, if one did."""
-        return self._planners.get(iteration)
+    def read(self, text: str, source: str = "") -> None:
+        """Add the lines of ``text``; ``source`` names it where one cannot be read."""
+        for number, line in enumerate(text.splitlines(), 1):
+            match = _LINE.fullmatch(line)
+            if match is None:
+                raise ValueError(
+                    f"{source}, line {number}: {quoted(line)} is no fallback; expected "
+                    "'iteration N planner NAME REASON'; delete the file: the planner then "
+                    "plans those iterations, which may round otherwise than before the resume"
+                )
+            place = (int(match[3]), int(match[4])) if match[2] else None
+            self._note(int(match[1]), place, match[5], line)
 
-    def add(self, iteration: int, planner: str, reason: str) -> None:
+    @property
+    def text(self) -> str:
+        """Every line, as the file has them."""
+        ordered = sorted(self._lines.items(), key=lambda item: (item[0][0], item[0][1] or ()))
+        return "".join(f"{line}\n" for _, line in ordered)
+
+    def of(self, iteration: int, place: Place = None) -> str | None:
+        """Return which planner made the plan of ``place`` in ``iteration``, if not the planner."""
+        everywhere = self._planners.get((iteration, None))
+        return self._planners.get((iteration, place), everywhere)
+
+    def add(self, iteration: int, planner: str, reason: str, place: Place = None) -> None:
+        """Keep that ``planner`` stood in, for the replica of ``place``."""
         words = " ".join(reason.split()) or "no reason"
-        self._note(iteration, planner, f"iteration {iteration} planner {planner} {words}")
+        where = "" if place is None else f"replica {place[0]} of {place[1]} "
+        line = f"iteration {iteration} {where}planner {planner} {words}"
+        self._note(iteration, place, planner, line)
         for folder in self.folders:
             self._try(
                 f"which iterations were planned by a fallback, in {folder}/{FALLBACKS_FILE},",
                 partial(self._write, folder),
             )
 
-    def _note(self, iteration: int, planner: str, line: str) -> None:
-        self._lines[iteration], self._planners[iteration] = line, planner
+    def _note(self, iteration: int, place: Place, planner: str, line: str) -> None:
+        self._lines[iteration, place], self._planners[iteration, place] = line, planner
 
     def _write(self, folder: str) -> None:
-        lines = (line for _, line in sorted(self._lines.items()))
-        write_atomically(Path(folder) / FALLBACKS_FILE, "".join(f"{line}\n" for line in lines))
+        write_atomically(Path(folder) / FALLBACKS_FILE, self.text)

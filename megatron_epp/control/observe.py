@@ -1,9 +1,9 @@
 """An iteration observed: logged, recorded, drawn, compared with its prediction, learnt from."""
 
-import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import BestEffort
 from megatron_epp.control.report import (
@@ -16,21 +16,22 @@ from megatron_epp.control.report import (
 from megatron_epp.control.retry import Attempt
 from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, StepSource
-from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.control.waits import Waits
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Step, Timed
-from megatron_epp.runtime.consensus import broadcast_result
+from megatron_epp.ir import Timed
+from megatron_epp.runtime.consensus import largest
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
+SHORT_SECONDS = 1.0  # of waiting for the first plan, which are not worth a line
 
 # One line on an iteration, for the log: its number, step, report, seconds waited for the plan.
-Summary = Callable[[int, Step, IterationReport, float], str]
+Summary = Callable[[int, AcceptedStep, IterationReport, float], str]
 # Draws the same where the user looks (mcore/trainer/telemetry.py).
-Telemetry = Callable[[int, Step, IterationReport, float], None]
+Telemetry = Callable[[int, AcceptedStep, IterationReport], None]
 
 
 class Observer:
@@ -53,6 +54,7 @@ class Observer:
         self.recorder, self.summary, self.telemetry = recorder, summary, telemetry
         self.loaded_from = loaded_from
         self._resumed = False
+        self._waits = Waits()
         self._try = BestEffort()
 
     def resume(self, iteration: int) -> None:
@@ -73,7 +75,7 @@ class Observer:
 
     def gather(
         self,
-        step: Step,
+        step: AcceptedStep,
         records: tuple[Timed, ...],
         failure: Failure | None,
         host_bytes: int = 0,
@@ -81,26 +83,32 @@ class Observer:
         """Reports of ``step`` from all ranks, given this rank's ``records`` of it and the most that
         it held in its host's memory. Collective."""
         groups, predicted = self.groups, 0.0
-        plan = step.plans[groups.replica]
+        plan, block = step.plan_of(groups.replica), step.plans
         if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
-            block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
         place = groups.replica, groups.pipeline_rank
-        own_report = RankReport.of(*place, records, predicted, failure, host_bytes)
+        own_report = RankReport.of(*place, records, predicted, failure, host_bytes, block)
         return gather_report(own_report, groups.leads, groups.control)
 
-    def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:
+    def after(self, iteration: int, done: Attempt) -> None:
         """A training iteration is through. Collective."""
         self._record(iteration, done)
         step, report = done.step, done.report
-        warnings = self.monitor.check_drift(step, report)
+        waited = step.planning.waited_seconds
+        warnings = self.monitor.check_drift(step.predicted_seconds, report)
+        warnings += self._waits.see(step.planning, report.seconds)
         if self.groups.control.rank() == 0:
-            logger.info("%s", self.summary(iteration, step, report, waited_seconds))
+            logger.info("%s", self.summary(iteration, step, report, waited))
+            if self._waits.seen == 1 and waited > SHORT_SECONDS:
+                logger.info(
+                    "iteration %d: %.1f s of waiting for the first plan, for which nothing can be "
+                    "ahead; it is not counted among later waits", iteration, waited
+                )  # fmt: skip
             for warning in warnings:
                 logger.warning("iteration %d: %s", iteration, warning)
         self._try(
             "what TensorBoard and Weights & Biases draw of elastic pipelines",
-            lambda: self.telemetry(iteration, step, report, waited_seconds),
+            lambda: self.telemetry(iteration, step, report),
         )
         if isinstance(self.steps, AdaptiveSource):
             self.steps.took(report.seconds)
@@ -113,23 +121,25 @@ class Observer:
         groups, recorder = self.groups, self.recorder
         if recorder is None:
             return
-        records = gather_records(groups.replica, done.records, groups.leads, groups.control)
-        if groups.control.rank() == 0:
+        gathered = gather_records(done.step.part, done.records, groups)
+        if gathered is not None:
             cost = self.steps.cost if isinstance(self.steps, PredictingSource) else None
             self._try(
                 f"the records of --epp-record {recorder.folder}",
-                lambda: recorder.write(iteration, done.step, records, cost),
+                lambda: recorder.write(iteration, *gathered, cost, done.step.planning),
             )
 
     def _learn(
-        self, iteration: int, steps: AdaptiveSource, step: Step, report: IterationReport
+        self, iteration: int, steps: AdaptiveSource, step: AcceptedStep, report: IterationReport
     ) -> None:
         """Where a peak came near its budget and was predicted lower, plan with less from now on."""
-        predicted = predicted_peak_bytes(step)
-        if not predicted:
+        if not step.predicted_peak_bytes:
             return
         learnt = steps.budget.measured(
-            iteration, predicted, report.peak_bytes, lambda: self._routed(steps.cost, step)
+            iteration,
+            step.predicted_peak_bytes,
+            report.peak_bytes,
+            lambda: self._routed(steps.cost, step),
         )
         if self.groups.control.rank() == 0:
             for event in learnt:
@@ -137,40 +147,36 @@ class Observer:
         if learnt:
             steps.narrow()
 
-    def _routed(self, cost: Cost, step: Step) -> list[float]:
-        """The part of each rank's peak that routing decides, from rank 0, which simulates plans.
+    def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
+        """The part of each rank's peak that routing decides, from the ranks that have plans made.
         Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
-        group = self.groups.control
-        return json.loads(broadcast_result(lambda: json.dumps(routed_bytes(cost, step)), group))
+        groups = self.groups
+        own = routed_bytes(cost, step.plans) if groups.plans else [0.0] * groups.pipeline_size
+        return largest(own, groups.control)
 
 
-def predicted_peak_bytes(step: Step) -> Sequence[float]:
-    """The worst replica's peak of every pipeline rank; empty where plans predict nothing."""
-    predictions = [plan.predicted.peak_gib for plan in step.plans if plan.predicted is not None]
-    return [max(peaks) * GIB for peaks in zip(*predictions, strict=True)]
-
-
-def summary_line(iteration: int, step: Step, report: IterationReport, waited_seconds: float) -> str:
+def summary_line(
+    iteration: int, step: AcceptedStep, report: IterationReport, waited_seconds: float
+) -> str:
     """One line on an iteration: what was predicted, what was measured."""
-    chunks = sum(len(plan.chunks) for plan in step.plans)
-    tokens = sum(plan.tokens for plan in step.plans)
-    predictions = [plan.predicted for plan in step.plans if plan.predicted is not None]
+    predicted, planning = step.predicted_seconds, step.planning
     seconds = f"{report.seconds:.3f} s"
     peaks = [f"{peak / MIB:.1f}" for peak in report.peak_bytes]
     hosts = [f"{peak / MIB:.1f}" for peak in report.host_bytes]
-    if predictions:
-        predicted = max(prediction.seconds for prediction in predictions)
+    if predicted:
         seconds += f", predicted {predicted:.3f} s ({report.seconds / predicted - 1:+.1%})"
-        pairs = zip(peaks, predicted_peak_bytes(step), strict=True)
-        peaks = [f"{measured} of {predicted / MIB:.1f}" for measured, predicted in pairs]
+        pairs = zip(peaks, step.predicted_peak_bytes, strict=True)
+        peaks = [f"{measured} of {expected / MIB:.1f}" for measured, expected in pairs]
     return " | ".join(
         [
-            f"epp iteration {iteration}: {tokens} tokens in {chunks} chunks",
+            f"epp iteration {iteration}: {step.tokens} tokens in {report.chunks} chunks",
             seconds,
-            f"{tokens / report.seconds:.0f} tokens/s",
+            f"{step.tokens / report.seconds:.0f} tokens/s",
             f"bubble {report.bubble_ratio:.1%}",
             f"peak {' '.join(peaks)} MiB",
             *([f"on the host {' '.join(hosts)} MiB"] if any(report.host_bytes) else []),
             f"waited {waited_seconds * 1e3:.0f} ms for the plan",
+            *([f"planned {planning.ahead} ahead"] if planning.ahead else []),
+            *([f"{planning.discarded} plans discarded"] if planning.discarded else []),
         ]
     )

@@ -1,7 +1,7 @@
-"""Steps that rank 0 plans, one for every iteration, and all ranks receive as text."""
+"""Steps planned as training goes: every replica's part on one of its hosts, for its ranks alone."""
 
-import hashlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,13 +12,14 @@ import torch.distributed as dist
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import BestEffort
 from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
+from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
-from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.control.step_source import Following, Planning, SourcedStep
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import PlanError, Step
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.ir import PlanError, Step, StepPart
+from megatron_epp.runtime.consensus import agree, broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,14 @@ _ROUNDING = 1e-9  # of a prediction in GiB
 
 
 class PlannedSteps:
-    """Steps planned by rank 0, whose text all ranks get; a refusal on rank 0 is one everywhere.
+    """Steps of which each replica has its own part planned, and its ranks get the text of that.
 
-    With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
-    goes on with the fallback planner for that iteration, which is logged and kept: ``fallbacks``
-    (on rank 0) also names those of a run that is resumed. Plans stay within ``budget``, which is
-    kept in ``folders``; whoever changes it calls :meth:`narrow`.
+    Which documents a replica has follows from lengths and cost model, alike on all hosts. Replicas
+    in lockstep are planned together. With ``processes`` above 0 processes of their own plan, at
+    most so many on this rank, each on another iteration. When one fails, training goes on with the
+    fallback planner for that iteration and replica, which is logged and kept: ``fallbacks`` also
+    names those of a run that is resumed. Plans stay within ``budget``, which is kept in
+    ``folders``; whoever changes it calls :meth:`narrow`.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class PlannedSteps:
         options: Any,
         planner: str,
         groups: Groups,
-        ahead: bool,
+        processes: int,
         fallbacks: Fallbacks | None = None,
         folders: Sequence[str] = (),
     ):
@@ -50,22 +53,32 @@ class PlannedSteps:
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
         states = cost.layout.placement.of_ranks(cost.memory.states_bytes)
         self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.layout.ep))
-        self._ahead = ahead and groups.control.rank() == 0
-        self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
         self._try = BestEffort()
-        self._start_ahead()
+        self._reported = 0
+        self._fell_back = ""
+        self.pool: PlannerPool | None = None
+        if processes and groups.plans:
+            self.pool = PlannerPool(self._process, processes)
 
-    def _start_ahead(self) -> None:
-        if not self._ahead:
-            return
-        took = None
-        if self.ahead is not None:
-            took = self.ahead.iteration_seconds
-            self.ahead.close()
+    @property
+    def _first(self) -> int:
+        """The first of the replicas that are planned together."""
+        return self.groups.replica - self.groups.replica % self.options.lockstep
+
+    @property
+    def _place(self) -> tuple[int, int] | None:
+        """Whose fallbacks are kept: one block's among several; None where there is one."""
         replicas = self.groups.replicas
-        self.ahead = PlannerProcess(self.cost, self.options, self.planner, replicas)
-        self.ahead.iteration_seconds = took
+        return None if replicas == self.options.lockstep else (self._first, replicas)
+
+    def _process(self) -> PlannerProcess:
+        replicas = self.groups.replicas
+        return PlannerProcess(self.cost, self.options, self.planner, replicas, self._first)
+
+    def _start_anew(self) -> None:
+        if self.pool is not None:
+            self.pool.restart()
 
     def narrow(self) -> None:
         """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
@@ -78,7 +91,7 @@ class PlannedSteps:
                     f"what was learnt about memory, {folder}/{BUDGET_FILE},",
                     partial(self.budget.save, folder),
                 )
-        self._start_ahead()
+        self._start_anew()
 
     def shrink_evaluation(self, tokens: int) -> None:
         """Evaluate in chunks of at most ``tokens`` from now on. Not kept for a resumed run: the
@@ -89,83 +102,120 @@ class PlannedSteps:
         """Plan with another cost model from now on."""
         profile = replace(profile, routing=self.budget.routing)
         self.cost = self.cost.replace(profile=profile)
-        self._start_ahead()
+        self._start_anew()
 
     def took(self, seconds: float) -> None:
-        """The last iteration's seconds, by which the planner process is judged to hang."""
-        if self.ahead is not None:
-            self.ahead.iteration_seconds = seconds
+        """The last iteration's seconds, by which a planner process is judged to hang."""
+        if self.pool is not None:
+            self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        """Return this replica's part. Collective over the ranks of those planned together."""
+        group = self.groups.planned_together
+        planning = Planning()
+
         def plan() -> SourcedStep:
-            sourced = self._plan(iteration, lengths, forward_only)
-            self._require_fit(sourced.step)
-            return sourced
+            nonlocal planning
+            began = time.perf_counter()
+            part, text = self._plan(iteration, lengths, forward_only)
+            self._require_fit(part)
+            planning = self._planning(time.perf_counter() - began)
+            return SourcedStep(part, text)
 
-        return shared(plan, self.groups.control)
+        self._fell_back = ""
+        sourced = shared(plan, group, self.groups.planner, StepPart.parse)
+        if self.groups.block is not None:  # else all ranks compare the text (accept.py)
+            agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
+        return replace(sourced, planning=planning)
 
-    def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        planner, replicas = self.planner, self.groups.replicas
+    def _planning(self, waited_seconds: float) -> Planning:
+        pool, reported = self.pool, self._reported
+        if pool is None:
+            return Planning(waited_seconds, fell_back=self._fell_back)
+        self._reported = pool.discarded
+        return Planning(waited_seconds, pool.ahead, pool.discarded - reported, self._fell_back)
+
+    def _plan(
+        self, iteration: int, lengths: Sequence[int], forward_only: bool
+    ) -> tuple[StepPart, str]:
+        """Return the part and its text, on the rank that has it made."""
         if forward_only and self._evaluation_tokens is not None:
-            from megatron_epp.planner import evaluation_step
-
-            most = self._evaluation_tokens
-            step = evaluation_step(lengths, self.cost, self.options, replicas, most)
-            return SourcedStep(step, str(step))
-        before = None if forward_only else self.fallbacks.of(iteration)
+            return self._planned_here(lengths, self.planner, True)
+        planner = self.planner
+        before = None if forward_only else self.fallbacks.of(iteration, self._place)
         if before is not None:
             planner = before
-            logger.warning("iteration %d: planned by %s, as before the resume", iteration, planner)
-        elif self.ahead is not None:
+            logger.warning("%s: planned by %s, as before the resume", self._at(iteration), planner)
+        elif self.pool is not None:
             try:
-                return self._asked(self.ahead, iteration, lengths, forward_only)
+                return self._asked(self.pool, iteration, lengths, forward_only)
             except PlannerFailed as failure:
                 if not forward_only:
-                    return self._stand_in(self.ahead, iteration, lengths, failure)
+                    return self._stand_in(self.pool, iteration, lengths, failure)
                 # Evaluations are planned alike by everybody.
                 logger.warning("an evaluation: the planner failed (%s)", failure)
-        step = make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
-        return SourcedStep(step, str(step))
+        return self._planned_here(lengths, planner, forward_only)
+
+    def _at(self, iteration: int) -> str:
+        replica = "" if self._place is None else f", replica {self._first}"
+        return f"iteration {iteration}{replica}"
+
+    def _planned_here(
+        self, lengths: Sequence[int], planner: str, forward_only: bool
+    ) -> tuple[StepPart, str]:
+        """Plan in this process."""
+        # Imported where plans are made: solver and compiler take seconds to load.
+        from megatron_epp.planner import evaluation_part, plan_part
+
+        place = self.groups.replicas, self._first
+        if forward_only:
+            most = self._evaluation_tokens
+            part = evaluation_part(lengths, self.cost, self.options, *place, most)
+        else:
+            part = plan_part(lengths, self.cost, self.options, planner, *place, self.planner)
+        return part, str(part)
 
     def _asked(
-        self, ahead: PlannerProcess, iteration: int, lengths: Sequence[int], forward_only: bool
-    ) -> SourcedStep:
-        """The planner process's step. PlannerFailed: it gave none; PlanError: there can be none."""
-        name = _request_name(iteration, lengths, forward_only)
+        self, pool: PlannerPool, iteration: int, lengths: Sequence[int], forward_only: bool
+    ) -> tuple[StepPart, str]:
+        """A planner process's part. PlannerFailed: it gave none; PlanError: there can be none."""
         try:
-            ahead.ask(name, lengths, forward_only)
-            text = ahead.reply(name)["step"]
+            text = pool.reply(iteration, lengths, forward_only)["step"]
         except PlannerRefused as refusal:
             raise PlanError(str(refusal)) from refusal
-        return SourcedStep(Step.parse(text), text)
+        return StepPart.parse(text), text
 
     def _stand_in(
-        self,
-        ahead: PlannerProcess,
-        iteration: int,
-        lengths: Sequence[int],
-        failure: PlannerFailed,
-    ) -> SourcedStep:
-        """The fallback's step, which is kept; where that does not fit, the planner's after all."""
-        message = f"iteration {iteration}: the planner failed ({failure})"
+        self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
+    ) -> tuple[StepPart, str]:
+        """The fallback's part, which is kept; where that does not fit, the planner's after all."""
+        message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
-            step = make_step(
-                lengths, self.cost, self.options, FALLBACK, self.groups.replicas, False
-            )
-            self._require_fit(step)
+            part, text = self._planned_here(lengths, FALLBACK, False)
+            self._require_fit(part)
         except ValueError as excess:
             logger.warning("%s, and %s does not fit; asking once more", message, FALLBACK)
             try:
-                return self._asked(ahead, iteration, lengths, False)
+                return self._asked(pool, iteration, lengths, False)
             except PlannerFailed as again:
                 raise PlanError(
                     f"{message}, and again ({again}); by {FALLBACK}: {excess}"
                 ) from again
         logger.warning("%s; using %s", message, FALLBACK)
-        self.fallbacks.add(iteration, FALLBACK, str(failure))
-        return SourcedStep(step, str(step))
+        self._fell_back = str(failure)
+        self.fallbacks.add(iteration, FALLBACK, self._fell_back, self._place)
+        return part, text
 
-    def _require_fit(self, step: Step) -> None:
+    def keep_fallbacks(self, iteration: int) -> None:
+        """Have rank 0 keep which replicas' plans the fallback made in ``iteration``. Collective."""
+        control = self.groups.control
+        own = (self._place, self._fell_back) if self._fell_back else None
+        every: list[Any] | None = [None] * control.size() if control.rank() == 0 else None
+        dist.gather_object(own, every, group=control, group_dst=0)
+        for place, reason in filter(None, every or ()):
+            self.fallbacks.add(iteration, FALLBACK, reason, place)
+
+    def _require_fit(self, step: StepPart) -> None:
         """Raise a PlanError where a rank's predicted peak is above the budget of its device."""
         for plan in step.plans:
             if plan.predicted is None:
@@ -189,45 +239,33 @@ class PlannedSteps:
             return ""
         return f" ({held / GIB:.4g} GiB, as chunks hold {correction:.3g} times what is predicted)"
 
-    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
-        if self.ahead is not None:
-            self.ahead.ask(_request_name(iteration, lengths, False), lengths, False)
+    def look_ahead(self, iteration: int, following: Following) -> None:
+        """Have the iterations after ``iteration`` planned, as far ahead as planning takes."""
+        if self.pool is None:
+            return
+        for later in range(1, self.pool.ahead + 1):
+            lengths = following(later)
+            if lengths is None:
+                return
+            self.pool.ask(iteration + later, lengths)
 
 
-def shared(plan: Callable[[], SourcedStep], group: dist.ProcessGroup) -> SourcedStep:
-    """The step that rank 0 of ``group`` plans, on every rank; its refusal is everybody's.
+def shared(
+    plan: Callable[[], SourcedStep],
+    group: dist.ProcessGroup,
+    source: int = 0,
+    parse: Callable[[str], Step | StepPart] = Step.parse,
+) -> SourcedStep:
+    """The step that rank ``source`` of ``group`` plans, on every rank; its refusal is everybody's.
 
     Collective. The text is printed once, by who made the step, and parsed once on every rank.
     """
     sourced, text, error = None, None, None
-    if group.rank() == 0:
+    if group.rank() == source:
         try:
             sourced = plan()
             text = sourced.text
         except ValueError as refusal:
             error = str(refusal)
-    text = broadcast_text(text, error, group)
-    return SourcedStep(Step.parse(text), text) if sourced is None else sourced
-
-
-def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
-    """Names what a plan depends on, so that a reply is never used for another batch."""
-    digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
-    return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"
-
-
-def make_step(
-    lengths: Sequence[int],
-    cost: Cost,
-    options: Any,
-    planner: str,
-    replicas: int,
-    forward_only: bool,
-) -> Step:
-    """The step that ``planner`` makes, or for ``forward_only`` one of forwards alone."""
-    # Imported where plans are made, on rank 0: solver and compiler take seconds to load.
-    from megatron_epp.planner import evaluation_step, plan_step
-
-    if forward_only:
-        return evaluation_step(lengths, cost, options, replicas)
-    return plan_step(lengths, cost, options, planner, replicas).step
+    text = broadcast_text(text, error, group, source)
+    return SourcedStep(parse(text), text) if sourced is None else sourced

@@ -1,4 +1,4 @@
-"""The planner process, seen from the trainer: asked one iteration ahead, replaced when it dies.
+"""A planner process, seen from the trainer: asked iterations ahead, replaced when it dies.
 
 A subprocess that reads and writes lines of JSON, and no pool of forked or spawned workers: a
 trainer that has a CUDA context cannot be forked, a spawned worker would import the trainer's main
@@ -51,11 +51,19 @@ class PlannerProcess:
     Requests do not wait; :meth:`reply` waits for one. A process that died is started anew with
     the next request.
 
+    replica             whose plans it makes, and of those in lockstep with it; None: whole steps
     iteration_seconds   what an iteration took of late, where one has run
     """
 
-    def __init__(self, cost: Cost, options: Any, planner: str, replicas: int):
-        self.planner, self.replicas = planner, replicas
+    def __init__(
+        self,
+        cost: Cost,
+        options: Any,
+        planner: str,
+        replicas: int,
+        replica: int | None = None,
+    ):
+        self.planner, self.replicas, self.replica = planner, replicas, replica
         self.iteration_seconds: float | None = None
         # Has no name in any folder, so however this job ends nothing is left of it.
         self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
@@ -84,6 +92,7 @@ class PlannerProcess:
             self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: set[str] = set()
+        self._unwanted: set[str] = set()
         self._replies: dict[str, dict[str, Any]] = {}
         self._read = b""
         self._readable = selectors.DefaultSelector()
@@ -100,6 +109,7 @@ class PlannerProcess:
             "id": name,
             "lengths": list(map(int, lengths)),
             "replicas": self.replicas,
+            "replica": self.replica,
             "planner": self.planner,
             "forward_only": forward_only,
         }
@@ -118,15 +128,44 @@ class PlannerProcess:
             if name not in self._asked:
                 self._stop()
                 raise PlannerFailed("the planner process has ended")
-            line = self._line(name, began)
-            reply = json.loads(line)
-            self._asked.discard(reply["id"])
-            self._replies[reply["id"]] = reply
+            self._take(self._line(name, began))
         reply = self._replies.pop(name)
-        self._replies.clear()  # whatever was asked and never used
         if reply["error"] is not None:
             raise PlannerRefused(reply["error"])
         return reply
+
+    def forget(self, name: str) -> None:
+        """Drop the request ``name``, which nobody will use, or its reply."""
+        self._replies.pop(name, None)
+        if name in self._asked:
+            self._unwanted.add(name)
+
+    def collect(self) -> None:
+        """Take replies that have come, without waiting: a full pipe would hold the process up."""
+        while self._process is not None and self._readable.select(0):
+            assert self._process.stdout is not None
+            data = os.read(self._process.stdout.fileno(), 1 << 20)
+            if not data:
+                return  # it has ended, which reply() finds
+            self._read += data
+            while b"\n" in self._read:
+                line, _, self._read = self._read.partition(b"\n")
+                self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        """Keep a reply."""
+        reply = json.loads(line)
+        name = reply["id"]
+        self._asked.discard(name)
+        if name in self._unwanted:
+            self._unwanted.discard(name)
+        else:
+            self._replies[name] = reply
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that the process still works on."""
+        return len(self._asked)
 
     @property
     def pid(self) -> int | None:
@@ -192,7 +231,7 @@ class PlannerProcess:
 
     def _stop(self) -> None:
         """End the process, if there is one, and forget what it was asked."""
-        self._asked, self._replies = set(), {}
+        self._asked, self._unwanted, self._replies = set(), set(), {}
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.control.step_source import Following, SourcedStep
 from megatron_epp.ir import Plan, PlanError, Step
 from megatron_epp.safe_files import read_bounded
 
@@ -32,7 +32,7 @@ class RecordedSteps:
             raise PlanError(f"--epp-plan {self.path}: holds no {path.name}")
         return _read(path)
 
-    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+    def look_ahead(self, iteration: int, following: Following) -> None:
         """Nothing to prepare: the plan is there."""
 
 

@@ -9,10 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_epp.control.step_source import Planning
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
-from megatron_epp.ir import COMPUTE, Kind, Op, StageOp, Step, Timed, format_records, parse_records
+from megatron_epp.ir import (
+    COMPUTE,
+    FULL,
+    KEEP,
+    OFFLOAD,
+    Kind,
+    Op,
+    Plan,
+    StageOp,
+    Step,
+    StepPart,
+    Timed,
+    format_records,
+    parse_records,
+)
 from megatron_epp.runtime.executor import Failure
+from megatron_epp.runtime.groups import Groups
 from megatron_epp.safe_files import replace_file
 from megatron_epp.show.table import text_table
 from megatron_epp.sim.in_step import in_step
@@ -32,6 +48,9 @@ class RankReport:
     failure       the op that ran out of memory, and its stage, if one did; ``held_bytes``, how
                   much was held
     host_bytes    the most that offloaded layers took of the host's memory
+    failed_tokens of the chunk that memory ran out at; in lockstep, of the largest that ran with it
+    chunks        of the replica's plan
+    recomputed, recomputed_in_part   layers of its chunks that are, over all
     """
 
     replica: int
@@ -45,6 +64,10 @@ class RankReport:
     failure: StageOp | None = None
     held_bytes: int = 0
     host_bytes: int = 0
+    failed_tokens: int = 0
+    chunks: int = 0
+    recomputed: float = 0.0
+    recomputed_in_part: float = 0.0
 
     @classmethod
     def of(
@@ -55,7 +78,11 @@ class RankReport:
         predicted_busy: float = 0.0,
         failure: Failure | None = None,
         host_bytes: int = 0,
+        block: Sequence[Plan] = (),
     ) -> "RankReport":
+        """Sum up a rank's ``records``; ``block``: the plans of the replicas in lockstep with it."""
+        modes = _layer_modes(block, replica)
+        failed = () if failure is None else [p.chunks[failure.op.chunk].tokens for p in block]
         return cls(
             replica,
             rank,
@@ -68,6 +95,11 @@ class RankReport:
             failure=None if failure is None else StageOp(failure.stage, failure.op),
             held_bytes=0 if failure is None else failure.held_bytes,
             host_bytes=host_bytes,
+            failed_tokens=max(failed, default=0),
+            chunks=sum(len(plan.chunks) for plan in block if plan.replica == replica),
+            recomputed=modes.count(FULL) / max(1, len(modes)),
+            recomputed_in_part=sum(x not in (KEEP, FULL, OFFLOAD) for x in modes)
+            / max(1, len(modes)),
         )
 
     @property
@@ -92,6 +124,12 @@ class RankReport:
         return cls(**values, failure=failure)  # type: ignore[arg-type]
 
 
+def _layer_modes(block: Sequence[Plan], replica: int) -> list[str]:
+    """Return the recompute mode of every layer for every chunk of the plan of ``replica``."""
+    plans = (plan for plan in block if plan.replica == replica)
+    return [x for plan in plans for stage in plan.recompute for choice in stage for x in choice]
+
+
 def _numbers() -> list[Field[Any]]:
     return [field for field in fields(RankReport) if field.name != "failure"]
 
@@ -110,6 +148,28 @@ class IterationReport:
     @property
     def seconds(self) -> float:
         return max(each.stop for each in self.ranks) - min(each.start for each in self.ranks)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all replicas' plans."""
+        return sum(each.chunks for each in self._of_replicas())
+
+    @property
+    def recomputed(self) -> float:
+        """Layers that are recomputed, over those of all chunks of all replicas."""
+        return self._mean(lambda report: report.recomputed)
+
+    @property
+    def recomputed_in_part(self) -> float:
+        """Layers of which modules are recomputed, likewise."""
+        return self._mean(lambda report: report.recomputed_in_part)
+
+    def _mean(self, ratio: Callable[[RankReport], float]) -> float:
+        total = sum(each.chunks * ratio(each) for each in self._of_replicas())
+        return total / max(1, self.chunks)
+
+    def _of_replicas(self) -> list[RankReport]:
+        return [each for each in self.ranks if each.rank == 0]
 
     @property
     def bubble_ratio(self) -> float:
@@ -134,7 +194,7 @@ class IterationReport:
 
 
 def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All pipeline ranks' reports on every rank: one all-gather of fourteen doubles on the host."""
+    """All pipeline ranks' reports on every rank: one all-gather of eighteen doubles on the host."""
     row = torch.tensor([float(leads), *own_report.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
@@ -146,13 +206,18 @@ def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup)
     return IterationReport(tuple(r for leading, r in read if leading or r.failure is not None))
 
 
+PLANNING_FILE = "planning.csv"
+PLANNING_COLUMNS = ("iteration", "waited_seconds", "iterations_ahead", "discarded_plans")
+
+
 class Recorder:
     """Writes ``iteration-000001.step`` and, per replica, ``...replica-0.timed`` into a folder, and
-    ``errors.txt``: predicted against measured seconds by stage, op, slice and context."""
+    ``errors.txt``: predicted against measured seconds by stage, op, slice and context; and
+    ``planning.csv``: how long every iteration waited for its plan."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
-        self._sorted = ErrorTable()
+        self._sorted, self._waits = ErrorTable(), dict[int, str]()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -162,9 +227,20 @@ class Recorder:
         return self.folder / f"iteration-{iteration:06d}.{what}"
 
     def write(
-        self, iteration: int, step: Step, records: dict[int, list[Timed]], cost: Cost | None = None
+        self,
+        iteration: int,
+        step: Step,
+        records: dict[int, list[Timed]],
+        cost: Cost | None = None,
+        planning: Planning | None = None,
     ) -> None:
         """``cost`` is what ops were predicted by: then a table of its errors is kept, too."""
+        if planning is not None:
+            self._waits[iteration] = (
+                f"{iteration},{planning.waited_seconds:.6f},{planning.ahead},{planning.discarded}"
+            )
+            lines = [",".join(PLANNING_COLUMNS), *self._waits.values()]
+            replace_file(self.folder / PLANNING_FILE, "".join(f"{line}\n" for line in lines))
         replace_file(self.path(iteration, "step"), str(step))
         for replica, timed in sorted(records.items()):
             timed.sort(key=lambda r: (r.stage, r.start))
@@ -183,14 +259,19 @@ class Recorder:
 
 
 def gather_records(
-    replica: int, records: tuple[Timed, ...], leads: bool, group: dist.ProcessGroup
-) -> dict[int, list[Timed]]:
-    """On rank 0, every replica's records; nothing elsewhere."""
-    message = (replica, format_records(records)) if leads else None
+    part: StepPart, records: tuple[Timed, ...], groups: Groups
+) -> tuple[Step, dict[int, list[Timed]]] | None:
+    """On rank 0, the whole step and every replica's records; None elsewhere. Collective."""
+    group = groups.control
+    text = str(part) if groups.plans else ""  # once for each block
+    message = (groups.replica, format_records(records), text) if groups.leads else ("", "", text)
     every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(message, every, group=group, group_dst=0)
+    if every is None:
+        return None
     gathered: dict[int, list[Timed]] = {}
-    for entry in every or ():
-        if entry is not None:
-            gathered.setdefault(entry[0], []).extend(parse_records(entry[1]))
-    return gathered
+    for replica, timed, _ in every:
+        if timed:
+            gathered.setdefault(replica, []).extend(parse_records(timed))
+    parts = sorted((StepPart.parse(text) for *_, text in every if text), key=lambda p: p.first)
+    return Step.of_parts(parts), gathered

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.control.step_source import AdaptiveSource, StepSource
 from megatron_epp.cost.catalogue.devices import GIB
-from megatron_epp.ir import PlanError, Step, Timed
+from megatron_epp.ir import PlanError, Timed
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ MOST_REPETITIONS = 8
 class Attempt:
     """An iteration that was run: its step, this rank's records of it, and what became of all."""
 
-    step: Step
+    step: AcceptedStep
     records: tuple[Timed, ...]
     report: IterationReport
 
@@ -55,7 +56,7 @@ class Retry:
             if not failures:
                 return done
             if forward_only:
-                self._evaluate_in_less(iteration, failures, done.step)
+                self._evaluate_in_less(iteration, failures)
             else:
                 self._plan_with_less(iteration, failures, tried)
             undo()
@@ -89,14 +90,14 @@ class Retry:
                 logger.warning("the iteration is repeated with less memory: %s", event)
         self.steps.narrow()
 
-    def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport], step: Step) -> None:
+    def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport]) -> None:
         """An evaluation is repeated in smaller chunks. It keeps nothing from forward to backward,
         so what training may hold is not touched."""
         at = f"the evaluation after iteration {iteration}"
         if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])
-        failed = min(failures, key=lambda one: _tokens(step, one))
-        tokens = _tokens(step, failed)
+        failed = min(failures, key=lambda one: one.failed_tokens)
+        tokens = failed.failed_tokens
         if tokens == 1 or tokens > self._evaluation_tokens:
             raise PlanError(
                 f"pipeline rank {failed.rank} ran out of memory at {failed.failed_op} in {at}, "
@@ -111,13 +112,6 @@ class Retry:
             )  # fmt: skip
         self._evaluation_tokens = tokens // 2
         self.steps.shrink_evaluation(tokens // 2)
-
-
-def _tokens(step: Step, failed: RankReport) -> int:
-    """Tokens of the chunk at which memory ran out; in lockstep, of the largest that ran with it."""
-    assert failed.failure is not None
-    chunk = failed.failure.chunk
-    return max(plan.chunks[chunk].tokens for plan in step.block(failed.replica))
 
 
 def _no_other_plan(at: str, failed: RankReport) -> PlanError:

@@ -1,15 +1,16 @@
-"""The part of a step's memory that depends on which experts its tokens choose."""
+"""The part of plans' memory that depends on which experts its tokens choose."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Step
+from megatron_epp.ir import Plan
 
 
-def routed_bytes(cost: Cost, step: Step) -> list[float]:
-    """Growth of every pipeline rank's predicted peak, in the replica where it grows most, if
+def routed_bytes(cost: Cost, plans: Sequence[Plan]) -> list[float]:
+    """Growth of every pipeline rank's predicted peak, in the plan where it grows most, if
     the fullest device's experts got one even share of tokens more."""
-    # Imported where plans are played, on rank 0: its loops are compiled when first used.
+    # Imported where plans are played, on one rank of each replica: it compiles its loops.
     from megatron_epp.sim.play import play
 
     more = cost.replace(
@@ -24,6 +25,6 @@ def routed_bytes(cost: Cost, step: Step) -> list[float]:
                 strict=True,
             )
         ]
-        for plan in step.plans
+        for plan in plans
     ]
     return [max(of_rank) for of_rank in zip(*grown, strict=True)]

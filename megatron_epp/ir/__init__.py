@@ -63,6 +63,6 @@ from megatron_epp.ir.rules import (
 )
 from megatron_epp.ir.slices import CachedDocument, Slices, slices_in, slices_of
 from megatron_epp.ir.span import ALL_RANKS, Span
-from megatron_epp.ir.step import Step
+from megatron_epp.ir.step import Step, StepPart
 from megatron_epp.ir.table import Table
 from megatron_epp.ir.timed import Timed, format_records, parse_records

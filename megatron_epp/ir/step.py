@@ -13,10 +13,14 @@ replica 1 of 2
 
 ``lockstep N``: N neighbouring replicas, a *block*, run the same ops on every stage in the same
 order, as their ranks share the experts of a layer (:mod:`.program.skeleton`: what must be alike).
+
+Ranks of a job that plans as it goes hold the part of their own block alone: its text begins with
+``part v1`` and ``division DIGEST``, and goes on as above with the lines of the block's replicas.
 """
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.ir.errors import PlanError, quoted
@@ -26,6 +30,7 @@ from megatron_epp.ir.span import NUMBER
 _PLAN = re.compile(r"\s*plan\s+v1\s*(#.*)?")
 _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
+_DIVISION = re.compile(r"division ([0-9a-f]+)")
 _ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
 
 
@@ -71,10 +76,28 @@ class Step:
                 f"lockstep {self.lockstep}: expected a divisor of the {len(self.plans)} replicas"
             )
 
+    @classmethod
+    def of_parts(cls, parts: Sequence["StepPart"]) -> "Step":
+        """Return the step whose ``parts``, in the order of the replicas, these are."""
+        return cls(
+            tuple(assignment for part in parts for assignment in part.assignments),
+            tuple(plan for part in parts for plan in part.plans),
+            parts[0].lockstep,
+        )
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the job."""
+        return len(self.plans)
+
+    def part(self, replica: int) -> "StepPart":
+        """Return the plans of the replicas that run in lockstep with ``replica``, and its own."""
+        block = slice(first := replica - replica % self.lockstep, first + self.lockstep)
+        return StepPart(self.assignments[block], self.plans[block])
+
     def block(self, replica: int) -> tuple[Plan, ...]:
         """The plans of the replicas that run in lockstep with ``replica``, its own among them."""
-        first = replica - replica % self.lockstep
-        return self.plans[first : first + self.lockstep]
+        return self.part(replica).plans
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -91,46 +114,130 @@ class Step:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        assignments = (
-            f"deal {r}: {' '.join(map(str, assignment))}\n"
-            for r, assignment in enumerate(self.assignments)
-        )
-        lockstep = f"lockstep {self.lockstep}\n" if self.lockstep > 1 else ""
-        return "step v1\n" + lockstep + "".join(assignments) + "".join(map(str, self.plans))
+        return "step v1\n" + _text(self.assignments, self.plans, self.lockstep, 0)
 
     @classmethod
     def parse(cls, text: str) -> "Step":
         """The step that ``text`` describes; a single plan's text is a step of one replica."""
-        lines = lines_of(text)
-        starts = [number for number, line in enumerate(lines) if _PLAN.fullmatch(line)]
-        if not starts:
-            other = next(filter(_OTHER_VERSION.fullmatch, map(_words, lines)), None)
-            if other is not None:
-                raise PlanError(f"{quoted(other)}: another version; this program reads v1")
-            raise PlanError("no 'plan v1' line; expected a plan or a step as --epp-record writes")
-        plans = []
-        for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
-            plans.append(Plan.of_lines(enumerate(lines[start:stop], start + 1)))
-        head = [words for line in lines[: starts[0]] if (words := _words(line))]
+        plans, head = _read(text)
         if not head and len(plans) == 1:
-            return cls((tuple(range(len(plans[0].documents))),), tuple(plans))
+            return cls((tuple(range(len(plans[0].documents))),), plans)
         if not head or head[0] != "step v1":
             raise PlanError("expected the line 'step v1' before the plans of several replicas")
-        rest, lockstep = head[1:], 1
-        if rest and rest[0].split()[0] == "lockstep":
-            line = rest.pop(0)
-            match = _LOCKSTEP.fullmatch(line)
-            if match is None or (lockstep := int(match[1])) < 2:
-                raise PlanError(
-                    f"{quoted(line)}: expected 'lockstep N' of at least 2 replicas, or no such line"
-                )
-        assignments: list[tuple[int, ...]] = []
-        for line in rest:
-            match = _ASSIGNMENT.fullmatch(line)
-            if match is None or int(match[1]) != len(assignments):
-                raise PlanError(f"{quoted(line)}: expected 'deal {len(assignments)}: DOCUMENT ...'")
-            assignments.append(tuple(map(int, match[2].split())))
-        return cls(tuple(assignments), tuple(plans), lockstep)
+        assignments, lockstep = _assignments(head[1:], 0)
+        return cls(assignments, plans, lockstep)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The part of a step that the replicas of one block run: all that their ranks need of it.
+
+    Document d of plans[i] is document assignments[i][d] of the global batch. ``division``: a digest
+    of which replica of the job has which documents; empty where the whole step was known.
+    """
+
+    assignments: tuple[tuple[int, ...], ...]
+    plans: tuple[Plan, ...]
+    division: str = ""
+
+    def __post_init__(self):
+        documents = [document for held in self.assignments for document in held]
+        if len(set(documents)) != len(documents):
+            raise PlanError("a document of the batch is assigned twice")
+        if list(map(len, self.assignments)) != [len(plan.documents) for plan in self.plans]:
+            raise PlanError("a replica's plan is not for the documents that it is assigned")
+        numbers = [(plan.replica, plan.replicas) for plan in self.plans]
+        if numbers != [(self.first + at, self.replicas) for at in range(len(self.plans))]:
+            raise PlanError("the plans are not those of neighbouring replicas of one job")
+        if self.first % self.lockstep or self.replicas % self.lockstep:
+            raise PlanError(f"{self.lockstep} replicas from {self.first} on are no lockstep group")
+
+    @property
+    def first(self) -> int:
+        """The replica of the first plan."""
+        return self.plans[0].replica
+
+    @property
+    def replicas(self) -> int:
+        """Replicas of the whole job."""
+        return self.plans[0].replicas
+
+    @property
+    def lockstep(self) -> int:
+        """Replicas that run op by op together: all of the part."""
+        return len(self.plans)
+
+    def plan_of(self, replica: int) -> Plan:
+        """Return the plan of ``replica``, one of this part's."""
+        return self.plans[replica - self.first]
+
+    def documents_of(self, replica: int) -> tuple[int, ...]:
+        """Return the documents of the global batch that ``replica`` computes, in its order."""
+        return self.assignments[replica - self.first]
+
+    def __str__(self) -> str:
+        division = f"division {self.division}\n" if self.division else ""
+        return f"part v1\n{division}" + _text(
+            self.assignments, self.plans, self.lockstep, self.first
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "StepPart":
+        """Parse the text of a part."""
+        plans, head = _read(text)
+        if not head or head[0] != "part v1":
+            raise PlanError("expected the line 'part v1' before the plans of a part")
+        match = _DIVISION.fullmatch(head[1]) if len(head) > 1 else None
+        assignments, lockstep = _assignments(head[2 if match else 1 :], plans[0].replica)
+        if not lockstep == len(plans) == len(assignments):
+            raise PlanError(f"{len(plans)} plans in a part of {lockstep} replicas in lockstep")
+        return cls(assignments, plans, match[1] if match else "")
+
+
+def _text(
+    assignments: Sequence[Sequence[int]], plans: Sequence[Plan], lockstep: int, first: int
+) -> str:
+    lines = (
+        f"deal {replica}: {' '.join(map(str, assignment))}\n"
+        for replica, assignment in enumerate(assignments, first)
+    )
+    line = f"lockstep {lockstep}\n" if lockstep > 1 else ""
+    return line + "".join(lines) + "".join(map(str, plans))
+
+
+def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
+    """Return the plans of ``text``, at least one, and the words of the lines before them."""
+    lines = lines_of(text)
+    starts = [number for number, line in enumerate(lines) if _PLAN.fullmatch(line)]
+    if not starts:
+        other = next(filter(_OTHER_VERSION.fullmatch, map(_words, lines)), None)
+        if other is not None:
+            raise PlanError(f"{quoted(other)}: another version; this program reads v1")
+        raise PlanError("no 'plan v1' line; expected a plan or a step as --epp-record writes")
+    plans = tuple(
+        Plan.of_lines(enumerate(lines[start:stop], start + 1))
+        for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True)
+    )
+    return plans, [words for line in lines[: starts[0]] if (words := _words(line))]
+
+
+def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Return the documents of the replicas from ``first`` on, and how many run in lockstep."""
+    rest, lockstep = head, 1
+    if rest and rest[0].split()[0] == "lockstep":
+        line, *rest = rest
+        match = _LOCKSTEP.fullmatch(line)
+        if match is None or (lockstep := int(match[1])) < 2:
+            raise PlanError(
+                f"{quoted(line)}: expected 'lockstep N' of at least 2 replicas, or no such line"
+            )
+    assignments: list[tuple[int, ...]] = []
+    for replica, line in enumerate(rest, first):
+        match = _ASSIGNMENT.fullmatch(line)
+        if match is None or int(match[1]) != replica:
+            raise PlanError(f"{quoted(line)}: expected 'deal {replica}: DOCUMENT ...'")
+        assignments.append(tuple(map(int, match[2].split())))
+    return tuple(assignments), lockstep
 
 
 def _words(line: str) -> str:

@@ -25,7 +25,13 @@ if TYPE_CHECKING:
         planner_and_cost,
         planner_of,
     )
-    from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
+    from megatron_epp.planner.replicas import (
+        balance_replicas,
+        evaluation_part,
+        evaluation_step,
+        plan_part,
+        plan_step,
+    )
     from megatron_epp.planner.result import PlannedReplica, PlannedStep, PlannerResult
 
 _HOME = {
@@ -35,7 +41,10 @@ _HOME = {
         *("COMPARED", "COMPARISON_METHODS", "OVERLAPPED", "PLANNERS", "STOCK"),
         *("planner_and_cost", "planner_of"),
     ),
-    "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
+    "replicas": (
+        *("balance_replicas", "evaluation_part", "evaluation_step"),
+        *("plan_part", "plan_step"),
+    ),
     "result": ("PlannedReplica", "PlannedStep", "PlannerResult"),
 }
 MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -14,24 +14,26 @@ from megatron_epp.ir import PlanError
 _FAILED = 1
 
 
-def broadcast_text(text: str | None, error: str | None, group: dist.ProcessGroup) -> str:
-    """Rank 0 of ``group`` hands ``text`` to all others; its ``error`` becomes everybody's.
+def broadcast_text(
+    text: str | None, error: str | None, group: dist.ProcessGroup, source: int = 0
+) -> str:
+    """Rank ``source`` of ``group`` hands ``text`` to all others; its ``error`` becomes everybody's.
 
     Two broadcasts on the host (a gloo group): 16 bytes of header, then the text.
     """
     payload = (error if error is not None else text or "").encode()
     header = torch.zeros(16, dtype=torch.uint8)
-    if group.rank() == 0:
+    if group.rank() == source:
         header = torch.tensor(
             list(struct.pack("<qq", 0 if error is None else _FAILED, len(payload))),
             dtype=torch.uint8,
         )
-    dist.broadcast(header, group=group, group_src=0)
+    dist.broadcast(header, group=group, group_src=source)
     failed, size = struct.unpack("<qq", bytes(header.tolist()))
     body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
-    if group.rank() != 0:
+    if group.rank() != source:
         body = torch.empty(max(size, 1), dtype=torch.uint8)
-    dist.broadcast(body, group=group, group_src=0)
+    dist.broadcast(body, group=group, group_src=source)
     received = body.numpy().tobytes()[:size].decode()
     if failed:
         raise PlanError(received)
@@ -56,7 +58,41 @@ def agree(
     expected: str = "the same plan everywhere (same --epp-plan file, same lengths, same flags on "
     "every node)",
 ) -> None:
-    """Raise a :class:`PlanError` on every rank of ``group`` unless all hold the same ``text``."""
+    """Raise a :class:`PlanError` on every rank of ``group`` unless all hold the same ``text``.
+
+    A rank receives as many bytes however many ranks there are, unless they differ.
+    """
+    bounds = digest_bounds(text)
+    if not same_digests(largest(bounds, group)):
+        _raise_difference(text, what, group, expected)
+
+
+def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Return of each of ``values``, as many on every rank of ``group``, the largest. Collective."""
+    every = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
+    return every.tolist()
+
+
+def digest_bounds(text: str) -> tuple[float, ...]:
+    """Return numbers whose largest of all ranks say whether all hold ``text``.
+
+    The digest in pieces, and their negatives.
+    """
+    pieces = [float(piece) for piece in struct.unpack("<2I", digest(text.encode())[:8])]
+    return (*pieces, *(-piece for piece in pieces))
+
+
+DIGEST_NUMBERS = 4  # of digest_bounds: few, as every rank gets them in every iteration
+
+
+def same_digests(bounds: Sequence[float]) -> bool:
+    """Return whether the largest ``bounds`` of all ranks are those of one text."""
+    half = DIGEST_NUMBERS // 2
+    return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
+
+
+def _raise_difference(text: str, what: str, group: dist.ProcessGroup, expected: str) -> None:
     digests = [row[0].hex() for row in gather([digest(text.encode())], group)]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:

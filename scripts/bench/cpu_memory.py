@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headline import ROOT, heading, host, write
@@ -105,7 +105,7 @@ class Tasks:
 
         return shared(planned, self.groups.control)
 
-    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+    def look_ahead(self, iteration: int, following: Callable) -> None:
         """Planned when asked for: planning is not timed here."""
 
 

@@ -135,7 +135,7 @@ class VariantSteps:
         within = self.cost.replace(device_budget_bytes=budget)
         return plan_step(lengths, within, options, variant.planner).step
 
-    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+    def look_ahead(self, iteration: int, following: Callable) -> None:
         """Planned when asked for: planning is not timed here."""
 
 

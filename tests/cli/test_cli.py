@@ -19,7 +19,7 @@ from megatron_epp.cli.serve import serve
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES, device
 from megatron_epp.cost.catalogue.models import model
-from megatron_epp.ir import Plan, Step, check, parse_records
+from megatron_epp.ir import Plan, Step, StepPart, check, parse_records
 from megatron_epp.planner import TRAINING_LEVERS
 from tests import programs
 from tests.cli.commands import LENGTHS, printed, refused
@@ -574,7 +574,9 @@ def test_serve_answers_every_line_and_ends_with_its_input():
         {"id": 9, "lengths": [9, 0]},
         {"id": 10, "lengths": [9, 50], "planner": "pakcing"},
         {"id": 11, "lengths": [9, 50], "planner": "packing", "surprise": 1},
-        {"id": 12, "lengths": [9, 50], "planner": "packing"},
+        {"id": 12, "lengths": [9, 50], "replicas": 2, "replica": 2},
+        {"id": 13, "lengths": [9, 50, 7], "replicas": 2, "replica": 1, "planner": "packing"},
+        {"id": 14, "lengths": [9, 50], "planner": "packing"},
     ]
     lines = [each if isinstance(each, str) else json.dumps(each) for each in requests]
     found = run("serve", "--pp", 2, *MACHINE, stdin="".join(f"{line}\n" for line in lines))
@@ -587,14 +589,18 @@ def test_serve_answers_every_line_and_ends_with_its_input():
         assert reply["error"] is None or "\n" not in reply["error"]
     ids = [None if isinstance(each, str) else each["id"] for each in requests]
     assert [reply["id"] for reply in replies] == ids
-    first, _, evaluation, *errors, last = replies
+    first, _, evaluation, *errors, part, last = replies
+    held = StepPart.parse(part["step"])
+    assert (held.first, held.replicas, sorted(held.plans[0].documents)) == (1, 2, [7, 9])
     step = Step.parse(first["step"])
     assert first["id"] == 7 and step.lengths == (900, 4000, 20, 7000)
     assert first["predicted"]["seconds"] == step.plans[0].predicted.seconds
     assert first["lower_bound_seconds"] <= first["predicted"]["seconds"]
     assert all(plan.forward_only for plan in Step.parse(evaluation["step"]).plans)
     for reply, words in zip(
-        errors, ("1 documents for 4", "lengths", "packing", "'surprise'"), strict=True
+        errors,
+        ("1 documents for 4", "lengths", "packing", "'surprise'", "a whole number below 2"),
+        strict=True,
     ):
         assert words in reply["error"]
     assert last["error"] is None and Step.parse(last["step"]).lengths == (9, 50)

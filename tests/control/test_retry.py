@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.memory_budget import MemoryBudget
 from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
@@ -19,7 +20,7 @@ GROUPS = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0))
 class GivenOnly:
     def step(self, iteration, lengths, forward_only): ...
 
-    def look_ahead(self, iteration, lengths) -> None: ...
+    def look_ahead(self, iteration, following) -> None: ...
 
 
 class Learning(GivenOnly):
@@ -38,6 +39,8 @@ class Learning(GivenOnly):
 
     def took(self, seconds) -> None: ...
 
+    def keep_fallbacks(self, iteration) -> None: ...
+
 
 def test_a_capability_is_a_type() -> None:
     assert isinstance(Learning(), AdaptiveSource)
@@ -53,9 +56,10 @@ def test_an_empty_chunk_fails_with_the_one_beside_it() -> None:
     told: list[int] = []
     steps = Learning()
     steps.shrink_evaluation = told.append
-    failure = StageOp(0, Op(Kind.FORWARD, chunk))
-    failed = RankReport(1, 0, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880)
-    Retry(steps, GROUPS)._evaluate_in_less(1, [failed], step)
+    record = Timed(0, Op(Kind.FORWARD, chunk), 0.0, 1.0, 880)
+    failure = Failure(Op(Kind.FORWARD, chunk), stage=0, rank=0, held_bytes=880, reason="none left")
+    failed = RankReport.of(1, 0, (record,), failure=failure, block=step.block(1))
+    Retry(steps, GROUPS)._evaluate_in_less(1, [RankReport.from_row(failed.row())])
     assert told == [max(plan.chunks[chunk].tokens for plan in plans) // 2] and told[0] > 0
 
 
@@ -71,7 +75,7 @@ def attempts(fails: int):
             RankReport(0, 0, 0.0, 1.0, 1.0, 0.0, 10),
             RankReport(0, 1, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880 if failure else 0),
         )
-        return Attempt(step, (), IterationReport(reports))
+        return Attempt(AcceptedStep(step.part(0), 50), (), IterationReport(reports))
 
     return attempt, told
 

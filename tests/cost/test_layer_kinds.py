@@ -23,7 +23,7 @@ from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_coefficients
-from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
+from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play
@@ -775,7 +775,7 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     plan = Plan.parse(
         "plan v1\ndocuments 4096\nlayers 4\nchunk 0: 0[0:4096]\nrecompute 0: 1f3k\nstage 0: F0 B0\n"
     )
-    (grown,) = routed_bytes(cost, Step(((0,),), (plan,)))
+    (grown,) = routed_bytes(cost, (plan,))
     assert grown == pytest.approx(float(3 * inside[0]), rel=0.4) and grown > 0
     assert Profile.from_json(fuller.layout.profile.to_json()) == fuller.layout.profile
     with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):

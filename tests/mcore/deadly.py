@@ -1,7 +1,9 @@
-"""``pretrain_gpt`` whose planner process is killed while it plans iteration 2."""
+"""``pretrain_gpt`` of which one replica's planner is killed while it plans iteration 2."""
 
 import os
 import signal
+
+import torch.distributed as dist
 
 from megatron_epp.mcore.patching import cpu_host
 
@@ -14,15 +16,29 @@ def make_steps(place, model):
     steps = hooks.make_steps(place, model)
     plain = steps.look_ahead
 
-    def look_ahead(iteration, lengths):
-        dies = iteration == 2 and steps.ahead is not None
-        if dies:
-            os.kill(steps.ahead.pid, signal.SIGSTOP)  # it cannot be faster than the kill
-        plain(iteration, lengths)
-        if dies:
-            os.kill(steps.ahead.pid, signal.SIGKILL)
+    def look_ahead(iteration, following):
+        # Of the last replica, which is the only one where there is one.
+        dies = iteration == 1 and steps.pool and place.groups.replica + 1 == place.groups.replicas
+        processes = [process.pid for process in steps.pool.processes] if dies else []
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)  # it cannot be faster than the kill
+        plain(iteration, following)
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
 
     steps.look_ahead = look_ahead
+    plain_step, held = steps.step, set()
+
+    def step(*request):
+        sourced = plain_step(*request)
+        held.add(" ".join(str(plan.replica) for plan in sourced.step.plans))
+        if request[0] == 4:
+            rank, replica = dist.get_rank(), place.groups.replica
+            told = f"rank {rank} of replica {replica} holds plans of {' and '.join(sorted(held))}"
+            print(told, flush=True)
+        return sourced
+
+    steps.step = step
     return steps
 
 

@@ -1,5 +1,6 @@
 """An iteration that the fallback planned is planned so again by a run that is resumed before it."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner import Options, plan_part, plan_step
 from tests.mcore.runs import flags, trained, write_corpus
 
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
@@ -35,6 +36,13 @@ def test_fallbacks_are_kept_and_read_again(tmp_path) -> None:
     again = Fallbacks([str(tmp_path / "c")], str(tmp_path / "a"))
     assert (again.of(7), again.of(8), again.of(12)) == ("packing", None, "packing")
     assert (tmp_path / "c" / FALLBACKS_FILE).read_text() == text
+    # Where several replicas plan, a line names whose planner failed; others are not meant.
+    again.add(13, "packing", "hung", (1, 2))
+    told = Fallbacks([])
+    told.read(again.text)
+    assert told.text.splitlines()[-1] == "iteration 13 replica 1 of 2 planner packing hung"
+    assert told.of(13, (1, 2)) == "packing" and told.of(12, (1, 2)) == "packing"
+    assert told.of(13, (0, 2)) is None and told.of(13, (1, 4)) is None and told.of(13) is None
     # A run that resumes nothing forgets what another left in its folder.
     Fallbacks([str(tmp_path / "c")])
     assert Fallbacks([], str(tmp_path / "c")).of(7) is None
@@ -49,19 +57,18 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
 
 
 class Dying:
-    """A planner process that dies ``times`` times before it answers."""
+    """Planner processes that die ``times`` times before one answers."""
 
     def __init__(self, times: int, steps: PlannedSteps):
         self.times, self.steps = times, steps
 
-    def ask(self, name, lengths, forward_only) -> None:
-        self.lengths = lengths
+    ahead = discarded = 0
 
-    def reply(self, name) -> dict[str, str]:
+    def reply(self, iteration, lengths, forward_only) -> dict[str, str]:
         self.times -= 1
         if self.times >= 0:
             raise PlannerFailed("the planner process has ended")
-        made = plan_step(self.lengths, self.steps.cost, self.steps.options, "epp", 1).step
+        made = plan_part(lengths, self.steps.cost, self.steps.options, "epp", 1, 0)
         return {"step": str(made)}
 
 
@@ -80,14 +87,14 @@ def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None
     lengths = [900, 700, 30, 20]
     kept = plan_step(lengths, ample, Options(context=4096), "packing", 1).planned[0].peak_bytes
     cost = ample.replace(device_budget_bytes=tuple(room * peak for peak in kept))
-    groups = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0), replicas=1)
-    steps = PlannedSteps(cost, Options(context=4096), "epp", groups, ahead=False)
-    steps.ahead = Dying(deaths, steps)
+    groups = SimpleNamespace(replica=0, replicas=1)
+    steps = PlannedSteps(cost, Options(context=4096), "epp", groups, processes=0)
+    steps.pool = Dying(deaths, steps)
     if planner is None:
         with pytest.raises(PlanError, match=r"iteration 3: the planner failed .*, and again"):
             steps._plan(3, lengths, False)
     else:
-        step = steps._plan(3, lengths, False).step
+        step, _ = steps._plan(3, lengths, False)
         assert [plan.predicted.planner for plan in step.plans] == [planner]
     assert steps.fallbacks.of(3) == ("packing" if planner == "packing" else None)
 
@@ -100,33 +107,41 @@ def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
         "epp_plan_ahead": True,
         "train_iters": 4,
         "hidden_dropout": 0.1,
+        # Replicas draw by their own chunks; without it a checkpoint has the first one's state.
+        "data_parallel_random_init": True,
         "save_interval": 1,
     }
     first, again = tmp_path / "first", tmp_path / "again"
-    died = trained(
-        flags(corpus, **common, save=first, epp_record=first / "plans"),
-        program=(str(Path(__file__).parent / "deadly.py"),),
-    )
-    assert "iteration 2: the planner failed (the planner process has ended)" in died.output
-    assert Fallbacks([], str(first)).of(2) == "packing"
+    deadly = (str(Path(__file__).parent / "deadly.py"),)
+    died = trained(flags(corpus, **common, save=first, epp_record=first / "plans"), 4, deadly)
+    failed = "iteration 2, replica 1: the planner failed (the planner process has ended)"
+    assert died.output.count("the planner failed") == 1 and failed in died.output
+    text = (first / FALLBACKS_FILE).read_text()
+    assert text == "iteration 2 replica 1 of 2 planner packing the planner process has ended\n"
+    # Every rank holds the plan of its own replica, one per iteration.
+    held = re.findall(r"rank (\d) of replica (\d) holds plans of (.+)", died.output)
+    assert sorted(held) == sorted((str(rank), str(rank % 2), str(rank % 2)) for rank in range(4))
+    waits = (first / "plans" / "planning.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in waits] == ["iteration", "1", "2", "3", "4"]
+    assert {line.split(",")[2] for line in waits[1:]} == {"1"}
 
-    resumed = trained(
-        flags(corpus, **common, load=first, ckpt_step=1, save=again, epp_record=again / "plans")
-    )
-    assert "iteration 2: planned by packing, as before the resume" in resumed.output
-    assert Fallbacks([], str(again)).of(2) == "packing"
+    words = flags(corpus, **common, load=first, ckpt_step=1, save=again, epp_record=again / "plans")
+    resumed = trained(words, 4)
+    assert "iteration 2, replica 1: planned by packing, as before the resume" in resumed.output
+    assert (again / FALLBACKS_FILE).read_text() == text
     planners = []
     for iteration in (2, 3, 4):
         name = f"iteration-00000{iteration}.step"
         before, now = ((folder / "plans" / name).read_text() for folder in (first, again))
         assert before == now
-        planners += [plan.predicted.planner for plan in Step.parse(now).plans]
-    assert planners == ["packing", "epp", "epp"]
+        planners.append([plan.predicted.planner for plan in Step.parse(now).plans])
+    assert planners == [["epp", "packing"], ["epp", "epp"], ["epp", "epp"]]
     assert resumed.grad_norms == died.grad_norms[1:]
     assert resumed.losses[-1] == died.losses[-1]
 
     # Without the file the planner, which lives, is asked.
     (first / FALLBACKS_FILE).unlink()
     shutil.rmtree(again)
-    forgot = trained(flags(corpus, **common, load=first, ckpt_step=1, epp_record=again / "plans"))
+    words = flags(corpus, **common, load=first, ckpt_step=1, epp_record=again / "plans")
+    forgot = trained(words, 4)
     assert forgot.grad_norms != died.grad_norms[1:]

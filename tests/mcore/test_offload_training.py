@@ -122,11 +122,15 @@ def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(job_cost.psutil, "virtual_memory", lambda: whole)
     monkeypatch.setattr(job_cost.Path, "exists", lambda self: False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    asked = partial(SimpleNamespace, epp_host_memory_gib=8)
+    asked = partial(SimpleNamespace, epp_host_memory_gib=8, epp_plan_ahead=False)
     assert job_cost.host_budget_bytes(asked()) == 8 * GIB
     assert job_cost.host_budget_bytes(asked(epp_host_memory_gib=None)) == (
         job_cost.CPU_HOST_FRACTION * 5 * GIB
     )
+    # What planner processes take is left free: 16 of 400 MiB are 6.25 GiB, of 8 ranks.
+    planned = asked(epp_host_memory_gib=None, epp_plan_ahead=True, epp_plan_cores=16)
+    free = (40 - 6.25) / 8 * GIB
+    assert job_cost.host_budget_bytes(planned) == job_cost.CPU_HOST_FRACTION * free
     with pytest.raises(ValueError) as refused:
         job_cost.host_budget_bytes(asked(epp_host_memory_gib=8.5))
     assert str(refused.value) == (

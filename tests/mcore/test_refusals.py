@@ -22,6 +22,7 @@ from megatron_epp.mcore.capabilities.refusals import (
 )
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
+from megatron_epp.mcore.job.job_cost import planner_cores
 from tests.mcore.runs import ROOT, command, environment, flags, train
 from tests.waiting import LAST_RESORT_SECONDS
 
@@ -317,7 +318,7 @@ def test_flags_are_the_fields_of_the_configuration():
         [
             *("--epp", "--epp-planner", "packing", "--epp-memory-budget-gib", "1.5"),
             *("--epp-effort", "0", "--epp-overlong", "drop", "--no-epp-plan-ahead"),
-            *("--epp-plan", "x"),
+            *("--epp-plan", "x", "--epp-plan-cores", "3"),
         ]
     )
     assert Config.of(given) == Config(
@@ -328,7 +329,13 @@ def test_flags_are_the_fields_of_the_configuration():
         epp_overlong="drop",
         epp_plan_ahead=False,
         epp_plan="x",
+        epp_plan_cores=3,
     )
+    assert planner_cores(given) == 0  # the trainer plans
+    given.epp_plan_ahead = True
+    assert planner_cores(given) == 3
+    with pytest.raises(ValueError, match=r"^--epp-plan-cores: expected from 1 to 4096 cores "):
+        Config(epp_plan_cores=0)
     with pytest.raises(ValueError, match="--epp-memory-budget-gib -1"):
         Config(epp_memory_budget_gib=(-1.0,))
 

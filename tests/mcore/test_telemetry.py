@@ -16,6 +16,8 @@ NAMES = {
     "recomputed-in-part-ratio",
     "chunks",
     "planner-wait-seconds",
+    "planner-iterations-ahead",
+    "planner-discarded-plans",
     "truncated-documents",
     *(f"peak-gib-{of}-{rank}" for of in ("rank", "stage") for rank in range(STAGES)),
 }

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, Options, balance_replicas, plan_step
+from megatron_epp.planner import ALL, PLANNERS, Options, balance_replicas, plan_part, plan_step
 from tests.planner.cases import machine
 
 
@@ -26,6 +26,15 @@ def test_a_step_deals_everything_and_plans_each_replica(planner, replicas) -> No
     assert [p.plan for p in made.planned] == list(made.step.plans)
     again = plan_step(lengths, cost, Options(effort=1), planner, replicas)
     assert again.step.digest == made.step.digest
+    # Who plans for one replica alone plans the same for it: as for its documents by themselves.
+    for replica in {0, replicas - 1}:
+        part = plan_part(lengths, cost, Options(effort=1), planner, replicas, replica)
+        assert part.plans == made.step.part(replica).plans
+        assert part.assignments == made.step.part(replica).assignments
+        own = [lengths[document] for document in part.assignments[0]]
+        alone = str(PLANNERS[planner](own, cost, Options(effort=1)).plan)
+        mine = str(part.plans[0]).replace(f"replica {replica} of {replicas}", "replica 0 of 1")
+        assert mine == alone
 
 
 def test_replicas_end_together() -> None:

@@ -20,14 +20,14 @@ from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.grid import COLUMNS
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.recompute import MLP_RECOMPUTED, format_recompute
-from megatron_epp.ir.step import Step
+from megatron_epp.ir.step import Step, StepPart
 
 
-def check_op_templates(step: Step) -> None:
+def check_op_templates(step: Step | StepPart) -> None:
     """Raise a :class:`PlanError` unless the replicas of every block of ``step`` have one skeleton;
     O(ops). One line says where they part; the ops of all replicas around that place follow it."""
     for first in range(0, len(step.plans), step.lockstep):
-        block = step.block(first)
+        block = step.plans[first : first + step.lockstep]
         for plan in block[1:]:
             _compare(step.lockstep, block, plan)
 

@@ -20,7 +20,7 @@ from megatron_epp.certify.batches import RandomBatch, most_offloaded
 from megatron_epp.certify.protocol import ModelSetup, RankResult, Role
 from megatron_epp.certify.trainer_results import TrainerResult
 from megatron_epp.certify.trial import FLOAT64
-from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.control.step_source import Following, SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
     Chunk,
@@ -68,7 +68,7 @@ class DrawnSteps:
         step = self.drawn.evaluation if forward_only else self.drawn.step
         return SourcedStep(step, str(step))
 
-    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+    def look_ahead(self, iteration: int, following: Following) -> None:
         """There is nothing to prepare."""
 
 

@@ -32,6 +32,7 @@ PLACING_FLAGS: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
+MOST_CORES = 4096  # of a host
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
@@ -131,9 +132,18 @@ class Config:
     )
     epp_plan_ahead: bool = flag(
         True,
-        "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
-        "the trainer, which then waits for every plan).",
+        "Plan in processes of their own, ahead of training (--no-epp-plan-ahead: in the trainer, "
+        "which then waits for every plan).",
         action=argparse.BooleanOptionalAction,
+    )
+    epp_plan_cores: int | None = flag(
+        None,
+        "Cores of each host for planner processes, shared by the replicas that are planned there, "
+        "which have one process each at least; where planning takes longer than an iteration, "
+        "several plan an iteration each (default: half of the cores that the host's ranks leave "
+        "idle).",
+        metavar="N",
+        type=int,
     )
 
     def __post_init__(self):
@@ -147,6 +157,11 @@ class Config:
                     )
         if self.epp_row_multiple is not None and not 1 <= self.epp_row_multiple <= MOST_ROWS:
             raise ValueError(f"--epp-row-multiple: expected from 1 to {MOST_ROWS}")
+        if self.epp_plan_cores is not None and not 1 <= self.epp_plan_cores <= MOST_CORES:
+            raise ValueError(
+                f"--epp-plan-cores: expected from 1 to {MOST_CORES} cores of a host; to plan in "
+                "the trainer give --no-epp-plan-ahead"
+            )
         if not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_atomically
 from megatron_epp.control.planned_steps import PlannedSteps
+from megatron_epp.control.planner_pool import PROCESS_BYTES, default_cores
 from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, device_like, gpu_name
@@ -93,7 +94,7 @@ def make_planning(
         unlike = unlike_budgets(every)
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
-    budgets, error, fallbacks = json.dumps([cost.device_budget_bytes, host]), None, None
+    budgets, error, fallbacks = None, None, Fallbacks(())
     if groups.control.rank() == 0:
         try:
             devices = unlike or cost.device_budget_bytes
@@ -106,18 +107,20 @@ def make_planning(
                 (host,) = _bytes_in_file(args, DEFAULT_HOST_BUDGET) or (host,)
                 if args.save:
                     write_atomically(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
-            budgets = json.dumps([devices, host])
             fallbacks = Fallbacks(folders, None if args.finetune else args.load)
+            budgets = json.dumps([devices, host, fallbacks.text])
         except ValueError as refusal:
             error = str(refusal)
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
-    devices, host = json.loads(broadcast_text(budgets, error, groups.control))
+    devices, host, lines = json.loads(broadcast_text(budgets, error, groups.control))
+    fallbacks.read(lines)
     cost = cost.replace(device_budget_bytes=tuple(devices))
     if "offload" in options.levers:
         cost = cost.replace(host_budget_bytes=host)
-    ahead = config.epp_plan_ahead
-    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
+    cores = planner_cores(config)
+    processes = cores and max(1, cores // groups.planners_here)
+    return PlannedSteps(cost, options, config.epp_planner, groups, processes, fallbacks, folders)
 
 
 def training_levers(text: str, args: Any) -> frozenset[str]:
@@ -245,7 +248,7 @@ def default_budget_bytes(args: Any) -> float:
         free, _ = torch.cuda.mem_get_info()
         there = free + torch.cuda.memory_reserved()
         return min(device(device_name()).budget_bytes, UNBROKEN * there)
-    return CPU_FRACTION * _available_bytes()
+    return CPU_FRACTION * _available_bytes(args)
 
 
 def host_budget_bytes(config: Config) -> float:
@@ -253,7 +256,8 @@ def host_budget_bytes(config: Config) -> float:
     what is available now. ValueError: the host has not as much for each of its ranks."""
     wanted = config.epp_host_memory_gib
     if wanted is None:
-        return (HOST_FRACTION if cpu_host.has_gpu() else CPU_HOST_FRACTION) * _available_bytes()
+        fraction = HOST_FRACTION if cpu_host.has_gpu() else CPU_HOST_FRACTION
+        return fraction * _available_bytes(config)
     total = _of_each_rank(psutil.virtual_memory().total)
     if wanted * GIB > total:
         raise ValueError(
@@ -263,9 +267,21 @@ def host_budget_bytes(config: Config) -> float:
     return wanted * GIB
 
 
-def _available_bytes() -> float:
-    """Available bytes of the host's memory, for each local rank."""
-    return _of_each_rank(psutil.virtual_memory().available)
+def planner_cores(settings: Any) -> int:
+    """Cores of this host for planner processes, by ``settings``; 0 where the trainer plans."""
+    if not settings.epp_plan_ahead:
+        return 0
+    return settings.epp_plan_cores or default_cores(_local_ranks())
+
+
+def _available_bytes(settings: Any) -> float:
+    """Available bytes of the host's memory less what planner processes take, for each local rank.
+
+    Args:
+        settings: with the flags of planner processes.
+    """
+    available = psutil.virtual_memory().available
+    return _of_each_rank(max(0.0, available - PROCESS_BYTES * planner_cores(settings)))
 
 
 def _of_each_rank(bytes_: float) -> float:

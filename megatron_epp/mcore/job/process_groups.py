@@ -1,5 +1,6 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
-from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.groups import Groups, planning_ranks
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
@@ -30,9 +31,10 @@ def make_groups(
     of every stage; none where stage i lies on rank i. ``check`` compares, over the control group,
     what ranks know alone and make the other groups by.
 
-    Who waits in them for another rank fails after as long as in Megatron's groups. All of them span
-    the world, so there are three however large it is: a message names both its ends, and NCCL makes
-    a communicator for each pair of ranks that speak.
+    Who waits in them for another rank fails after as long as in Megatron's groups. Those of
+    messages span the world, so there are three with the control group however large it is: a
+    message names both its ends, and NCCL makes a communicator for each pair of ranks that speak.
+    The ranks that are planned for together have a group, on the host.
     """
     # Here, not above: loops of others need messages, and have another trainer than Megatron's.
     from megatron.training import get_args
@@ -49,6 +51,10 @@ def make_groups(
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
         initialise_communicators(group, device)
+    block, planner, planners_here = None, 0, 1
+    if mpu.get_data_parallel_world_size() > lockstep:
+        number = mpu.get_data_parallel_rank() // lockstep
+        block, planner, planners_here = block_group(number, control, timeout)
     return Groups(
         control=control,
         payload=payload,
@@ -60,7 +66,39 @@ def make_groups(
         timeout=timeout,
         peers=Peers(together, busy, device) if together.size() > 1 else None,
         lockstep=lockstep,
+        block=block,
+        planner=planner,
+        planners_here=planners_here,
     )
+
+
+def block_group(
+    number: int, control: dist.ProcessGroup, timeout: timedelta
+) -> tuple[dist.ProcessGroup, int, int]:
+    """Make the group of the replicas that are planned together. Collective over ``control``.
+
+    Args:
+        number: of this rank's block: its replica, or those in lockstep with it.
+        control: all ranks, on the host.
+        timeout: after which who waits for another rank fails.
+
+    Returns:
+        The group; its rank that plans; how many ranks of this host do.
+    """
+    every: list[Any] = [None] * control.size()
+    dist.all_gather_object(every, (socket.gethostname(), number), group=control)
+    hosts, blocks = [host for host, _ in every], [block for _, block in every]
+    planners = planning_ranks(hosts, blocks)
+    here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
+    group, planner = None, 0
+    for block in planners:
+        # Every rank makes every block's group, in one order, as Megatron makes its own.
+        ranks = [rank for rank, other in enumerate(blocks) if other == block]
+        new = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
+        if block == number:
+            group, planner = new, ranks.index(planners[block])
+    assert group is not None, "this rank is in one of the blocks"
+    return group, planner, max(1, here)
 
 
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:

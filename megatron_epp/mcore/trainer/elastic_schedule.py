@@ -89,10 +89,13 @@ class ElasticSchedule:
         random = random_states()
         changed = [pair for model in models for pair in changed_tensors(model)]
 
+        def following(later: int) -> list[int] | None:
+            ahead = source.peek(later - 1)
+            return None if ahead is None else ahead.lengths.tolist()
+
         def attempt() -> Attempt:
-            ahead = None if forward_only else source.peek()
-            following = None if ahead is None else ahead.lengths.tolist()
-            step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
+            later = None if forward_only else following
+            step = self.steps.step(iteration, batch.lengths.tolist(), later, forward_only)
             self.ran = ran = self.runner.run(
                 step, batch, source.documents, models, config, forward_step_func
             )
@@ -127,7 +130,7 @@ class ElasticSchedule:
 
         done = self.retry.run(iteration, forward_only, attempt, undo)
         if not forward_only:
-            self.observer.after(iteration, done, self.steps.waited_seconds)
+            self.observer.after(iteration, done)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if not forward_only:

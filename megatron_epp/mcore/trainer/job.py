@@ -8,14 +8,13 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from megatron_epp.control.accept import AcceptedSteps
+from megatron_epp.control.accept import AcceptedStep, AcceptedSteps
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import claim, owner_of
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
-from megatron_epp.ir import Step
 from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
@@ -259,12 +258,10 @@ class Job:
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
         )
 
-    def _write_scalars(
-        self, iteration: int, step: Step, report: IterationReport, waited_seconds: float
-    ) -> None:
+    def _write_scalars(self, iteration: int, step: AcceptedStep, report: IterationReport) -> None:
         if telemetry.wanted():
             truncated = self._data.truncated_documents
-            telemetry.write(telemetry.scalars(step, report, waited_seconds, truncated), iteration)
+            telemetry.write(telemetry.scalars(step, report, truncated), iteration)
 
     # -------------------------------------------------------------- what Megatron calls
 

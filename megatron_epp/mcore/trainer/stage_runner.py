@@ -10,7 +10,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Plan, Step, Timed, lower_rank, slices_of
+from megatron_epp.control.accept import AcceptedStep
+from megatron_epp.ir import Plan, Timed, lower_rank, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
@@ -74,7 +75,7 @@ class StageRunner:
 
     def run(
         self,
-        step: Step,
+        step: AcceptedStep,
         batch: Batch,
         documents: TokenSource,
         models: Sequence[Any],
@@ -83,11 +84,11 @@ class StageRunner:
     ) -> StageRun:
         """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
         replica, device = self.replica, self.programs.device
-        plan, samples = step.plans[replica], batch.samples[list(step.assignments[replica])]
-        block = step.block(replica)
+        plan, block = step.plan_of(replica), step.plans
+        samples = batch.samples[list(step.part.documents_of(replica))]
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
-            if any(other.splits_backward for other in step.plans):
+            if step.splits_backward:
                 early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
         slices = slices_of(plan)
