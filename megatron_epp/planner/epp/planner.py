@@ -51,11 +51,17 @@ HEDGE = 1.6
 # Skip the split-backward search of a variant that is more than 1% slower without it.
 FAR_SLOWER = 1.01
 
-# By whether it offloads, layers of the stages and bytes of headroom: what tables of a search rest
-# on, within one batch.
-SharedChunkings = defaultdict[
-    tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings
-]
+
+class SharedChunkings(
+    defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings]
+):
+    """What tables of a search rest on, within one batch, by whether it offloads, layers of the
+    stages and bytes of headroom. ``split``: whether any search splits backwards."""
+
+    def __init__(self, split: bool):
+        """Begin without any."""
+        super().__init__(dict)
+        self.split = split
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
@@ -123,7 +129,8 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     below what any plan without can take, that is all; else those are searched for, too, and given
     up where they are FAR_SLOWER with whole backwards.
     """
-    tables: SharedChunkings = defaultdict(dict)
+    # The paper's ledger charges what I leaves for W, whether backwards are split or not.
+    tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
     if "local" not in options.levers or not can_be_local(cost, options):
         return [scored for each in _by_set(batch, cost, sharded_only, tables) for scored in each]
@@ -239,7 +246,7 @@ def _on_devices(
         shared = tables[
             "offload" in options.levers, cost.layout.layers, tuple(headroom.tolist()), host
         ]
-        search = Search(batch, cost, options, headroom, shared, host)
+        search = Search(batch, cost, options, tables.split, headroom, shared, host)
         candidate = search.run()
         if "lean" in options.levers:
             candidate = least_memory(search, candidate)

@@ -58,11 +58,12 @@ class Search(Player):
         batch: SortedBatch,
         cost: Cost,
         options: Options,
+        halves: bool = True,
         headroom_bytes: np.ndarray | None = None,
         shared: PreparedChunkings | None = None,
         host: offload.HostHeadroom | None = None,
     ):
-        super().__init__(batch, cost, options, headroom_bytes, host)
+        super().__init__(batch, cost, options, halves, headroom_bytes, host)
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
