@@ -1,6 +1,7 @@
 """Chunkings made ready to be played: with seconds, bytes and recompute choices as arrays."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,8 +111,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, problems: ChunkProblems, counts: Counts) -> ScheduleProblem:
-        count = problems.chunking.count
-        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * count)
+        self._spend_work(problems.chunking.count)
         work = problems.of(counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, problems.loads, counts)
@@ -119,9 +119,22 @@ class Preparation:
             work = dataclasses.replace(work, headroom_bytes=self.headroom_bytes)
         return work
 
-    def prepare(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
+    def _spend_work(self, chunks: int) -> None:
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunks)
+
+    def prepare(
+        self,
+        chunking: Chunking,
+        *,
+        bare: bool = False,
+        hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
+    ) -> PreparedChunking | None:
         """``chunking`` with just enough recompute for its window law; where ``bare``, or where
-        none is enough, for one document at a time; where that is too little too, all of it."""
+        none is enough, for one document at a time; where that is too little too, all of it.
+
+        None where something must be recomputed and ``hopeless`` says, of the chunking with nothing
+        recomputed, that no plan of it is of interest: finding out what costs more than all else.
+        """
         loads = loads_of(chunking, self.batch.lengths, self.cost.multiple)
         problems = ChunkProblems(self.cost, chunking, loads, self.halves)
         work = self.work(problems, {})
@@ -131,6 +144,11 @@ class Preparation:
             bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
             # Of several stages on a rank: as few forwards as run before any backward.
             laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
+        kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
+        if not _within(work, laws[0]).all() and hopeless(kept):
+            self.effort.spend(PROGRAM_OPS)  # as if it had been found out
+            self._spend_work(chunking.count)
+            return None
         counts: Counts | None = None
         for least in laws:
             counts = self._least_counts(problems, work, least)
@@ -141,7 +159,7 @@ class Preparation:
         if counts:
             self.effort.spend(PROGRAM_OPS)
             work = self.work(problems, counts)
-        return PreparedChunking(chunking, loads, counts, problems, work, min_in_flight, parts)
+        return dataclasses.replace(kept, counts=counts, work=work)
 
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
