@@ -23,8 +23,6 @@ BALANCING_ROUNDS = 2
 APART = 0.01
 Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
 BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
-# So many replicas get the whole effort each; more share it. Chosen by hand, for the planning time.
-FULL_EFFORT = 4
 
 
 def balance_replicas(
@@ -90,9 +88,6 @@ def plan_step(
     plan = _unit_planner(planner, options.whole)
     lengths = tuple(lengths)
     _require_blocks(replicas, options)
-    if replicas > FULL_EFFORT and options.effort > 1:
-        effort = max(1, options.effort * FULL_EFFORT // replicas)
-        options = dataclasses.replace(options, effort=effort)
     assignments, planned = _planned(lengths, cost, options, plan, replicas)
     if len({replica_plan.plan.layers for replica_plan in planned}) > 1:
         slowest = max(
@@ -124,8 +119,10 @@ def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
     row = planner_of(planner, full_documents)
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        effort = min(options.effort * options.lockstep, MOST_EFFORT)
-        return row.plan_block(lengths, cost, dataclasses.replace(options, effort=effort))
+        if options.effort is not None:
+            effort = min(options.effort * options.lockstep, MOST_EFFORT)
+            options = dataclasses.replace(options, effort=effort)
+        return row.plan_block(lengths, cost, options)
 
     return plan
 
@@ -163,7 +160,7 @@ def _planned(
     best: tuple[Assignments, tuple[PlannedReplica, ...]] | None = None
     overhead: list[float] | None = None
     seen: Assignments | None = None
-    for _ in range(BALANCING_ROUNDS if units > 1 and options.effort > 0 else 1):
+    for _ in range(BALANCING_ROUNDS if units > 1 and options.effort != 0 else 1):
         assigned = balance_replicas(lengths, cost, units, overhead, width, seconds)
         if assigned == seen:
             break

@@ -93,7 +93,7 @@ class Config:
         "next to the checkpoint that is loaded, else measured at start, which takes seconds, and "
         "kept with --save)",
     )
-    epp_effort: int = shared_setting("effort", type=int)
+    epp_effort: int | None = shared_setting("effort", type=int)
     epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
     epp_blend: str = flag(
         AUTO,
@@ -147,7 +147,7 @@ class Config:
                     )
         if self.epp_row_multiple is not None and not 1 <= self.epp_row_multiple <= MOST_ROWS:
             raise ValueError(f"--epp-row-multiple: expected from 1 to {MOST_ROWS}")
-        if not 0 <= self.epp_effort <= MOST_EFFORT:
+        if self.epp_effort is not None and not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
 

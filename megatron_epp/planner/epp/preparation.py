@@ -12,7 +12,7 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.options import EFFORT, Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
@@ -106,7 +106,7 @@ class Preparation:
         self.host = offload.HostHeadroom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
         self.levers, self.halves = options.levers, halves
-        self.effort = Effort(options.effort)
+        self.effort = Effort(EFFORT if options.effort is None else options.effort)
         self.solver = Solver()
         self.headroom_bytes = headroom_bytes
 
@@ -145,7 +145,10 @@ class Preparation:
             # Of several stages on a rank: as few forwards as run before any backward.
             laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
         kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
-        if not _within(work, laws[0]).all() and hopeless(kept):
+        # What offloading would have been charged is not known; orders of ranks with several stages
+        # are at times the faster for having little memory.
+        asked = "offload" not in self.levers and not self.cost.layout.place
+        if asked and not _within(work, laws[0]).all() and hopeless(kept):
             self.effort.spend(PROGRAM_OPS)  # as if it had been found out
             self._spend_work(chunking.count)
             return None
