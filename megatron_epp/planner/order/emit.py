@@ -195,8 +195,8 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
         if len(of_kinds) == 1:
             rows.append(of_kinds[0])
             continue
-        letters = {each: _woven(word.tolist(), each) for each in set(zip(*of_kinds, strict=True))}
-        rows.append(tuple(letters[each] for each in zip(*of_kinds, strict=True)))
+        codes = {each: _woven(word.tolist(), each) for each in set(zip(*of_kinds, strict=True))}
+        rows.append(tuple(codes[each] for each in zip(*of_kinds, strict=True)))
     return tuple(rows)
 
 
