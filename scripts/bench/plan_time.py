@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from headline import ROOT, publish
@@ -63,7 +64,7 @@ CHOICES = {
 JOB_BATCHES = (30, 31, 32)
 ONE_JOB = """
 import hashlib, json, os, sys
-(model, device, pp, tp, cp, thousands), batches, effort, choose = json.loads(sys.argv[1])
+(model, device, pp, tp, cp, thousands), effort, choose = json.loads(sys.argv[1])
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
@@ -84,11 +85,12 @@ def spent():
     return sum(os.times()[:4])
 for vocabulary in (False, True):
     plan_step(corpus.batch(0, 64), cost.with_vocabulary(vocabulary), options, "epp", 1)
-for number in batches:
+print(flush=True)
+for line in sys.stdin:
     began = spent()
-    *text, seconds = run(number)
+    *text, seconds = run(int(line))
     taken = spent() - began
-    print(json.dumps([taken, hashlib.sha256(repr(text).encode()).hexdigest(), seconds]))
+    print(json.dumps([taken, hashlib.sha256(repr(text).encode()).hexdigest(), seconds]), flush=True)
 """
 
 
@@ -103,21 +105,17 @@ def by_job(args: argparse.Namespace) -> str:
         for name, job in jobs.items():
             if args.jobs and name not in args.jobs:
                 continue
-            results: dict[Path, list[list]] = {root: [] for root in roots}
             batches = JOB_BATCHES[:1] if choose else JOB_BATCHES
-            for turn in range(args.turns):
-                for root in roots[:: -1 if turn % 2 else 1]:
-                    given = json.dumps([job, batches, args.effort, choose])
-                    results[root].append(_one_job(root, given))
+            results = _in_turn(roots, json.dumps([job, args.effort, choose]), batches, args.turns)
             # The least of the turns: what runs beside only ever adds. The median of the batches.
             least = [
-                [min(taken[at][0] for taken in results[root]) for at in range(len(batches))]
+                [min(taken[0] for taken in results[root, number]) for number in batches]
                 for root in roots
             ]
             middle = [statistics.median(each) for each in least]
             cells = [f"{name}{', choice' * choose}", *(f"{seconds:.2f}" for seconds in middle)]
             if args.against:
-                old, new = (results[root][0] for root in roots)
+                old, new = ([results[root, number][0] for number in batches] for root in roots)
                 same = sum(a[1:] == b[1:] for a, b in zip(old, new, strict=True))
                 ratios = [b[2] / a[2] for a, b in zip(old, new, strict=True)]
                 cells += [f"{middle[1] / middle[0]:.2f}", f"{same} of {len(batches)}"]
@@ -128,11 +126,35 @@ def by_job(args: argparse.Namespace) -> str:
     return markdown(["job", *(heads if args.against else ["CPU s"])], rows)
 
 
-def _one_job(root: Path, given: str) -> list[list]:
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    run = [sys.executable, "-c", ONE_JOB, given]
-    text = subprocess.run(run, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return [json.loads(line) for line in text.splitlines()]
+def _in_turn(
+    roots: Sequence[Path], job: str, batches: Sequence[int], turns: int
+) -> dict[tuple[Path, int], list[list]]:
+    """What every checkout answers for every batch, plan by plan in turn: as what runs beside a
+    plan makes the processor slower, too, both shall have the same of it."""
+    workers = {
+        root: subprocess.Popen(
+            [sys.executable, "-c", ONE_JOB, job],
+            cwd=root,  # where `-c` looks for modules first
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for root in roots
+    }
+    results: dict[tuple[Path, int], list[list]] = {}
+    for worker in workers.values():
+        worker.stdout.readline()  # it is warm
+    for _ in range(turns):
+        for number in batches:
+            for root, worker in workers.items():
+                worker.stdin.write(f"{number}\n")
+                worker.stdin.flush()
+                results.setdefault((root, number), []).append(json.loads(worker.stdout.readline()))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    return results
 
 
 def by_planner() -> str:
@@ -253,7 +275,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--against", metavar="CHECKOUT", help="of part jobs: compare with it")
     parser.add_argument("--jobs", nargs="+", metavar="NAME", help=f"of {', '.join(JOBS)}")
-    parser.add_argument("--turns", type=int, default=2, help="of part jobs, of each checkout")
+    parser.add_argument("--turns", type=int, default=4, help="of part jobs, of each batch")
     parser.add_argument("--effort", type=int, default=Options().effort, help="of part jobs")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
