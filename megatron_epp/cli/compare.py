@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"{_of_elastic(cost, costs.get(_EPP, cost))}"
     )
     levers = ", ".join(sorted(options.levers)) or "none"
-    _say(f"levers   {levers}; effort {options.effort}")
+    _say(
+        f"levers   {levers}; effort {'by the batch' if options.effort is None else options.effort}"
+    )
     if padding := padding_text(cost):
         print(f"padding  {padding}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")

@@ -11,7 +11,7 @@ from megatron_epp.control.report import IterationReport
 
 BAND = 0.15  # of the predicted seconds; outside, the cost model no longer tells the truth
 RECENT = 8  # iterations whose median counts
-SLOW = 1.25  # a rank against the median of the others, in units of what was predicted for each
+SLOW = 1.1  # a rank against the median of the others, in units of what was predicted for each
 PATIENCE = 5  # iterations in a row
 
 

@@ -84,7 +84,8 @@ class PlannerProcess:
             *(("--vocab-parallel", "on") if layout.vocabulary_parallel else ()),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers - idle)) or "none"),
-            *("--effort", str(options.effort), "--multiple", str(cost.multiple)),
+            *(("--effort", str(options.effort)) if options.effort is not None else ()),
+            *("--multiple", str(cost.multiple)),
             *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
             *(("--whole",) if options.whole else ()),
         ]

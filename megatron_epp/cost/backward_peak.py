@@ -26,46 +26,65 @@ class LayerRun:
     kind: np.ndarray
 
 
-def backward_workspace_bytes(
-    memory: ChunkMemory, kind: Kind, loads: Loads, runs: Iterable[LayerRun]
-) -> np.ndarray:
-    """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
-    the gradients of K and V that a last slice's makes, beyond what I leaves for W, and beyond
-    what the layer works with that needs most. At most 0 where no layer is recomputed: what the
-    last layer held is gone before the first makes its gradients, and I turns activations into
-    weight inputs layer by layer. Below 0 where the layer that needs most is not the last one.
+class BackwardPeak:
+    """The peak of the B or I of every chunk, by which layers are recomputed.
 
-    ``runs`` come in the order of backward.
+    Args:
+        memory: Of the cost.
+        kind: B or I.
+        loads: Of the chunks.
     """
-    layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
-    document = np.maximum(loads.document, 0)
-    bytes_KC = [
-        np.where(loose, memory.layer_kv_gradient_bytes(each, loads)[document], 0.0)
-        for each in layout.coefficients
-    ]
-    held = -memory.ends.freed_bytes(loads)
-    output_bytes = np.zeros_like(held)
-    if kind is Kind.INPUT:
+
+    def __init__(self, memory: ChunkMemory, kind: Kind, loads: Loads):
+        """Compute what no choice of recompute changes."""
+        layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
+        document = np.maximum(loads.document, 0)
         bytes_KC = [
-            bytes_C + layout.bytes_of(of.weight_input_bytes, loads)
-            for bytes_C, of in zip(bytes_KC, layout.coefficients, strict=True)
+            np.where(loose, memory.layer_kv_gradient_bytes(each, loads)[document], 0.0)
+            for each in layout.coefficients
         ]
-        output_bytes = memory.ends.weight_input_bytes(loads)
-    held = held + output_bytes
-    by_kind = np.stack(bytes_KC)
-    # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
-    works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
-    less_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
-    before, stage = np.maximum(held, 0.0), np.arange(layout.stages)
-    peak = np.full_like(held, -np.inf)
-    for run in runs:
-        shrinks, less = run.saved - by_kind[run.kind], less_KSC[run.kind, stage]
-        most = run.again + np.maximum(held, held - (run.count - 1) * shrinks)
-        most = np.where(np.isinf(peak), np.maximum(most, before), most)
-        held = held - run.count * shrinks
-        peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
-    peak = np.where(np.isinf(peak), before, peak)
-    return np.ceil(peak - output_bytes - layout.over_stages(bytes_KC))
+        held = -memory.ends.freed_bytes(loads)
+        output_bytes = np.zeros_like(held)
+        if kind is Kind.INPUT:
+            bytes_KC = [
+                bytes_C + layout.bytes_of(of.weight_input_bytes, loads)
+                for bytes_C, of in zip(bytes_KC, layout.coefficients, strict=True)
+            ]
+            output_bytes = memory.ends.weight_input_bytes(loads)
+        self._held = held + output_bytes
+        self._less = output_bytes, layout.over_stages(bytes_KC)
+        self._by_kind = np.stack(bytes_KC)
+        # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
+        works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
+        self._work_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
+        self._stage = np.arange(layout.stages)
+
+    def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
+        """Return [stages, chunks]: the peak beyond all that the chunk holds from F to B, beyond
+        the gradients of K and V that a last slice's makes, beyond what I leaves for W, and beyond
+        what the layer works with that needs most.
+
+        At most 0 where no layer is recomputed: what the last layer held is gone before the first
+        makes its gradients, and I turns activations into weight inputs layer by layer. Below 0
+        where the layer that needs most is not the last one.
+
+        ``runs`` come in the order of backward.
+        """
+        held = self._held
+        before = np.maximum(held, 0.0)
+        peak = np.full_like(held, -np.inf)
+        for run in runs:
+            shrinks, less = (
+                run.saved - self._by_kind[run.kind],
+                self._work_KSC[run.kind, self._stage],
+            )
+            most = run.again + np.maximum(held, held - (run.count - 1) * shrinks)
+            most = np.where(np.isinf(peak), np.maximum(most, before), most)
+            held = held - run.count * shrinks
+            peak = np.where(run.count > 0, np.maximum(peak, np.maximum(most, held) + less), peak)
+        peak = np.where(np.isinf(peak), before, peak)
+        output_bytes, of_layers = self._less
+        return np.ceil(peak - output_bytes - of_layers)
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:

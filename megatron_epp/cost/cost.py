@@ -7,17 +7,6 @@ last stage or on all); here they become the table that the simulator plays. Cost
 model and a device are made in :mod:`megatron_epp.cost.build`.
 
 The sums are InfiniPipe's eqs 1 to 10 with corrections that stand where they are made.
-
-What a layer saved and is offloaded is copied to the host's memory while F runs and back while B or
-I runs, a layer at a time, both ways at once:
-
-    seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
-
-which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
-at most are on the device at a time, one in use and one under way, as in Transformer Engine's
-CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
-memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
-communication.
 """
 
 import dataclasses
@@ -29,33 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.backward_peak import (
-    LayerRun,
-    backward_workspace_bytes,
-    runs_of_counts,
-    runs_of_plan,
-)
+from megatron_epp.cost.backward_peak import runs_of_plan
 from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.ends import Ends, ends_of
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads, loads_of_plan, plan_loads
 from megatron_epp.cost.memory import ChunkMemory
 from megatron_epp.cost.seconds import OpSeconds
-from megatron_epp.ir import (
-    BACKWARDS,
-    IN_FLIGHT,
-    KEEP,
-    OF_LAYERS,
-    OFFLOAD,
-    Chunk,
-    Item,
-    Kind,
-    Payload,
-    Plan,
-    Table,
-    check_ranks,
-)
+from megatron_epp.ir import OF_LAYERS, Chunk, Kind, Plan, Table, check_ranks
 
 
 @dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
@@ -158,97 +130,17 @@ class Cost:
         loads = loads_of_plan(plan, self.layout.cp, self.multiple)
         counts = self.layout.kinds.of_plan(plan)
         runs = runs_of_plan(self.memory, plan, loads, counts)
-        return self._table(loads, counts, runs, plan.forward_only)
+        return self.tables(loads, plan.forward_only).of_runs(counts, runs)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-        """As :meth:`table`, for planners: ``counts`` [stages, chunks] layers have each choice.
+        """As :meth:`table`, for planners: see :meth:`ChunkTables.of_counts`."""
+        return self.tables(loads, forward_only).of_counts(counts)
 
-        The layers of each kind of a stage are taken to stand in the order of ``counts``, kept ones
-        last; those offloaded stand anywhere.
-        """
-        return self._table(loads, counts, runs_of_counts(self.memory, loads, counts), forward_only)
-
-    def _table(
-        self, loads: Loads, counts: Counts, runs: Sequence[LayerRun], forward_only: bool
-    ) -> Table:
-        """A plan of forwards only keeps nothing: one layer's activations at a time, and the ends'
-        while they run.
-        """
-        counts = dict(sorted(counts.items()))  # sums come out alike, whoever counted
-        recompute = np.zeros((self.layout.stages, loads.chunks))
-        for choice, count in counts.items():
-            if choice[1] not in (KEEP, OFFLOAD):
-                recompute += count * self.seconds.recompute(choice, loads)
-        recompute = self.seconds.exposed_recompute(loads, counts, recompute)
-        memory, ends = self.memory, self.ends
-        workspace = {kind: memory.workspace_bytes(kind, loads) for kind in OF_LAYERS}
-        workspace[Kind.FORWARD] = memory.forward_workspace_bytes(loads, counts)
-        for kind in BACKWARDS:
-            workspace[kind] += backward_workspace_bytes(memory, kind, loads, runs)
-        if forward_only:
-            one = [
-                memory.saved_bytes((kind, KEEP), loads) for kind in range(self.layout.kinds.number)
-            ]
-            workspace[Kind.FORWARD] += np.ceil(
-                ends.held_bytes(loads) + self.layout.most_over_stages(one)
-            )
-        workspace |= ends.head_workspace_bytes(loads)
-        seconds = {kind: self.seconds.of(kind, loads) for kind in workspace}
-        comm = {kind: self.seconds.communication(kind, loads) for kind in workspace}
-        offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}
-        if offloaded and not forward_only:
-            self._add_copies(offloaded, loads, recompute, seconds, comm, workspace)
-        link = self.seconds.link(loads)
-        links = {
-            Payload.ACTIVATION: link,
-            Payload.GRADIENT: link,
-            **ends.head_link_seconds(loads, forward_only),
-        }
-        held_bytes = {
-            Item.ACTIVATIONS: memory.activation_bytes(loads, counts),
-            Item.KV: memory.kv_bytes(loads),
-            Item.KV_GRADIENTS: memory.kv_gradient_bytes(loads),
-            Item.WEIGHT_INPUTS: memory.weight_input_bytes(loads),
-            **ends.head_held_bytes(loads),
-        }
-        return Table(
-            seconds=seconds,
-            recompute_seconds=recompute,
-            comm_seconds=comm,
-            link_seconds=links,
-            link_latency_seconds=self.layout.profile.link_latency_seconds,
-            held_bytes=held_bytes,
-            workspace_bytes=workspace,
-            resident_bytes=memory.states_bytes,
-        )
-
-    def _add_copies(
-        self,
-        offloaded: Mapping[int, np.ndarray],
-        loads: Loads,
-        recompute: np.ndarray,
-        seconds: dict[Kind, np.ndarray],
-        comm: dict[Kind, np.ndarray],
-        workspace: dict[Kind, np.ndarray],
-    ) -> None:
-        """Add what ``offloaded`` [stages, chunks] layers of each kind take of every op."""
-        copies = sum(
-            count * self.memory.copy_seconds(loads, kind) for kind, count in offloaded.items()
-        )
-        in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)
-        for op in (Kind.FORWARD, *BACKWARDS):
-            work = seconds[op] + (recompute if op in BACKWARDS else 0.0)
-            exposed = np.maximum(copies - work, 0.0)
-            seconds[op] = seconds[op] + exposed
-            comm[op] = comm[op] + exposed
-            largest = np.max(
-                [
-                    np.where(count > 0, self.memory.offloaded_workspace(op, loads, kind), 0.0)
-                    for kind, count in offloaded.items()
-                ],
-                axis=0,
-            )
-            workspace[op] = workspace[op] + np.ceil(in_flight * largest)
+    def tables(
+        self, loads: Loads, forward_only: bool = False, kinds: Sequence[Kind] = OF_LAYERS
+    ) -> ChunkTables:
+        """Return the tables of chunks, by what is recomputed."""
+        return ChunkTables(self.seconds, self.memory, self.ends, loads, forward_only, kinds)
 
 
 _FIELDS = dataclasses.fields(Cost)

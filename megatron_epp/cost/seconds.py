@@ -47,9 +47,9 @@ class OpSeconds:
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute; at least what the host takes to issue it."""
-        return np.maximum(self._device(kind, loads), self.host[kind][:, None])
+        return np.maximum(self.device(kind, loads), self.host[kind][:, None])
 
-    def _device(self, kind: Kind, loads: Loads) -> np.ndarray:
+    def device(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the device takes for it, alone, without recompute."""
         taken = self.per(kind) @ self.layout.features(loads)
         if kind in OF_HEAD:  # which exchanges no rows for heads
@@ -135,9 +135,12 @@ class OpSeconds:
             for kind in OF_LAYERS
         }
 
-    def exposed_recompute(self, loads: Loads, counts: Counts, recompute: np.ndarray) -> np.ndarray:
+    def exposed_recompute(
+        self, counts: Counts, recompute: np.ndarray, device: np.ndarray
+    ) -> np.ndarray:
         """[stages, chunks]: what recompute of so many seconds adds to a B, where the host may take
-        longer than the device for one of the two, or for both together."""
+        longer than the device for one of the two, or for both together; ``device``: :meth:`device`
+        of B."""
         host = self.host[Kind.BACKWARD][:, None]
         if not host.any():
             return recompute
@@ -147,7 +150,6 @@ class OpSeconds:
             if mode not in (KEEP, OFFLOAD):
                 of = self.layout.coefficients[kind].host_seconds.get(Kind.FORWARD, 0.0)
                 again += fraction * of * count
-        device = self._device(Kind.BACKWARD, loads)
         both = np.maximum(device + recompute, host + again)
         return np.maximum(both - np.maximum(device, host), 0.0)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import DOCUMENT_ITEMS, Item, Kind, Table
+from megatron_epp.ir import DOCUMENT_ITEMS, OF_LAYERS, Item, Kind, Table
 from megatron_epp.sim.in_step import in_step
 
 
@@ -27,29 +28,47 @@ class BlockLoads(Loads):
     members: tuple[Loads, ...]
 
 
-def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-    """``cost.table_of``; of a block's loads the slowest replica's seconds, and bytes that are
-    enough for each."""
-    if not isinstance(loads, BlockLoads):
-        return cost.table_of(loads, counts, forward_only)
-    tables = [cost.table_of(member, counts, forward_only) for member in loads.members]
-    combined = in_step(tables)[0]
-    held: dict[Item, np.ndarray] = {}
-    for item in tables[0].held_bytes:
-        of_members = [np.asarray(table.held_bytes[item]) for table in tables]
-        held[item] = (
-            _of_groups(item, of_members, loads)
-            if item in DOCUMENT_ITEMS
-            else np.max(of_members, axis=0)
+class BlockTables:
+    """Tables of a block's chunks, by what is recomputed: the slowest replica's seconds, and bytes
+    that are enough for each.
+
+    kinds   of the layers' ops that the tables have
+    """
+
+    def __init__(self, cost: Cost, loads: BlockLoads, kinds: Sequence[Kind] = OF_LAYERS):
+        """Make the tables of every replica."""
+        self.loads = loads
+        self.members = [cost.tables(member, kinds=kinds) for member in loads.members]
+
+    def of_counts(self, counts: Counts) -> Table:
+        """As :meth:`ChunkTables.of_counts`."""
+        tables = [member.of_counts(counts) for member in self.members]
+        combined = in_step(tables)[0]
+        held: dict[Item, np.ndarray] = {}
+        for item in tables[0].held_bytes:
+            of_members = [np.asarray(table.held_bytes[item]) for table in tables]
+            held[item] = (
+                _of_groups(item, of_members, self.loads)
+                if item in DOCUMENT_ITEMS
+                else np.max(of_members, axis=0)
+            )
+        return dataclasses.replace(
+            combined,
+            held_bytes=held,
+            workspace_bytes={
+                kind: np.max([table.workspace_bytes[kind] for table in tables], axis=0)
+                for kind in tables[0].workspace_bytes
+            },
         )
-    return dataclasses.replace(
-        combined,
-        held_bytes=held,
-        workspace_bytes={
-            kind: np.max([table.workspace_bytes[kind] for table in tables], axis=0)
-            for kind in tables[0].workspace_bytes
-        },
-    )
+
+
+def tables_of(
+    cost: Cost, loads: Loads, kinds: Sequence[Kind] = OF_LAYERS
+) -> ChunkTables | BlockTables:
+    """``cost.tables``; of a block's loads those of the block."""
+    if isinstance(loads, BlockLoads):
+        return BlockTables(cost, loads, kinds)
+    return cost.tables(loads, kinds=kinds)
 
 
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:

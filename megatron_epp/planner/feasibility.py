@@ -1,16 +1,21 @@
 """Whether a document fits a stage at all, and the error where it does not."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KIND_CODE, Kind, PlanError, rules_for
+from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.sim.inputs import moved_bytes
 
 # Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
 _MANY = 1_000_000
 
+
+LONGER = 1.1  # times a replica's part of a batch: what a document is said to take from then on
 
 # Slice counts with which a document is tried alone: finer ones take less workspace.
 _SLICES = (1, 2, 4, 16)
@@ -79,6 +84,27 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
                 f"{needed[stage] / GIB:.4g} GiB with everything recomputed; the budget is "
                 f"{budget / GIB:.4g} GiB: raise it, or use more devices or a shorter context"
             )
+
+
+def longer_than_share(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
+    """Return the line on a document that takes longer than a replica's part of the batch.
+
+    No division mends that, as it is one replica's; more devices of a replica do. None: there is no
+    such document.
+    """
+    seconds = rates_of(cost).document_seconds(np.asarray(lengths, np.int64))
+    times = float(seconds.max() * replicas / seconds.sum())
+    if replicas == 1 or times <= LONGER:
+        return None
+    factors = (factor for factor in range(2, replicas + 1) if replicas % factor == 0)
+    factor = next((each for each in factors if each >= times), replicas)
+    cp = cost.layout.cp * factor
+    return (
+        f"a document of {max(lengths)} tokens takes {times:.2f} times a replica's part of its "
+        f"batch: replicas wait {1 - 1 / times:.0%} of the time for the one that has it; use "
+        f"--context-parallel-size {cp}, with {replicas // factor} replicas, or a larger global "
+        "batch"
+    )
 
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:

@@ -14,9 +14,10 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.overlap import overlapped
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.options import Options, with_effort
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
+from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.published import (
     adaptis,
     chunkflow,
@@ -85,12 +86,23 @@ class Planner:
         self.require_place(cost.layout.placement.place)
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
-        drafted = self.draft(batch, cost, options)
+        drafted = self.draft(batch, cost, _with_effort(batch, cost, options))
         assert drafted is not None, "nothing was excluded, so there is a draft"
         block = emit_block(self.name, batch, drafted.draft, drafted.cost, options)
         took = (time.perf_counter() - began) / options.lockstep
         planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in block.planned)
         return dataclasses.replace(block, planned=planned)
+
+
+def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
+    """``options`` with an effort for the batch; for a block as much as for each of its replicas."""
+    seconds = float(rates_of(cost).document_seconds(batch.lengths).sum())
+    chosen = with_effort(
+        options, len(batch.lengths) // options.lockstep, seconds / options.lockstep
+    )
+    if options.effort is not None or options.lockstep == 1:
+        return chosen
+    return dataclasses.replace(chosen, effort=(chosen.effort or 0) * options.lockstep)
 
 
 _EVEN = "one stage a rank"

@@ -216,8 +216,10 @@ def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
     row = planner_of(planner, full_documents)
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        effort = min(options.effort * options.lockstep, MOST_EFFORT)
-        return row.plan_block(lengths, cost, dataclasses.replace(options, effort=effort))
+        if options.effort is not None:
+            effort = min(options.effort * options.lockstep, MOST_EFFORT)
+            options = dataclasses.replace(options, effort=effort)
+        return row.plan_block(lengths, cost, options)
 
     return plan
 
@@ -244,7 +246,7 @@ def _with_layers(
 
 
 def _balanced_twice(units: int, options: Options) -> bool:
-    return 1 < units <= BALANCED_TWICE and options.effort > 0
+    return 1 < units <= BALANCED_TWICE and options.effort != 0
 
 
 def _planned(

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP
 from megatron_epp.flag_fields import JoinedArguments, flag, one_of, positive, whole_number
-from megatron_epp.planner.options import MOST_EFFORT, Options
+from megatron_epp.planner.options import EFFORT, MANY_EFFORT, MOST_EFFORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,11 @@ class SharedSettings:
         "cost-model file (JSON) as `python -m megatron_epp profile` writes it",
         ("FILE", str),
     )
-    effort: int = flag(
-        Options().effort,
+    effort: int | None = flag(
+        None,
         "how much work the planner's search may do, in proportion; 0 takes the first good plan "
-        f"(default: {Options().effort})",
+        f"(default: by the batch: {EFFORT}, up to {MANY_EFFORT} with thousands of documents, less "
+        "where an iteration is short)",
         ("N", whole_number(0, MOST_EFFORT)),
     )
     overlong: str = flag(

@@ -25,6 +25,9 @@ from megatron_epp.ir import (
 from megatron_epp.sim.engine import OpArrays, Orders
 from megatron_epp.sim.rule_arrays import PAYLOAD_CODE
 
+# Kinds whose workspace a choice of recompute changes, besides the activations of a chunk.
+RECOMPUTING = (Kind.FORWARD, *BACKWARDS)
+
 
 class Ties(Protocol):
     """How slices tie chunks together: ir.Slices or cost.Loads."""
@@ -54,12 +57,17 @@ def orders_of(plan: Plan) -> Orders:
 
 
 def op_arrays(
-    table: Table, ties: Ties, rules: Rules, orders: Sequence[Sequence[Op]] | None = None
+    table: Table,
+    ties: Ties,
+    rules: Rules,
+    orders: Sequence[Sequence[Op]] | None = None,
+    fixed_bytes: np.ndarray | None = None,
 ) -> OpArrays:
     """``table`` over chunks whose slices are tied like that, under ``rules``. Kinds that no plan on
     the table has, H and G, have no rows.
 
-    orders   of every stage, where they are known: see :func:`moved_bytes`
+    orders        of every stage, where they are known: see :func:`moved_bytes`
+    fixed_bytes   :func:`moved_bytes` of what recompute does not change, where they are known
     """
     chunks, stages = len(ties.document), len(table.resident_bytes)
     kinds = [kind for kind in COMPUTE if kind in table.seconds]
@@ -68,7 +76,8 @@ def op_arrays(
     for kind in kinds:
         seconds[KIND_CODE[kind]] = table.seconds[kind]
     for kind in BACKWARDS:
-        seconds[KIND_CODE[kind]] += table.recompute_seconds
+        if kind in table.seconds:
+            seconds[KIND_CODE[kind]] += table.recompute_seconds
     payloads = [payload for payload in Payload if payload in table.link_seconds]
     ring = stages > 1 and Payload.HEAD in payloads
     link_seconds = np.zeros((len(payloads), stages if ring else max(stages - 1, 1), chunks))
@@ -80,24 +89,32 @@ def op_arrays(
         seconds,
         link_seconds,
         float(table.link_latency_seconds),
-        moved_bytes(table, ties, rules, orders),
+        moved_bytes(table, ties, rules, orders)
+        if fixed_bytes is None
+        else fixed_bytes + moved_bytes(table, ties, rules, orders, recomputed=True),
         np.array(table.resident_bytes, np.float64),
         np.asarray(ties.earlier, np.int64),
     )
 
 
 def moved_bytes(
-    table: Table, ties: Ties, rules: Rules, orders: Sequence[Sequence[Op]] | None = None
+    table: Table,
+    ties: Ties,
+    rules: Rules,
+    orders: Sequence[Sequence[Op]] | None = None,
+    recomputed: bool | None = None,
 ) -> np.ndarray:
     """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop, read
     off the rule table.
 
-    orders   of every stage, by which the last of the chunks that attend to a document is known
-             where documents branch; None: as if they ran forward as ``ties.kept`` names them, and
-             backward in reverse
+    orders       of every stage, by which the last of the chunks that attend to a document is known
+                 where documents branch; None: as if they ran forward as ``ties.kept`` names them,
+                 and backward in reverse
+    recomputed   only what recompute changes, or only what it does not; the two add up to all, as
+                 bytes are whole numbers
     """
     earlier = np.asarray(ties.earlier, np.int64)
-    owners = _owners(ties, len(table.resident_bytes), orders)
+    owners = None if recomputed else _owners(ties, len(table.resident_bytes), orders)
     codes = 1 + max(KIND_CODE[kind] for kind in (*table.seconds, *rules))
     result = np.zeros((codes, 2, len(table.resident_bytes), len(earlier)))
 
@@ -107,6 +124,7 @@ def moved_bytes(
             return
         held = np.asarray(table.held_bytes[effect.item], np.float64)
         if effect.item in DOCUMENT_ITEMS:
+            assert owners is not None
             assert effect.slice is not SlicePosition.ANY, "documents own it"
             last = owners.last_forward if kind is Kind.FORWARD else owners.last_backward
             first = effect.slice is SlicePosition.FIRST
@@ -124,7 +142,11 @@ def moved_bytes(
     for kind, rule in rules.items():
         for when, effects in enumerate((rule.makes, rule.frees)):
             for effect in effects:
-                move(result[KIND_CODE[kind], when], kind, effect)
+                changes = effect.item is Item.ACTIVATIONS or (
+                    effect.item is Item.WORKSPACE and kind in RECOMPUTING
+                )
+                if recomputed is None or recomputed == changes:
+                    move(result[KIND_CODE[kind], when], kind, effect)
     return result
 
 

@@ -1,18 +1,25 @@
 """How long planning takes: by planner, by batch size, by stages; and cold.
 
-    python scripts/bench/plan_time.py [--parts planners,levers,growth,cold] [-o RESULT.md]
+    python scripts/bench/plan_time.py [--parts planners,levers,growth,cold,jobs] [-o RESULT.md]
+    python scripts/bench/plan_time.py --parts jobs --against CHECKOUT [--jobs NAME ...]
 
 Processor seconds of one core with compiled code warm; the cold start, in which numba compiles, is
-measured in a process of its own with an empty cache. Wall time is the same on an idle core.
+measured in a process of its own with an empty cache. Wall time is the same on an idle core. The
+part `jobs` is measured in new processes, in turn of this checkout and of another one, which
+``--against`` names; children's seconds count.
 """
 
 import argparse
+import functools
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from headline import ROOT, publish
 
@@ -40,6 +47,114 @@ begun = time.process_time()
 plan_step(lengths, cost, Options(context=98304, levers=ALL), "epp", 1)
 print(imported - began, time.process_time() - begun)
 """
+# Model, device, then pp, tp, cp and the context in thousands; each plans 512 documents of `wlb`.
+JOBS = {
+    "13b-pp4": ("gpt-13b", "a100-80g", 4, 1, 8, 96),
+    "13b-pp8": ("gpt-13b", "a100-80g", 8, 1, 4, 96),
+    "8b-pp4": ("llama3-8b", "h100-80g", 4, 1, 8, 128),
+    "70b-pp8": ("llama3-70b", "h100-80g", 8, 8, 1, 128),
+    "70b-pp16": ("llama3-70b", "h100-80g", 16, 8, 1, 128),
+    "q235-pp8": ("qwen3-235b-a22b", "h100-80g", 8, 4, 2, 128),
+}
+# The same, of choosing vocabulary parallelism at the start of a run.
+CHOICES = {
+    "70b-pp4": ("llama3-70b", "h100-80g", 4, 8, 2, 128),
+    "q235-pp8": JOBS["q235-pp8"],
+}
+JOB_BATCHES = (30, 31, 32)
+ONE_JOB = """
+import hashlib, json, os, sys
+(model, device, pp, tp, cp, thousands), effort, choose = json.loads(sys.argv[1])
+from megatron_epp.cli.machine import AS_TRAINED
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
+from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.choose.choice import vocabulary_of
+from megatron_epp.planner.options import default_levers
+context = thousands * 1024
+corpus = open_corpus("wlb", context)
+cost = named_cost(model, device, pp=pp, tp=tp, cp=cp, **AS_TRAINED, published=False)
+options = Options(context=context, levers=default_levers(device), effort=effort)
+def run(number, documents=512):
+    batch = corpus.batch(number, documents)
+    if choose:
+        return vocabulary_of(cost, [batch], options, "epp").seconds.values()
+    step = plan_step(batch, cost, options, "epp", 1)
+    return [str(step.step), max(each.seconds for each in step.planned)]
+def spent():
+    return sum(os.times()[:4])
+for vocabulary in (False, True):
+    plan_step(corpus.batch(0, 64), cost.with_vocabulary(vocabulary), options, "epp", 1)
+print(flush=True)
+for line in sys.stdin:
+    began = spent()
+    *text, seconds = run(int(line))
+    taken = spent() - began
+    print(json.dumps([taken, hashlib.sha256(repr(text).encode()).hexdigest(), seconds]), flush=True)
+"""
+
+
+def by_job(args: argparse.Namespace) -> str:
+    """CPU seconds of each job's plans, and of choosing vocabulary parallelism, in both checkouts.
+
+    Predicted seconds of the plans are compared, and whether their texts are the same.
+    """
+    roots = [Path(args.against).resolve(), ROOT] if args.against else [ROOT]
+    rows = []
+    for choose, jobs in ((False, JOBS), (True, CHOICES)):
+        for name, job in jobs.items():
+            if args.jobs and name not in args.jobs:
+                continue
+            batches = JOB_BATCHES[:1] if choose else JOB_BATCHES
+            results = _in_turn(roots, json.dumps([job, args.effort, choose]), batches, args.turns)
+            # The least of the turns: what runs beside only ever adds. The median of the batches.
+            least = [
+                [min(taken[0] for taken in results[root, number]) for number in batches]
+                for root in roots
+            ]
+            middle = [statistics.median(each) for each in least]
+            cells = [f"{name}{', choice' * choose}", *(f"{seconds:.2f}" for seconds in middle)]
+            if args.against:
+                old, new = ([results[root, number][0] for number in batches] for root in roots)
+                same = sum(a[1:] == b[1:] for a, b in zip(old, new, strict=True))
+                ratios = [b[2] / a[2] for a, b in zip(old, new, strict=True)]
+                cells += [f"{middle[1] / middle[0]:.2f}", f"{same} of {len(batches)}"]
+                cells.append("-" if choose else f"{statistics.median(ratios):.4f}")
+            rows.append(cells)
+            print(cells, file=sys.stderr, flush=True)
+    heads = ["before", "after", "after / before", "same plans", "iteration after / before"]
+    return markdown(["job", *(heads if args.against else ["CPU s"])], rows)
+
+
+def _in_turn(
+    roots: Sequence[Path], job: str, batches: Sequence[int], turns: int
+) -> dict[tuple[Path, int], list[list]]:
+    """What every checkout answers for every batch, plan by plan in turn: as what runs beside a
+    plan makes the processor slower, too, both shall have the same of it."""
+    workers = {
+        root: subprocess.Popen(
+            [sys.executable, "-c", ONE_JOB, job],
+            cwd=root,  # where `-c` looks for modules first
+            env={**os.environ, "PYTHONPATH": str(root)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for root in roots
+    }
+    results: dict[tuple[Path, int], list[list]] = {}
+    for worker in workers.values():
+        worker.stdout.readline()  # it is warm
+    for _ in range(turns):
+        for number in batches:
+            for root, worker in workers.items():
+                worker.stdin.write(f"{number}\n")
+                worker.stdin.flush()
+                results.setdefault((root, number), []).append(json.loads(worker.stdout.readline()))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    return results
 
 
 def by_planner() -> str:
@@ -151,20 +266,27 @@ PARTS = {
     ),
     "growth": ("Growth", by_size),
     "cold": ("Cold start", cold),
+    "jobs": ("Jobs of several models, 512 documents (CPU s)", by_job),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--against", metavar="CHECKOUT", help="of part jobs: compare with it")
+    parser.add_argument("--jobs", nargs="+", metavar="NAME", help=f"of {', '.join(JOBS)}")
+    parser.add_argument("--turns", type=int, default=4, help="of part jobs, of each batch")
+    parser.add_argument("--effort", type=int, default=Options().effort, help="of part jobs")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
-    warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
-    batch = open_corpus("wlb", CONTEXT).batch(0, 64)
-    for name in COMPARED:
-        PLANNERS[name](batch, warm, Options(context=CONTEXT, levers=ALL))
-    parts = [PARTS[name] for name in args.parts.split(",")]
-    text = "\n".join(f"### {title}\n\n{table()}" for title, table in parts)
+    if args.parts != "jobs":  # whose processes warm up themselves
+        warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+        batch = open_corpus("wlb", CONTEXT).batch(0, 64)
+        for name in COMPARED:
+            PLANNERS[name](batch, warm, Options(context=CONTEXT, levers=ALL))
+    parts = dict(PARTS, jobs=(PARTS["jobs"][0], functools.partial(by_job, args)))
+    chosen = [parts[name] for name in args.parts.split(",")]
+    text = "\n".join(f"### {title}\n\n{table()}" for title, table in chosen)
     publish(text, args.output)
 
 

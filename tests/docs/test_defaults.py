@@ -75,6 +75,6 @@ def test_training_and_plan_say_the_same_of_what_they_share() -> None:
 def test_a_row_that_is_missing_or_wrong_is_found() -> None:
     text = PAGE.read_text()
     gone = "".join(line for line in text.splitlines(True) if not line.startswith("| `headroom`"))
-    other = text.replace("| `--epp-effort` | `4` |", "| `--epp-effort` | `5` |")
+    other = text.replace("| `--epp-overlong` | `truncate` |", "| `--epp-overlong` | `drop` |")
     for wrong in (gone, other):
         assert {name: defaults for name, defaults, _ in in_page(wrong)} != in_code()

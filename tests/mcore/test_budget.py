@@ -242,6 +242,14 @@ def test_the_slow_rank_is_named_by_what_its_work_should_take() -> None:
     assert "look for other programs" in line
 
 
+@pytest.mark.parametrize(("times", "named"), [(1.12, True), (1.05, False)])
+def test_a_rank_is_slow_from_a_tenth_on(times: float, named: bool) -> None:
+    drift = Drift()
+    seen = [drift.see(2.0, report(2.0, (1.0, 2 * times), (1.0, 2.0))) for _ in range(PATIENCE)]
+    assert any(seen[:-1]) is False
+    assert bool(seen[-1]) is named
+
+
 def test_all_slow_is_nobodys_fault() -> None:
     drift = Drift()
     for _ in range(RECENT - 1):

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.choose import choices as job_choices
 from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabulary
 from megatron_epp.mcore.choose.kept import (
     BLEND_KEY,
@@ -207,6 +209,29 @@ def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
     for changes in ({"epp": False}, {"epp": True, "pipeline_model_parallel_size": 1}):
         args = wanted(epp_vocab_parallel="auto", **changes)
         assert choose_vocabulary(args) is None and args.epp_vocab_parallel == "off"
+
+
+def test_a_document_longer_than_a_replicas_part_is_said_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=2, dp=4)
+    batches = [[4096] * 8, [262_144, *[2048] * 63]]
+    monkeypatch.setattr(job_choices, "_cost_and_options", lambda args, layers: (cost, None))
+    monkeypatch.setattr(job_choices, "_first_batches", lambda args: batches)
+    for other in ("choose_blend", "choose_row_multiple", "choose_vocabulary"):
+        monkeypatch.setattr(job_choices, other, lambda *args: None)
+    monkeypatch.setattr(job_choices, "choose_placement", lambda args: (None, None))
+
+    def lines(replicas: int) -> list[str]:
+        args = wanted(epp=True, num_layers=32, data_parallel_size=replicas)
+        return list(job_choices.choose(args).lines)
+
+    assert lines(1) == []
+    (line,) = lines(4)
+    assert line.startswith("a document of 262144 tokens takes ")
+    assert "--context-parallel-size 8, with 1 replicas" in line or "with 2 replicas" in line
+    batches.pop()
+    assert lines(4) == []
 
 
 def wanted(**changes: object) -> Namespace:

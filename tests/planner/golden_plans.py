@@ -106,6 +106,7 @@ _PLACED = (
 # changed what is predicted for the named devices, and the texts stay as they were.
 _THEN = ("--logits-held", "--no-kv-read", "--topology", "flat", "--vocab-parallel", "off")
 _UNPADDED = ("--multiple", "1")
+_EFFORT = ("--effort", "4")  # the default of then, where a line names none
 _LATER = ",-lean,-persist,-local,-hedge"
 
 
@@ -124,7 +125,7 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
         yield (
             FOLDER / f"{number:02}-{lengths}.plan",
             [
-                *("plan", "--lengths", lengths, "--batch", batch, *_UNPADDED),
+                *("plan", "--lengths", lengths, "--batch", batch, *_UNPADDED, *_EFFORT),
                 *_levers_of_then(others),
                 *_THEN,
             ],
@@ -142,6 +143,7 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
                 "--levers",
                 "default,wsplit,-lean,-hedge",
                 *_UNPADDED,
+                *_EFFORT,
                 *others,
             ],
         )

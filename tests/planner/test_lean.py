@@ -5,7 +5,7 @@ import pytest
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PLANNERS, TRAINING_LEVERS, Options
-from megatron_epp.planner.epp.least_memory import TIE
+from megatron_epp.planner.epp.search import TIE
 from tests.cost.simple_device import OLD_H100
 
 K = 1024

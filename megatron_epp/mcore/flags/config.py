@@ -94,7 +94,7 @@ class Config:
         "next to the checkpoint that is loaded, else measured at start, which takes seconds, and "
         "kept with --save)",
     )
-    epp_effort: int = shared_setting("effort", type=int)
+    epp_effort: int | None = shared_setting("effort", type=int)
     epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
     epp_blend: str = flag(
         AUTO,
@@ -162,7 +162,7 @@ class Config:
                 f"--epp-plan-cores: expected from 1 to {MOST_CORES} cores of a host; to plan in "
                 "the trainer give --no-epp-plan-ahead"
             )
-        if not 0 <= self.epp_effort <= MOST_EFFORT:
+        if self.epp_effort is not None and not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
 

@@ -110,7 +110,7 @@ def sketched_seconds(
     """
     sketch = dataclasses.replace(
         options,
-        effort=min(options.effort, SKETCH_EFFORT),
+        effort=SKETCH_EFFORT if options.effort is None else min(options.effort, SKETCH_EFFORT),
         levers=options.levers - {"uneven"},
         open_layers=False,
     )

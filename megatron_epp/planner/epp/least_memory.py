@@ -5,11 +5,10 @@ import dataclasses
 import numpy as np
 
 from megatron_epp.planner.epp.player import Candidate
-from megatron_epp.planner.epp.search import Search
+from megatron_epp.planner.epp.search import TIE, Search
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
 
-TIE = 0.005  # of the time: no cost model is that exact
 # Budgets that are tried between the least that an order could need and what the fastest takes.
 BISECTIONS = 5
 _REPORTED_GAIN = ", lean"

@@ -3,6 +3,8 @@
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.planner.epp.preparation import Preparation, PreparedChunking
 from megatron_epp.planner.order.emit import Draft, merge_iw
@@ -87,15 +89,8 @@ class Player(Preparation):
     def best_policy(
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
-        tight, strict = bool(prepared.counts), "window" not in self.levers
-        placed = bool(self.cost.layout.place)
-        chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
-        if (
-            self.cost.layout.vocabulary_parallel
-        ):  # 1F1B as it stands has no slack for the way of an H
-            chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
-        for policy in chosen:
+        for policy in self._policies(bool(prepared.counts), many=many):
             if best is not None and self.effort.spent:
                 break
             played = self.play(prepared, policy, name)
@@ -103,3 +98,30 @@ class Player(Preparation):
                 best = played
         assert best is not None
         return best
+
+    def _spend_policies(self, prepared: PreparedChunking) -> None:
+        """Charge for :meth:`best_policy` where memory is tight, without playing any."""
+        for number, policy in enumerate(self._policies(tight=True)):
+            if number and self.effort.spent:
+                break
+            self._spend_play(prepared, policy)
+
+    def _policies(self, tight: bool, *, many: bool = False) -> list[PolicyParams]:
+        strict, placed = "window" not in self.levers, bool(self.cost.layout.place)
+        chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
+        if self.cost.layout.vocabulary_parallel:
+            # 1F1B as it stands has no slack for the way of an H.
+            return [*chosen[1:], chosen[0]]
+        return chosen
+
+    def unbounded(self, kept: PreparedChunking, name: str) -> Candidate:
+        """``kept``, of which nothing is recomputed, by the best policy of devices without a budget:
+        about the least that a plan of these chunks takes. It counts as one that fits nowhere, and
+        is not charged."""
+        ample = np.full_like(kept.work.headroom_bytes, np.inf)
+        work = dataclasses.replace(kept.work, headroom_bytes=ample)
+        ample_kept, left = dataclasses.replace(kept, work=work), self.effort.left
+        played = [self.play(ample_kept, policy, name) for policy in self._policies(tight=True)]
+        best = min(played, key=lambda each: each.seconds)
+        self.effort.left = left
+        return dataclasses.replace(best, over_bytes=np.inf, prepared=kept)

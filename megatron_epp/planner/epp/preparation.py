@@ -1,6 +1,7 @@
 """Chunkings made ready to be played: with seconds, bytes and recompute choices as arrays."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,16 +12,16 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.options import EFFORT, Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.problem import (
+    ChunkProblems,
     ScheduleProblem,
     every_layer,
     left_layers,
     loads_of,
-    problem_of,
 )
 from megatron_epp.planner.order.warmup import (
     group_by_group,
@@ -75,6 +76,7 @@ class PreparedChunking:
     chunking: Chunking
     loads: Loads
     counts: Counts
+    problems: ChunkProblems
     work: ScheduleProblem
     min_in_flight: np.ndarray
     pipelines: int
@@ -87,6 +89,7 @@ PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 class Preparation:
     """One batch on one machine, with the levers that are on.
 
+    halves           whether what is prepared has I and W
     headroom_bytes   per rank next to residents, if less than all of it
     host         for what is offloaded, if less than all of it
     """
@@ -96,66 +99,86 @@ class Preparation:
         batch: SortedBatch,
         cost: Cost,
         options: Options,
+        halves: bool = True,
         headroom_bytes: np.ndarray | None = None,
         host: offload.HostHeadroom | None = None,
     ):
         self.host = offload.HostHeadroom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
-        self.levers = options.levers
-        self.effort = Effort(options.effort)
+        self.levers, self.halves = options.levers, halves
+        self.effort = Effort(EFFORT if options.effort is None else options.effort)
         self.solver = Solver()
         self.headroom_bytes = headroom_bytes
 
-    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunking.count)
-        work = problem_of(self.cost, chunking, loads, counts)
+    def work(self, problems: ChunkProblems, counts: Counts) -> ScheduleProblem:
+        self._spend_work(problems.chunking.count)
+        work = problems.of(counts)
         if "exact" not in self.levers:
-            work = papers_ledger(work, self.cost, loads, counts)
+            work = papers_ledger(work, self.cost, problems.loads, counts)
         if self.headroom_bytes is not None:
             work = dataclasses.replace(work, headroom_bytes=self.headroom_bytes)
         return work
 
-    def prepare(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
+    def _spend_work(self, chunks: int) -> None:
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunks)
+
+    def prepare(
+        self,
+        chunking: Chunking,
+        *,
+        bare: bool = False,
+        hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
+    ) -> PreparedChunking | None:
         """``chunking`` with just enough recompute for its window law; where ``bare``, or where
-        none is enough, for one document at a time; where that is too little too, all of it."""
+        none is enough, for one document at a time; where that is too little too, all of it.
+
+        None where something must be recomputed and ``hopeless`` says, of the chunking with nothing
+        recomputed, that no plan of it is of interest: finding out what costs more than all else.
+        """
         loads = loads_of(chunking, self.batch.lengths, self.cost.multiple)
-        work = self.work(chunking, loads, {})
+        problems = ChunkProblems(self.cost, chunking, loads, self.halves)
+        work = self.work(problems, {})
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
             bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
             # Of several stages on a rank: as few forwards as run before any backward.
             laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
+        kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
+        # What offloading would have been charged is not known; orders of ranks with several stages
+        # are at times the faster for having little memory.
+        asked = "offload" not in self.levers and not self.cost.layout.place
+        if asked and not _within(work, laws[0]).all() and hopeless(kept):
+            self.effort.spend(PROGRAM_OPS)  # as if it had been found out
+            self._spend_work(chunking.count)
+            return None
         counts: Counts | None = None
         for least in laws:
-            counts = self._least_counts(chunking, loads, work, least)
+            counts = self._least_counts(problems, work, least)
             if counts is not None:
                 break
         if counts is None:
             counts = every_layer(FULL, left_layers(self.cost, {}, chunking.count))
         if counts:
             self.effort.spend(PROGRAM_OPS)
-            work = self.work(chunking, loads, counts)
-        return PreparedChunking(chunking, loads, counts, work, min_in_flight, parts)
+            work = self.work(problems, counts)
+        return dataclasses.replace(kept, counts=counts, work=work)
 
     def _least_counts(
-        self,
-        chunking: Chunking,
-        loads: Loads,
-        kept: ScheduleProblem,
-        least: np.ndarray,
+        self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
         """Recompute counts of the diagonal program for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
         if _within(kept, least).all():
             return {}
+        chunking, loads = problems.chunking, problems.loads
         steps = self._ladders(loads)
 
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
         ) -> Counts | None:
             if self.cost.layout.place:
-                return self._fewest_layers(chunking, loads, offloaded, least)
+                return self._fewest_layers(problems, offloaded, least)
             return diagonal_counts(
                 self.solver,
                 self.cost,
@@ -175,30 +198,30 @@ class Preparation:
             left = left_layers(self.cost, offloaded, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
             # host, the stage keeps off it; the last one does at times, for its logits.
-            smallest = self.work(chunking, loads, {**offloaded, **every_layer(FULL, left)})
+            smallest = self.work(problems, {**offloaded, **every_layer(FULL, left)})
             there = _within(smallest, least)[:, None]
             offloaded = {choice: grid * there for choice, grid in offloaded.items()}
             if any(grid.any() for grid in offloaded.values()):
                 left = left_layers(self.cost, offloaded, chunking.count)
-                again = recompute(self.work(chunking, loads, offloaded), left)
+                again = recompute(self.work(problems, offloaded), left)
                 if again is not None:
                     return {**offloaded, **again}
             offloaded = {}
         return recompute(kept)
 
     def _fewest_layers(
-        self, chunking: Chunking, loads: Loads, offloaded: Counts, least: np.ndarray
+        self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
         """Recompute of the fewest layers, the same number of every stage and chunk but those that
         are ``offloaded``, with which the law ``least`` fits; None where none does. Diagonals of the
         program are those of pipelines whose ranks have one stage."""
-        left = left_layers(self.cost, offloaded, chunking.count)
+        left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
         while low <= high:
             middle = (low + high) // 2
             tried = self.first_layers(left, FULL, middle)
-            if _within(self.work(chunking, loads, {**offloaded, **tried}), least).all():
+            if _within(self.work(problems, {**offloaded, **tried}), least).all():
                 counts, high = tried, middle - 1
             else:
                 low = middle + 1
@@ -236,7 +259,7 @@ class Preparation:
         if self.effort.spent:
             return None
         counts = {mode: grid for mode, grid in counts.items() if grid.any()}
-        work = self.work(prepared.chunking, prepared.loads, counts)
+        work = self.work(prepared.problems, counts)
         return dataclasses.replace(prepared, counts=counts, work=work)
 
 

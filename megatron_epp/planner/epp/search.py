@@ -39,6 +39,7 @@ RAMP_MEAN = 0.3  # of a full pack: an average one of a ramp
 SEED_CUT = 1.4  # slices, as shares of a chunk, where short documents come first
 SEED_LOCAL = (1.0, 2.0)  # times LOCAL
 CLIMBERS = 2  # of the grid's best that are improved
+TIE = 0.005  # of the time: no cost model is that exact
 GRID_FRACTION = 0.35  # of the effort, for the grid
 CLIMB_FRACTION = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
@@ -58,11 +59,12 @@ class Search(Player):
         batch: SortedBatch,
         cost: Cost,
         options: Options,
+        halves: bool = True,
         headroom_bytes: np.ndarray | None = None,
         shared: PreparedChunkings | None = None,
         host: offload.HostHeadroom | None = None,
     ):
-        super().__init__(batch, cost, options, headroom_bytes, host)
+        super().__init__(batch, cost, options, halves, headroom_bytes, host)
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
@@ -74,10 +76,38 @@ class Search(Player):
 
     def try_params(self, params: ChunkingParams) -> Candidate:
         if params not in self.known:
-            self.known[params] = self.best_policy(self.prepared_of(params), str(params))
+            hopeless: list[Candidate] = []
+
+            def is_hopeless(kept: PreparedChunking) -> bool:
+                hopeless.append(self.unbounded(kept, str(params)))
+                return hopeless[0].seconds > self._of_interest()
+
+            prepared = self.prepared_of(params, is_hopeless)
+            if prepared is None:
+                self._spend_policies(hopeless[0].prepared)
+                self.known[params] = hopeless[0]
+            else:
+                self.known[params] = self.best_policy(prepared, str(params))
         return self.known[params]
 
-    def prepared_of(self, params: ChunkingParams) -> PreparedChunking:
+    def _of_interest(self) -> float:
+        """Seconds above which a chunking is never looked at again, whatever it recomputes: it is
+        none of the best CLIMBERS of other chunks, and no tie (least_memory)."""
+        fitting = [each for each in self.known.values() if each.over_bytes <= 0]
+        fitting.sort(key=lambda each: each.seconds)
+        others = (
+            each.seconds
+            for each in fitting
+            if not np.array_equal(
+                each.prepared.chunking.tokens, fitting[0].prepared.chunking.tokens
+            )
+        )
+        second = next(others, math.inf)
+        return max(second, fitting[0].seconds * (1 + TIE)) if fitting else math.inf
+
+    def prepared_of(
+        self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
+    ) -> PreparedChunking | None:
         if params in self.shared:
             prepared, ops = self.shared[params]
             self.effort.spend(ops)
@@ -89,8 +119,9 @@ class Search(Player):
             chunking: Chunking = build_chunks(*arguments, self.cost.layout.cp)
         else:
             chunking = build_block(*arguments, width)
-        prepared = self.prepare(chunking, bare=params.bare)
-        self.shared[params] = prepared, before - self.effort.left
+        prepared = self.prepare(chunking, bare=params.bare, hopeless=hopeless)
+        if prepared is not None:
+            self.shared[params] = prepared, before - self.effort.left
         return prepared
 
     def run(self) -> Candidate:
@@ -185,8 +216,9 @@ class Search(Player):
     def _alg1(self) -> Candidate:
         """Alg. 1's chunkings; all are played where K is chosen by simulation."""
         options = [
-            (self.prepare(chunking), note)
+            (prepared, note)
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
+            if (prepared := self.prepare(chunking)) is not None
         ]
         if "chunks" not in self.levers:
             options = [min(options, key=lambda option: self._predicted(option[0]))]

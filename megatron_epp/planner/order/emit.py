@@ -192,7 +192,11 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
             )
             for kind in range(cost.layout.kinds.number)
         ]
-        rows.append(tuple(_woven(word.tolist(), each) for each in zip(*of_kinds, strict=True)))
+        if len(of_kinds) == 1:
+            rows.append(of_kinds[0])
+            continue
+        codes = {each: _woven(word.tolist(), each) for each in set(zip(*of_kinds, strict=True))}
+        rows.append(tuple(codes[each] for each in zip(*of_kinds, strict=True)))
     return tuple(rows)
 
 

@@ -13,16 +13,17 @@ from megatron_epp.ir import (
     KEEP,
     KIND_CODE,
     OF_HEAD,
+    OF_LAYERS,
     Kind,
     Payload,
     rules_for,
 )
-from megatron_epp.planner.block_table import BlockLoads, table_of
+from megatron_epp.planner.block_table import BlockLoads, tables_of
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.sim.engine import OpArrays
-from megatron_epp.sim.inputs import op_arrays
+from megatron_epp.sim.inputs import moved_bytes, op_arrays
 
 _OPS_OF_CHUNK = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -152,13 +153,36 @@ def every_layer(mode: str, left: list[np.ndarray]) -> Counts:
     return {(kind, mode): grid for kind, grid in enumerate(left)}
 
 
+class ChunkProblems:
+    """The work of ``chunking``, by what is recomputed.
+
+    split   whether the work has I and W; a search that never splits a backward does without
+    """
+
+    def __init__(self, cost: Cost, chunking: Chunking, loads: Loads, split: bool = True):
+        """Make what does not depend on recompute."""
+        self.cost, self.chunking, self.loads = cost, chunking, loads
+        kinds = OF_LAYERS if split else (Kind.FORWARD, Kind.BACKWARD)
+        every = rules_for(cost.layout.vocabulary_parallel)
+        self._rules = {k: rule for k, rule in every.items() if k in (*kinds, *OF_HEAD)}
+        self._tables = tables_of(cost, loads, kinds)
+        self._fixed_bytes: np.ndarray | None = None
+
+    def of(self, counts: Counts) -> ScheduleProblem:
+        """Return the work where ``counts`` layers are recomputed."""
+        table = self._tables.of_counts(with_unrecomputed(self.cost, counts, self.chunking.count))
+        if self._fixed_bytes is None:
+            self._fixed_bytes = moved_bytes(table, self.loads, self._rules, recomputed=False)
+        ops = op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
+        return ScheduleProblem(
+            ops=ops,
+            backward_order=self.chunking.backward,
+            last_of_group=self.chunking.last_of_group,
+            headroom_bytes=self.cost.headroom_bytes,
+            place=self.cost.layout.place,
+        )
+
+
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
-    table = table_of(cost, loads, with_unrecomputed(cost, counts, chunking.count))
-    return ScheduleProblem(
-        ops=op_arrays(table, loads, rules_for(cost.layout.vocabulary_parallel)),
-        backward_order=chunking.backward,
-        last_of_group=chunking.last_of_group,
-        headroom_bytes=cost.headroom_bytes,
-        place=cost.layout.place,
-    )
+    return ChunkProblems(cost, chunking, loads).of(counts)

@@ -15,7 +15,7 @@ from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import Counts, loads_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import (
     ScoredDraft,
@@ -43,11 +43,12 @@ def draft(
         in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
         policies = one_f_one_b(in_flight_limit, chunking.sizes, cost)
         most = int(chunking.sizes.max())
+        problems = ChunkProblems(cost, chunking, loads, split=False)
         for kept in sorted({min(kept, most) for kept in KEPT}):
             if not better(best, bound, below):
                 break
             counts = discarded(cost, chunking, kept)
-            schedule, how = best_schedule(chunking, loads, counts, policies, cost)
+            schedule, how = best_schedule(problems, counts, policies)
             played = scored_draft(chunking, counts, schedule, cost, f"size {size}, K {kept}", how)
             best = played if best is None else min(best, played, key=lambda drafted: drafted.rank)
     return best

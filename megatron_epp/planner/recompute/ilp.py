@@ -224,11 +224,39 @@ class Solver:
         self.highs.setOptionValue("mip_rel_gap", MIP_GAP)
         self.highs.setOptionValue("mip_max_nodes", MIP_NODES)
 
-    def run(self, model: highspy.HighsLp) -> np.ndarray:
+    def run(
+        self,
+        rows: "MemoryRows",
+        most: np.ndarray,
+        weights: np.ndarray | None,
+        integer: bool,
+    ) -> np.ndarray:
+        """Return the cheapest columns; arguments as of :func:`solve_rows`. None of them where the
+        solver finds nothing."""
+        # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
+        scale, count = 1.0 / rows.missing_bytes.max(), len(rows.missing_bytes)
+        kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
         self.highs.clearModel()
         # Relaxations are too small to gain from presolve; integer programs do gain.
-        self.highs.setOptionValue("presolve", "on" if len(model.integrality_) else "off")
-        self.highs.passModel(model)
+        self.highs.setOptionValue("presolve", "on" if integer else "off")
+        # Arrays at once: setting the fields of a HighsLp takes about as long as solving it.
+        self.highs.passModel(
+            rows.columns,
+            count,
+            len(rows.slot),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            0.0,
+            np.ones(rows.columns) if weights is None else weights,
+            np.zeros(rows.columns),
+            most.astype(np.float64),
+            rows.missing_bytes * scale,
+            np.full(count, highspy.kHighsInf),
+            rows.starts.astype(np.int32),
+            rows.slot.astype(np.int32),
+            rows.freed * scale,
+            np.full(rows.columns, int(kind), np.int32),
+        )
         self.highs.run()
         return np.array(self.highs.getSolution().col_value)
 
@@ -251,21 +279,7 @@ def solve_rows(
         return np.zeros(rows.columns, dtype=np.int64)
     if not _enough(rows, most):
         return None
-    # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
-    scale = 1.0 / rows.missing_bytes.max()
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = rows.columns, len(rows.missing_bytes)
-    model.col_cost_ = np.ones(rows.columns) if weights is None else weights
-    model.col_lower_, model.col_upper_ = np.zeros(rows.columns), most.astype(np.float64)
-    model.row_lower_ = rows.missing_bytes * scale
-    model.row_upper_ = np.full(len(rows.missing_bytes), highspy.kHighsInf)
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = rows.starts
-    model.a_matrix_.index_ = rows.slot
-    model.a_matrix_.value_ = rows.freed * scale
-    if integer:
-        model.integrality_ = [highspy.HighsVarType.kInteger] * rows.columns
-    solution = solver.run(model)
+    solution = solver.run(rows, most, weights, integer)
     if len(solution) != rows.columns:
         return None
     # A tolerance of the solver may leave a row short by a hair: then the rounding repairs it.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import work_bound_seconds
@@ -14,7 +13,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policies
-from megatron_epp.planner.order.problem import Counts, loads_of, problem_of
+from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of
 
 NotedPolicy = tuple[Policy, str]  # and a text on it
 
@@ -61,10 +60,10 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
 
 
 def best_schedule(
-    chunking: Chunking, loads: Loads, counts: Counts, policies: Sequence[NotedPolicy], cost: Cost
+    problems: ChunkProblems, counts: Counts, policies: Sequence[NotedPolicy]
 ) -> tuple[Schedule, str]:
     """Play ``policies``; return the best schedule, and the text on its policy."""
-    work = problem_of(cost, chunking, loads, counts)
+    work = problems.of(counts)
     played = ((list_schedule(work, policy), said) for policy, said in policies)
     return min(played, key=lambda each: (each[0].over_bytes, each[0].seconds))
 
@@ -98,11 +97,13 @@ def uniform_draft(
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
         return None
+    split = any(policy.split for policy, _ in policies)
+    problems = ChunkProblems(cost, chunking, loads, split)
 
     def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]
         counts = cost.layout.kinds.first(mode, np.tile(grid, (1, chunking.count)))
-        return counts, *best_schedule(chunking, loads, counts, policies, cost)
+        return counts, *best_schedule(problems, counts, policies)
 
     description = ""
     counts, schedule, how = play(modes[0], 0)

@@ -173,7 +173,8 @@ def survey(
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
     # Where memory is tight, a search that persists is no glance.
     glance = dataclasses.replace(options, effort=0, levers=options.levers - {"persist"})
-    sketch = dataclasses.replace(options, effort=min(SKETCH_EFFORT, options.effort))
+    effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
+    sketch = dataclasses.replace(options, effort=effort)
 
     def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> list[Choice]:
         choices: list[Choice] = []

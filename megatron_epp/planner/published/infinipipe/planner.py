@@ -23,11 +23,11 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import (
+    ChunkProblems,
     Counts,
     every_layer,
     left_layers,
     loads_of,
-    problem_of,
     rates_of,
 )
 from megatron_epp.planner.order.warmup import pipelines
@@ -187,7 +187,8 @@ def _play(
     """The plan, and its exact peaks by stage beside residents."""
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
-    schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(in_flight_limit))
+    work = ChunkProblems(cost, chunking, loads, split=False).of(counts)
+    schedule = list_schedule(work, strict(in_flight_limit))
     drafted = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
     )

@@ -1,0 +1,175 @@
+"""Tables of the same chunks with one choice of recompute after the other.
+
+What recompute changes of a table are the recomputed seconds, the activations that a chunk holds,
+and the workspaces of F, B and I. All else is computed once.
+
+What a layer saved and is offloaded is copied to the host's memory while F runs and back while B or
+I runs, a layer at a time, both ways at once:
+
+    seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
+
+which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
+at most are on the device at a time, one in use and one under way, as in Transformer Engine's
+CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
+memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
+communication.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from megatron_epp.cost.backward_peak import BackwardPeak, LayerRun, runs_of_counts
+from megatron_epp.cost.ends import Ends
+from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.memory import ChunkMemory
+from megatron_epp.cost.seconds import OpSeconds
+from megatron_epp.ir import (
+    BACKWARDS,
+    IN_FLIGHT,
+    KEEP,
+    OF_LAYERS,
+    OFFLOAD,
+    Item,
+    Kind,
+    Payload,
+    Table,
+)
+
+
+class ChunkTables:
+    """Tables of the chunks of ``loads``, by what is recomputed.
+
+    Args:
+        seconds, memory, ends: Of the cost (:class:`~megatron_epp.cost.cost.Cost`).
+        loads: Of the chunks.
+        forward_only: A plan of forwards only keeps nothing: one layer's activations at a time, and
+            the ends' while they run.
+        kinds: Kinds of the layers' ops that the tables have; default: all.
+    """
+
+    def __init__(
+        self,
+        seconds: OpSeconds,
+        memory: ChunkMemory,
+        ends: Ends,
+        loads: Loads,
+        forward_only: bool = False,
+        kinds: Sequence[Kind] = OF_LAYERS,
+    ):
+        """Keep the arguments; arrays are made when first asked for."""
+        self.seconds, self.memory, self.ends = seconds, memory, ends
+        self.layout = memory.layout
+        self.loads, self.forward_only, self.kinds = loads, forward_only, tuple(kinds)
+        self.backwards = tuple(kind for kind in BACKWARDS if kind in self.kinds)
+
+    def of_counts(self, counts: Counts) -> Table:
+        """Return the table where ``counts`` [stages, chunks] layers have each choice.
+
+        The layers of each kind of a stage are taken to stand in the order of ``counts``, kept ones
+        last; those offloaded stand anywhere.
+        """
+        return self.of_runs(counts, runs_of_counts(self.memory, self.loads, counts))
+
+    def of_runs(self, counts: Counts, runs: Sequence[LayerRun]) -> Table:
+        """As :meth:`of_counts`, of layers that stand as ``runs`` says, last layers first."""
+        counts = dict(sorted(counts.items()))  # sums come out alike, whoever counted
+        loads, memory = self.loads, self.memory
+        recompute = np.zeros((self.layout.stages, loads.chunks))
+        for choice, count in counts.items():
+            if choice[1] not in (KEEP, OFFLOAD):
+                recompute += count * self.seconds.recompute(choice, loads)
+        recompute = self.seconds.exposed_recompute(counts, recompute, self._device_backward)
+        workspace = dict(self._workspace)
+        workspace[Kind.FORWARD] = memory.forward_workspace_bytes(loads, counts)
+        for kind in self.backwards:
+            workspace[kind] = workspace[kind] + self._backward_peaks[kind].bytes_of(runs)
+        if self.forward_only:
+            one = [
+                memory.saved_bytes((kind, KEEP), loads) for kind in range(self.layout.kinds.number)
+            ]
+            workspace[Kind.FORWARD] += np.ceil(
+                self.ends.held_bytes(loads) + self.layout.most_over_stages(one)
+            )
+        seconds, comm = dict(self._seconds), dict(self._comm)
+        offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}
+        if offloaded and not self.forward_only:
+            self._add_copies(offloaded, recompute, seconds, comm, workspace)
+        return Table(
+            seconds=seconds,
+            recompute_seconds=recompute,
+            comm_seconds=comm,
+            link_seconds=self._links,
+            link_latency_seconds=self.layout.profile.link_latency_seconds,
+            held_bytes={**self._held, Item.ACTIVATIONS: memory.activation_bytes(loads, counts)},
+            workspace_bytes=workspace,
+            resident_bytes=memory.states_bytes,
+        )
+
+    # --- whatever is recomputed ------------------------------------------------------------------
+
+    @cached_property
+    def _workspace(self) -> dict[Kind, np.ndarray]:
+        """[stages, chunks] by kind, without recompute; of F another one is made every time."""
+        of_layers = {kind: self.memory.workspace_bytes(kind, self.loads) for kind in self.kinds}
+        return of_layers | dict(self.ends.head_workspace_bytes(self.loads))
+
+    @cached_property
+    def _backward_peaks(self) -> dict[Kind, BackwardPeak]:
+        return {kind: BackwardPeak(self.memory, kind, self.loads) for kind in self.backwards}
+
+    @cached_property
+    def _seconds(self) -> dict[Kind, np.ndarray]:
+        return {kind: self.seconds.of(kind, self.loads) for kind in self._workspace}
+
+    @cached_property
+    def _device_backward(self) -> np.ndarray:
+        return self.seconds.device(Kind.BACKWARD, self.loads)
+
+    @cached_property
+    def _comm(self) -> dict[Kind, np.ndarray]:
+        return {kind: self.seconds.communication(kind, self.loads) for kind in self._workspace}
+
+    @cached_property
+    def _links(self) -> dict[Payload, np.ndarray]:
+        link = self.seconds.link(self.loads)
+        head = self.ends.head_link_seconds(self.loads, self.forward_only)
+        return {Payload.ACTIVATION: link, Payload.GRADIENT: link, **head}
+
+    @cached_property
+    def _held(self) -> dict[Item, np.ndarray]:
+        memory, loads = self.memory, self.loads
+        return {
+            Item.KV: memory.kv_bytes(loads),
+            Item.KV_GRADIENTS: memory.kv_gradient_bytes(loads),
+            Item.WEIGHT_INPUTS: memory.weight_input_bytes(loads),
+            **self.ends.head_held_bytes(loads),
+        }
+
+    def _add_copies(
+        self,
+        offloaded: Mapping[int, np.ndarray],
+        recompute: np.ndarray,
+        seconds: dict[Kind, np.ndarray],
+        comm: dict[Kind, np.ndarray],
+        workspace: dict[Kind, np.ndarray],
+    ) -> None:
+        """Add what ``offloaded`` [stages, chunks] layers of each kind take of every op."""
+        memory, loads = self.memory, self.loads
+        copies = sum(count * memory.copy_seconds(loads, kind) for kind, count in offloaded.items())
+        in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)
+        for op in (Kind.FORWARD, *self.backwards):
+            work = seconds[op] + (recompute if op in BACKWARDS else 0.0)
+            exposed = np.maximum(copies - work, 0.0)
+            seconds[op] = seconds[op] + exposed
+            comm[op] = comm[op] + exposed
+            largest = np.max(
+                [
+                    np.where(count > 0, memory.offloaded_workspace(op, loads, kind), 0.0)
+                    for kind, count in offloaded.items()
+                ],
+                axis=0,
+            )
+            workspace[op] = workspace[op] + np.ceil(in_flight * largest)

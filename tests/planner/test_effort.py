@@ -1,0 +1,69 @@
+"""How hard a search looks where nobody says, by numbers of the batch."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
+from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.epp import preparation
+from megatron_epp.planner.options import EFFORT, MANY_EFFORT, with_effort
+
+
+@pytest.mark.parametrize(
+    ("documents", "seconds", "effort"),
+    [
+        (64, 5.0, EFFORT),
+        (2048, 50.0, EFFORT),
+        (4096, 90.0, 2 * EFFORT),
+        (10**6, 90.0, MANY_EFFORT),
+        (10**6, 0.5, 2),
+        (64, 0.5, 2),
+        (64, 0.1, 0),
+    ],
+)
+def test_effort_by_documents_and_seconds(documents: int, seconds: float, effort: int) -> None:
+    assert with_effort(Options(), documents, seconds).effort == effort
+    assert with_effort(Options(effort=3), documents, seconds).effort == 3, "the user's word"
+
+
+@pytest.fixture
+def efforts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every search from now on."""
+    seen: list[int] = []
+    begin = preparation.Effort.__init__
+
+    def spy(effort: preparation.Effort, units: int) -> None:
+        seen.append(units)
+        begin(effort, units)
+
+    monkeypatch.setattr(preparation.Effort, "__init__", spy)
+    return seen
+
+
+def test_commands_plan_with_it(tmp_path: Path, efforts: list[int]) -> None:
+    words = ["--model", "gpt-7b", "--device", "a100-80g", "--pp", "2", "--tp", "8"]
+    words += ["--context", "16384", "--levers", "default,-persist", "--vocab-parallel", "off"]
+
+    def planned(documents: int, *more: str) -> set[int]:
+        efforts.clear()
+        lengths = tmp_path / "lengths.txt"
+        lengths.write_text("4000\n" * documents)
+        more = ("--global-batch-size", str(documents), *more)
+        assert (
+            main(["plan", "--lengths", str(lengths), *words, *more, "-o", str(tmp_path / "p")]) == 0
+        )
+        return set(efforts)
+
+    assert planned(2) == {0}
+    assert planned(2, "--effort", "1") == {1}
+    assert planned(60) == {EFFORT}
+
+
+def test_many_replicas_share_no_effort(efforts: list[int]) -> None:
+    cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=2, dp=8)
+    batch = open_corpus("wlb", 16384).batch(1, 16)
+    plan_step(batch, cost, Options(effort=2), "epp", 8)
+    assert set(efforts) == {2}
