@@ -4,9 +4,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from megatron_epp.cli.tune.model_flags import ModelFlags, model_flags
+from megatron_epp.cli.tune.job import Job
 from megatron_epp.cost.catalogue.hub_file import HubConfig
-from megatron_epp.cost.catalogue.models import Model, model_config
+from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
@@ -52,10 +53,8 @@ MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
 
 
 def launch_script(
-    model: Model,
+    job: Job,
     choice: Choice,
-    arguments: argparse.Namespace,
-    node_devices: int,
     documents: int,
     context: int,
     hosts: Sequence[str] = (),
@@ -64,7 +63,8 @@ def launch_script(
 
     ``hosts``: of the node ranks, where they are known.
     """
-    config = model_config(arguments.model, arguments.like)
+    model, config, arguments = job.model, job.config, job.arguments
+    node_devices = job.node_devices
     stages = () if choice.place or choice.layout.pp == 1 else choice.layers
     of_model = model_flags(model, config, choice.layout.tp, stages)
     notes = config.notes if config is not None else ()
@@ -87,14 +87,13 @@ def launch_script(
     return _HEAD.format(
         # A line break would end the comment, and what follows would be a command.
         title=printable(
-            f"{model.name} on {arguments.nodes} x {node_devices} {arguments.device}: "
-            f"{choice.layout}"
+            f"{model.name} on {job.nodes} x {node_devices} {arguments.device}: {choice.layout}"
         ),
         name=printable(arguments.script),
         hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
-        nodes=arguments.nodes,
+        nodes=job.nodes,
         per_node=node_devices,
         flags="\n".join(lines),
         comments="".join(comments),
