@@ -18,6 +18,7 @@ from megatron_epp.cli.tune.describe import NOT_PLANNED, describe, states_bytes
 from megatron_epp.cli.tune.how_many import how_many
 from megatron_epp.cli.tune.job import Job, job_of
 from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
+from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, require_sayable
 from megatron_epp.cost.catalogue.models import model, model_config
@@ -70,6 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run_corpus:
             played = _dry_run(chosen, batches, job, options)
         _write_and_print(job, result, chosen, played, batches, drawn, options)
+        if arguments.html is not None:
+            page = survey_page(job, result, chosen, batches, drawn[0], options, workers)
+            write_file(arguments.html, page)
+            print(f"wrote {arguments.html}", file=sys.stderr)
     return 130 if result.stopped else 0
 
 
@@ -195,9 +200,8 @@ def _write_and_print(
         print("\n".join(f"    {line}" for line in lines))
     if played:
         print(spread(played), end="")
-    for written in (arguments.script, arguments.html):
-        if written is not None:
-            print(f"wrote {written}", file=sys.stderr)
+    if arguments.script is not None:
+        print(f"wrote {arguments.script}", file=sys.stderr)
 
 
 def _require_framework(arguments: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.registry import OVERLAPPED, PACKED, STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import text_table
-from megatron_epp.show.units import GIB, seconds_text, tokens_text
+from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
@@ -52,12 +52,7 @@ def tuning_lines(
     """
     lines = [*verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
-    cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
-    shown = [any(row[at] for row in cells) or bool(_HEADERS[at]) for at in range(len(_HEADERS))]
-    shown[_HEADERS.index("ep")] = any(choice.ep > 1 for choice in rows)
-    shown[_HEADERS.index("MFU")] = any(each is not None for each in mfu)
-    table = [[*itertools.compress(row, shown)] for row in (_HEADERS, *cells)]
-    text += "\n" + text_table(table[0], table[1:])
+    text += "\n" + text_table(*shown_rows(rows, mfu))
     text += "\n" + _LEGEND + "\n"
     for row, ranks in parts.items():
         text += textwrap.fill(_parts_text(row, rows[row], ranks), COLUMNS, subsequent_indent="  ")
@@ -70,6 +65,27 @@ def tuning_lines(
             line = f"  {layout}: {why}"
             text += textwrap.fill(line, COLUMNS, subsequent_indent="    ") + "\n"
     return text
+
+
+def shown_rows(
+    rows: Sequence[Choice], mfu: Sequence[float | None], shares: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and cells of a table of choices, without columns that say nothing.
+
+    ``shares``: with those of waiting, recompute and exchanges, too.
+    """
+    cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
+    shown = [True] * len(_HEADERS)
+    shown[_HEADERS.index("ep")] = any(choice.ep > 1 for choice in rows)
+    shown[_HEADERS.index("MFU")] = any(each is not None for each in mfu)
+    shown[-1] = any(row[-1] for row in cells)
+    headers, *table = ([*itertools.compress(row, shown)] for row in (_HEADERS, *cells))
+    if shares:
+        headers += ["idle", "redo", "comm", "dp s"]
+        for row, choice in zip(table, rows, strict=True):
+            ratios = choice.bubble_ratio, choice.recompute_ratio, choice.comm_ratio
+            row += [*map(fraction_text, ratios), f"{choice.exchange_seconds:.3g}"]
+    return headers, table
 
 
 def _parts_text(row: int, choice: Choice, ranks: Sequence[Mapping[str, float]]) -> str:

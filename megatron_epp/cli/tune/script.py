@@ -64,41 +64,48 @@ def launch_script(
     ``hosts``: of the node ranks, where they are known.
     """
     model, config, arguments = job.model, job.config, job.arguments
-    node_devices = job.node_devices
-    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
-    of_model = model_flags(model, config, choice.layout.tp, stages)
+    of_model = _model_flags(job, choice)
     notes = config.notes if config is not None else ()
     if of_model.assumed:
         assumed = ", ".join(of_model.assumed)
         notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
     # A line break would end a comment, and what follows would be a command.
     comments = [f"# {printable(note)}\n" for note in notes]
-    lines = (
-        "    " + shlex.join(group)
-        for group in (
-            *of_model.groups,
-            ["--seq-length", str(context), "--max-position-embeddings", str(context)],
-            *layout_arguments(choice, of_model.hybrid),
-            *training_flags(documents),
-            *expert_flags(model, of_model),
-            *elastic_flags(choice, arguments),
-        )
-    )
+    groups = launch_flags(job, choice, documents, context)
+    lines = (f"    {shlex.join(group)}" for group in groups)
     return _HEAD.format(
         # A line break would end the comment, and what follows would be a command.
         title=printable(
-            f"{model.name} on {job.nodes} x {node_devices} {arguments.device}: {choice.layout}"
+            f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
         ),
         name=printable(arguments.script),
         hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
         nodes=job.nodes,
-        per_node=node_devices,
+        per_node=job.node_devices,
         flags="\n".join(lines),
         comments="".join(comments),
         entry=of_model.entry,
     )
+
+
+def _model_flags(job: Job, choice: Choice) -> ModelFlags:
+    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
+    return model_flags(job.model, job.config, choice.layout.tp, stages)
+
+
+def launch_flags(job: Job, choice: Choice, documents: int, context: int) -> list[list[str]]:
+    """Return all flags of a choice, by groups that belong on one line."""
+    of_model = _model_flags(job, choice)
+    return [
+        *of_model.groups,
+        ["--seq-length", str(context), "--max-position-embeddings", str(context)],
+        *layout_arguments(choice, of_model.hybrid),
+        *training_flags(documents),
+        *expert_flags(job.model, of_model),
+        *elastic_flags(choice, job.arguments),
+    ]
 
 
 def require_sayable(model: Model, config: HubConfig | None) -> None:
