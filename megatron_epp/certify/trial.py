@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.models import model as known_model
 from megatron_epp.cost.catalogue.models import model_config
 from megatron_epp.flag_fields import JoinedArguments, add_flags, flag, flag_of
 from megatron_epp.ir.placement import A_PLACEMENT, read_placement
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.safe_files import bounded_text
 
 MOST_RANKS = 64
@@ -79,16 +81,21 @@ class DescribedModelFlags:
     )
 
     @staticmethod
-    def flags(name: str, like: str | None) -> list[str]:
-        """Return Megatron's flags of the model. ValueError: they cannot say all of it."""
-        config = model_config(name, like)
-        of_model = model_flags(known_model(name, like), config)
+    def flags(name: str, like: str | None, pp: int) -> list[str]:
+        """Return Megatron's flags of the model over ``pp`` stages.
+
+        ValueError: they cannot say all of it.
+        """
+        described = known_model(name, like)
+        layers = even_layers(described.layers, pp)
+        of_model = model_flags(described, model_config(name, like), stages=layers)
         if of_model.unsaid:
             raise ValueError(
                 f"--model {name}: Megatron's flags cannot say: {'; '.join(of_model.unsaid)}; give "
                 "the flags of the model that is trained"
             )
-        return [word for group in of_model.groups for word in group]
+        of_stages = [] if of_model.hybrid else layout_flags(layers)
+        return [*(word for group in of_model.groups for word in group), *of_stages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +250,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
     """The command line; what it does not know is a model flag for Megatron's parser."""
     chosen, flags = certify_parser().parse_known_args(arguments)
     if chosen.model is not None:
-        flags = [*DescribedModelFlags.flags(chosen.model, chosen.like), *flags]
+        flags = [*DescribedModelFlags.flags(chosen.model, chosen.like, chosen.pp or 1), *flags]
     elif chosen.like is not None:
         raise ValueError(f"--like {chosen.like}: how to read a --model, which is missing")
     own, _ = _degree_flags().parse_known_args(flags)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from string import Template
 
-from megatron_epp.show.paint import draw_comparison
+from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
@@ -41,8 +41,8 @@ class SurveyPage:
     headers    of the table; rows: its cells; chosen: the row that the rest shows, from 0
     flags      of every row, as a shell reads them; none: Megatron's flags cannot say the model
     parts      bytes by part of every rank at its peak; budgets: bytes of every rank
-    packed     how one batch runs without slices, in the same layout; None: it does not fit
-    planned    how it runs by the plan
+    packed     how one batch runs without slices in the layout of that row; planned: by a plan;
+               None: it does not fit
     gains      by context, shortest first
     lengths    tokens of documents; ``context``: of the survey
     notes      what was assumed, left out, or not planned
@@ -58,7 +58,7 @@ class SurveyPage:
     parts: Sequence[Mapping[str, float]]
     budgets: Sequence[float]
     packed: Timeline | None
-    planned: Timeline
+    planned: Timeline | None
     gains: Sequence[GainPoint]
     lengths: Sequence[int]
     context: int
@@ -164,7 +164,10 @@ def _memory(page: SurveyPage) -> str:
         y += row + 8
     shapes += _axis(most, scale, y, "GiB")
     fullest = max(sum(rank.values()) for rank in page.parts) / GIB
-    text = f"Each pipeline rank at its peak, at most {fullest:.1f} GiB; the red line is its budget."
+    text = (
+        f"Row {page.chosen + 1}, each pipeline rank at its peak, at most {fullest:.1f} GiB; the "
+        "red line is its budget."
+    )
     rows = [
         [f"rank {number}", *(f"{held / GIB:.1f}" for held in rank.values()), f"{budget / GIB:.1f}"]
         for number, (rank, budget) in enumerate(zip(page.parts, page.budgets, strict=True))
@@ -183,16 +186,17 @@ def _axis(stop: float, scale: float, y: float, unit: str) -> list[Shape]:
 
 
 def _time(page: SurveyPage) -> str:
-    if page.packed is None:
-        drawing = draw_comparison(page.planned, page.planned, 1400)
-        text = "Packed whole documents do not fit in this layout: the plan alone, twice."
-    else:
-        drawing = draw_comparison(page.packed, page.planned, 1400)
-        text = (
-            f"One batch on the ranks of one replica: packed ({page.packed.seconds:.3g} s) above "
-            f"planned ({page.planned.seconds:.3g} s), on one axis."
-        )
-    return _figure("Time line", text, drawing, light=True)
+    runs = {"packed": page.packed, "planned": page.planned}
+    there = [run for run in runs.values() if run is not None]
+    text = f"Row {page.chosen + 1}, one batch on the ranks of one replica: " + "; ".join(
+        f"{name} does not fit" if run is None else f"{name} takes {run.seconds:.3g} s"
+        for name, run in runs.items()
+    )
+    if not there:
+        return f"<h2>Time line</h2><p>{html.escape(text)}</p>"
+    both = len(there) == 2
+    drawing = draw_comparison(*there, 1400) if both else draw_timeline(there[0], 1400)
+    return _figure("Time line", f"{text}.", drawing, light=True)
 
 
 def _gain(page: SurveyPage) -> str:
@@ -223,9 +227,9 @@ def _gain(page: SurveyPage) -> str:
         for p in page.gains
     ]
     text = (
-        "Seconds of Megatron's own schedule, whole documents packed to the best length, over "
-        "seconds of the plan: documents of one batch, cut to each context. No mark: packed "
-        "documents do not fit."
+        "Seconds of Megatron's own schedule with its overlaps, whole documents packed to the best "
+        "length, over seconds of the plan: documents of one batch, cut to each context, first "
+        "plans without a search. No mark: packed documents do not fit."
     )
     drawing = Drawing(_WIDTH, low + 28, tuple(shapes), "none")
     figure = _figure("Gain by context", text, drawing, _key(names, (_MARK, _OTHER)))

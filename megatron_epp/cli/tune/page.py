@@ -12,7 +12,7 @@ from megatron_epp.cli.tune.script import launch_flags
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import STOCK
+from megatron_epp.planner.registry import OVERLAPPED, STOCK
 from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of
 from megatron_epp.show.survey_page import GainPoint, SurveyPage, to_page
@@ -53,6 +53,7 @@ def survey_page(
         flags.append(flags_text([word for group in groups for word in group]))
     quick = dataclasses.replace(options, effort=0)
     packed = _try(job, chosen, STOCK, lengths, quick)
+    planned = _try(job, chosen, ELASTIC, lengths, options)
     notes = list(job.config.notes if job.config is not None else ())
     if of_model.assumed:
         notes.append(f"Not said of the model, so taken: {', '.join(of_model.assumed)}.")
@@ -70,8 +71,8 @@ def survey_page(
             flags=flags,
             parts=memory_parts(chosen.plan, chosen.cost),
             budgets=chosen.cost.device_budget_bytes,
-            packed=None if packed is None else _timeline(packed, "packed"),
-            planned=_timeline(chosen, "planned" if chosen.planner == ELASTIC else "row chosen"),
+            packed=_timeline(packed, "packed"),
+            planned=_timeline(planned, "planned"),
             gains=_gains(job, result, chosen, lengths, context, quick, workers),
             lengths=[length for batch in batches.first for length in batch],
             context=context,
@@ -80,9 +81,10 @@ def survey_page(
     )
 
 
-def _timeline(choice: Choice, title: str) -> Timeline:
+def _timeline(choice: Choice | None, title: str) -> Timeline | None:
+    if choice is None or choice.plan is None or choice.cost is None:
+        return None
     plan, cost = choice.plan, choice.cost
-    assert plan is not None and cost is not None
     return timeline_of(play(plan, cost.table(plan)), title, cost.device_budget_bytes)
 
 
@@ -120,16 +122,18 @@ def _gains(
     """Return the gain at ``context`` and its halves."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
+    overlapped = any(each.planner == OVERLAPPED for each in result.choices)
+    stock = OVERLAPPED if overlapped else STOCK
     best = {
         planner: [each for each in result.choices if (each.planner == ELASTIC) == elastic][:_TRIED]
-        for planner, elastic in ((ELASTIC, True), (STOCK, False))
+        for planner, elastic in ((ELASTIC, True), (stock, False))
     }
     tasks, keys = [], []
     for at in contexts:
         short = tuple(min(length, at) for length in lengths)
         here = dataclasses.replace(options, context=at)
         pairs = [(each, planner) for planner, several in best.items() for each in several]
-        for each, planner in (*pairs, (chosen, ELASTIC), (chosen, STOCK)):
+        for each, planner in (*pairs, (chosen, ELASTIC), (chosen, stock)):
             tasks.append((job, each, planner, short, here))
             keys.append((at, planner, each is chosen))
     found: dict[tuple[int, str, bool], float] = {}
@@ -139,7 +143,7 @@ def _gains(
                 found[both] = min(seconds, found.get(both, seconds))
     points = []
     for at in contexts:
-        same, every = ([found.get((at, p, own)) for p in (STOCK, ELASTIC)] for own in (True, False))
+        same, every = ([found.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False))
         ratios = [one / other if one and other else None for one, other in (same, every)]
         points.append(GainPoint(at, *ratios))
     return points

@@ -18,6 +18,7 @@ from megatron_epp.cost.catalogue.hub_file import (
 )
 from megatron_epp.cost.catalogue.hub_shape import model_fields
 from megatron_epp.cost.catalogue.named import from_json, pick
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
@@ -143,14 +144,16 @@ class Model:
         sees; what is recomputed does not count. What divides by the devices' peak is MFU.
         """
         stops = np.array(lengths, np.int64)
-        tokens, pairs = float(stops.sum()), float((stops * (stops + 1) // 2).sum())
+        starts, tokens = np.zeros_like(stops), float(stops.sum())
         kinds = Counter(self.layer_kinds or (LAYER_KIND,) * self.layers)
         forward = 2.0 * self.vocabulary_parameters * tokens
         for kind, count in kinds.items():
             layer = self.shapes[kind]
-            flops = layer.flops_per_token * tokens + layer.flops_per_pair * pairs
-            for column, work in layer.work.items():
-                flops += work.flops * float(column.of_spans(np.zeros_like(stops), stops).sum())
+            flops = layer.flops_per_token * tokens
+            seen = WindowPairs(layer.window or int(stops.max()))
+            others = ((column, work.flops) for column, work in layer.work.items())
+            for column, each in ((seen, layer.flops_per_pair), *others):
+                flops += each * float(column.of_spans(starts, stops).sum())
             forward += count * flops
         return 3 * forward
 
