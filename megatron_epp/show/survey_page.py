@@ -90,7 +90,7 @@ def _cells(cells: Sequence[str], tag: str, numbers: Sequence[bool]) -> str:
     )
 
 
-def _plain_table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _numbers_table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the numbers of a picture, for those who do not see it."""
     numbers = [False, *(True for _ in headers[1:])]
     body = "".join(f"<tr>{_cells(row, 'td', numbers)}</tr>" for row in rows)
@@ -173,7 +173,7 @@ def _memory(page: SurveyPage) -> str:
         for number, (rank, budget) in enumerate(zip(page.parts, page.budgets, strict=True))
     ]
     drawing = Drawing(_WIDTH, y + 24, tuple(shapes), "none")
-    table = _plain_table("Memory", ["GiB", *names, "budget"], rows)
+    table = _numbers_table("Memory", ["GiB", *names, "budget"], rows)
     return _figure("Memory by part", text, drawing, _key(names, _PART_COLOURS)) + table
 
 
@@ -233,7 +233,7 @@ def _gain(page: SurveyPage) -> str:
     )
     drawing = Drawing(_WIDTH, low + 28, tuple(shapes), "none")
     figure = _figure("Gain by context", text, drawing, _key(names, (_MARK, _OTHER)))
-    return figure + _plain_table("Gain", ["context", *names], rows)
+    return figure + _numbers_table("Gain", ["context", *names], rows)
 
 
 def _histogram(page: SurveyPage) -> str:
@@ -246,8 +246,8 @@ def _histogram(page: SurveyPage) -> str:
     wide, high, low = (_WIDTH - _LEFT - _RIGHT) / len(powers), 20.0, 200.0
     shapes: list[Shape] = [Path(((_LEFT, low), (_WIDTH - _RIGHT, low)), _LINE)]
     for at, power in enumerate(powers):
-        share = counts.get(power, 0) / max(counts.values())
-        x, tall = _LEFT + at * wide, (low - high) * share
+        fraction = counts.get(power, 0) / max(counts.values())
+        x, tall = _LEFT + at * wide, (low - high) * fraction
         title = f"{2**power} to {2 ** (power + 1) - 1} tokens: {counts.get(power, 0)} documents"
         shapes.append(Rect(x + 2, low - tall, wide - 4, tall, _MARK, title=title))
         name = tokens_text(2**power)
@@ -260,5 +260,5 @@ def _histogram(page: SurveyPage) -> str:
         f"in documents of more than half the context of {tokens_text(page.context)}."
     )
     rows = [[tokens_text(2**power), str(counts.get(power, 0))] for power in powers]
-    table = _plain_table("Lengths", ["tokens, from", "documents"], rows)
+    table = _numbers_table("Lengths", ["tokens, from", "documents"], rows)
     return _figure("Lengths", text, Drawing(_WIDTH, low + 26, tuple(shapes), "none")) + table

@@ -11,7 +11,7 @@ from megatron_epp.ir import PlanError
 from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.registry import PLANNERS
-from megatron_epp.planner.tuning.fit import fit, longest_document
+from megatron_epp.planner.tuning.capacity import capacity, longest_document
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.parts import PARTS, memory_parts
 from megatron_epp.planner.tuning.survey import survey
@@ -108,6 +108,6 @@ def test_experts_are_tried_inside_a_stage_and_over_replicas() -> None:
     assert best.plan is not None and best.peak_bytes == max(
         play(best.plan, best.cost.table(best.plan)).peak_bytes
     )
-    assert fit(both, cost_for).fitting == len(both) - len(
+    assert capacity(both, cost_for).fitting == len(both) - len(
         [each for each in both if each in result.refused]
     )

@@ -14,9 +14,9 @@ from megatron_epp.cli.files import write_file
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.plan import levers_of
 from megatron_epp.cli.progress import Workers, bar
-from megatron_epp.cli.tune.describe import NOT_PLANNED, describe, states_bytes
+from megatron_epp.cli.tune.describe import NOT_PLANNED, print_model, states_bytes
 from megatron_epp.cli.tune.how_many import how_many
-from megatron_epp.cli.tune.job import Job, job_of
+from megatron_epp.cli.tune.job import TunedJob, job_of
 from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
 from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import spread, tuning_lines
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                 flag = "for" if name == "framework" else name.replace("_", "-")
                 raise UsageError(f"--{flag}: of a survey; expected --lengths besides")
         if arguments.gpus is None and arguments.nodes is None and arguments.device is None:
-            return describe(the_model, config, arguments)
+            return print_model(the_model, config, arguments)
         return how_many(the_model, config, arguments)
     if len(arguments.gpus or ()) > 1:
         raise UsageError(
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if result.stopped else 0
 
 
-def _survey(job: Job, drawn: Sequence[Sequence[int]], options: Options, workers: Workers) -> Survey:
+def _survey(job: TunedJob, drawn: Sequence[Sequence[int]], options: Options, workers: Workers) -> Survey:
     """Return the survey. ValueError: no layout works."""
     arguments, documents = job.arguments, len(drawn[0])
     candidates = job.layouts(documents)
@@ -130,7 +130,7 @@ def _chosen(result: Survey, arguments: argparse.Namespace) -> Choice:
 
 
 def _write_and_print(
-    job: Job,
+    job: TunedJob,
     result: Survey,
     chosen: Choice,
     played: Sequence[Choice],
@@ -222,7 +222,7 @@ def _rows(first: Choice) -> str:
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 
 
-def _dry_run(first: Choice, batches: Batches, job: Job, options: Options) -> list[Choice]:
+def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -> list[Choice]:
     """The chosen row on so many batches, one after another as training would draw them."""
     numbers = range(job.arguments.dry_run_corpus)
     cost = job.cost_for(first.layout)

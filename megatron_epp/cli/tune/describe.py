@@ -35,7 +35,7 @@ def labelled(label: str, text: str) -> str:
     )
 
 
-def describe(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
+def print_model(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
     """Print what --model says, and the flags that build it."""
     of_model = model_flags(model, config)
     words = [word for group in of_model.groups for word in group]
@@ -54,7 +54,7 @@ def describe(model: Model, config: HubConfig | None, arguments: argparse.Namespa
         }
         print(json.dumps(facts, indent=1))
         return 0
-    print(summary(model))
+    print(model_summary(model))
     print(labelled("sizes", sizes_text(model)))
     if kinds := kinds_text(model):
         print(labelled("layers", kinds))
@@ -96,7 +96,7 @@ def describe(model: Model, config: HubConfig | None, arguments: argparse.Namespa
     return 0
 
 
-def summary(model: Model) -> str:
+def model_summary(model: Model) -> str:
     """Return the line that begins a screen."""
     billion, active = model.parameters / 1e9, model.active_parameters / 1e9
     return f"{model.name}: {billion:.4g} billion parameters, {active:.4g} active for a token"
@@ -117,11 +117,11 @@ def kinds_text(model: Model) -> str:
     parts = []
     for kind, count in Counter(model.layer_kinds).items():
         shape = model.kinds[kind]
-        plain = type(shape)()
+        default = type(shape)()
         sizes = [
             f"{name.replace('_', ' ')} {value}"
             for name, value in vars(shape).items()
-            if value != getattr(plain, name)
+            if value != getattr(default, name)
         ]
         parts.append(f"{count} {kind} ({', '.join(sizes) or 'plain'})")
     return "; ".join(parts)

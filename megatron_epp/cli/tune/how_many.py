@@ -4,11 +4,11 @@ import argparse
 import json
 
 from megatron_epp.cli.progress import Workers, bar
-from megatron_epp.cli.tune.describe import NOT_PLANNED, labelled, states_bytes, summary
-from megatron_epp.cli.tune.job import Job, job_of
+from megatron_epp.cli.tune.describe import NOT_PLANNED, labelled, states_bytes, model_summary
+from megatron_epp.cli.tune.job import TunedJob, job_of
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.planner.tuning.fit import Fit, fit
+from megatron_epp.planner.tuning.capacity import Capacity, capacity
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB
 
@@ -28,8 +28,8 @@ def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespa
     with Workers() as run:
         fits = []
         try:
-            found = run(_fit, [(job,) for job in jobs])
-            fits += [*bar(found, len(jobs), "devices")]
+            results = run(_fit, [(job,) for job in jobs])
+            fits += [*bar(results, len(jobs), "devices")]
         except KeyboardInterrupt:
             fits = fits or [_fit(jobs[0])]
     jobs = jobs[: len(fits)]
@@ -50,7 +50,7 @@ def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespa
         )
         return 0
     budget = (arguments.memory_budget_gib or (jobs[0].device.budget_gib,))[0]
-    print(summary(model))
+    print(model_summary(model))
     print(labelled("verdict", _verdict(jobs, fits, arguments.context)))
     print(labelled("device", f"{jobs[0].device.name}, budget {budget:g} GiB"))
     print(labelled("not planned", NOT_PLANNED))
@@ -60,19 +60,19 @@ def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespa
     return 0
 
 
-def _fit(job: Job) -> Fit:
-    return fit(job.layouts(job.devices), job.cost_for)
+def _fit(job: TunedJob) -> Capacity:
+    return capacity(job.layouts(job.devices), job.cost_for)
 
 
-def _row(job: Job, each: Fit) -> list[str]:
-    spread = states_bytes(job.model) / job.devices / GIB
-    cells = [str(job.devices), f"{spread:.1f}", str(each.layouts), str(each.fitting)]
+def _row(job: TunedJob, each: Capacity) -> list[str]:
+    evenly = states_bytes(job.model) / job.devices / GIB
+    cells = [str(job.devices), f"{evenly:.1f}", str(each.layouts), str(each.fitting)]
     if each.best is None:
         return [*cells, "-", "none"]
     return [*cells, str(each.tokens), f"{each.best}, {each.states_bytes / GIB:.1f}"]
 
 
-def _verdict(jobs: list[Job], fits: list[Fit], context: int) -> str:
+def _verdict(jobs: list[TunedJob], fits: list[Capacity], context: int) -> str:
     """Return the least number of devices, and of those that hold the context."""
     held = [job for job, each in zip(jobs, fits, strict=True) if each.best is not None]
     if not held:
@@ -89,5 +89,5 @@ def _verdict(jobs: list[Job], fits: list[Fit], context: int) -> str:
     return f"{text}; a document of {context} tokens from {holding[0].devices} on"
 
 
-def _numbers(jobs: list[Job]) -> str:
+def _numbers(jobs: list[TunedJob]) -> str:
     return ", ".join(str(job.devices) for job in jobs)

@@ -18,7 +18,7 @@ from megatron_epp.planner.tuning.survey import Choice
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TunedJob:
     """A model on a number of devices.
 
     config   what its config.json says besides; None: nothing does
@@ -81,7 +81,7 @@ class Job:
 
 def job_of(
     arguments: argparse.Namespace, model: Model, config: HubConfig | None, gpus: int | None
-) -> Job:
+) -> TunedJob:
     """Return the job that the options name, of ``gpus`` devices where --nodes does not say them."""
     if arguments.device is None:
         raise UsageError(
@@ -94,7 +94,7 @@ def job_of(
         )
     if model.mtp_layers_count:
         raise UsageError(
-            f"{model.name} predicts further tokens, of which the settings that are printed say "
+            f"{model.name} has multi-token prediction, of which the settings that are printed say "
             "nothing; tune it without, or compare layouts with `compare`"
         )
     the_device = device(arguments.device)
@@ -115,7 +115,7 @@ def job_of(
         raise UsageError("--gpus is missing; expected the number of devices (or --nodes)")
     joined = _joined(arguments, node_devices)
     _require_grid(arguments, joined, nodes)
-    return Job(arguments, model, config, the_device, nodes, node_devices, joined)
+    return TunedJob(arguments, model, config, the_device, nodes, node_devices, joined)
 
 
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.tune.describe import NOT_PLANNED, flags_text
-from megatron_epp.cli.tune.job import Job
-from megatron_epp.cli.tune.report import shown_rows, verdict
+from megatron_epp.cli.tune.job import TunedJob
+from megatron_epp.cli.tune.report import shown_rows, survey_verdict
 from megatron_epp.cli.tune.script import launch_flags
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.public import accuracy_lines
@@ -24,7 +24,7 @@ _TRIED = 3  # of the best layouts of a planner, at each context
 
 
 def survey_page(
-    job: Job,
+    job: TunedJob,
     result: Survey,
     chosen: Choice,
     batches: Batches,
@@ -36,7 +36,7 @@ def survey_page(
 
     Args:
         job: The devices and the model.
-        result: What was found.
+        result: The survey.
         chosen: The row that pictures show.
         batches: The documents.
         lengths: Of the documents of one batch, of which pictures are made.
@@ -63,7 +63,7 @@ def survey_page(
     return to_page(
         SurveyPage(
             title=f"{job.model.name} on {job}",
-            verdict=verdict(result),
+            verdict=survey_verdict(result),
             error=accuracy_lines(chosen.cost.layout.profile),
             headers=headers,
             rows=cells,
@@ -89,7 +89,7 @@ def _timeline(choice: Choice | None, title: str) -> Timeline | None:
 
 
 def _try(
-    job: Job, choice: Choice, planner: str, lengths: Sequence[int], options: Options
+    job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
 ) -> Choice | None:
     """Return the layout of ``choice`` with a planner on one batch; None: no plan fits."""
     elastic = planner == ELASTIC and choice.planner == ELASTIC
@@ -106,12 +106,12 @@ def _try(
 
 
 def _seconds(*work: object) -> float | None:
-    found = _try(*work)  # type: ignore[arg-type]
-    return None if found is None else found.seconds
+    choice = _try(*work)  # type: ignore[arg-type]
+    return None if choice is None else choice.seconds
 
 
 def _gains(
-    job: Job,
+    job: TunedJob,
     result: Survey,
     chosen: Choice,
     lengths: Sequence[int],
@@ -136,14 +136,14 @@ def _gains(
         for each, planner in (*pairs, (chosen, ELASTIC), (chosen, stock)):
             tasks.append((job, each, planner, short, here))
             keys.append((at, planner, each is chosen))
-    found: dict[tuple[int, str, bool], float] = {}
+    seconds_of: dict[tuple[int, str, bool], float] = {}
     for key, seconds in zip(keys, bar(workers(_seconds, tasks), len(tasks), "gain"), strict=True):
         for both in {key, (*key[:2], False)}:
             if seconds is not None:
-                found[both] = min(seconds, found.get(both, seconds))
+                seconds_of[both] = min(seconds, seconds_of.get(both, seconds))
     points = []
     for at in contexts:
-        same, every = ([found.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False))
+        same, every = ([seconds_of.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False))
         ratios = [one / other if one and other else None for one, other in (same, every)]
         points.append(GainPoint(at, *ratios))
     return points

@@ -50,7 +50,7 @@ def tuning_lines(
         mfu: Of each of these; None: the device's peak is not known.
         parts: Bytes by part of the ranks of some rows, by the row's index.
     """
-    lines = [*verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
+    lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
     text += "\n" + text_table(*shown_rows(rows, mfu))
     text += "\n" + _LEGEND + "\n"
@@ -68,11 +68,11 @@ def tuning_lines(
 
 
 def shown_rows(
-    rows: Sequence[Choice], mfu: Sequence[float | None], shares: bool = False
+    rows: Sequence[Choice], mfu: Sequence[float | None], ratios: bool = False
 ) -> tuple[list[str], list[list[str]]]:
     """Return the headers and cells of a table of choices, without columns that say nothing.
 
-    ``shares``: with those of waiting, recompute and exchanges, too.
+    ``ratios``: with those of waiting, recompute and exchanges, too.
     """
     cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
     shown = [True] * len(_HEADERS)
@@ -80,11 +80,11 @@ def shown_rows(
     shown[_HEADERS.index("MFU")] = any(each is not None for each in mfu)
     shown[-1] = any(row[-1] for row in cells)
     headers, *table = ([*itertools.compress(row, shown)] for row in (_HEADERS, *cells))
-    if shares:
+    if ratios:
         headers += ["idle", "redo", "comm", "dp s"]
         for row, choice in zip(table, rows, strict=True):
-            ratios = choice.bubble_ratio, choice.recompute_ratio, choice.comm_ratio
-            row += [*map(fraction_text, ratios), f"{choice.exchange_seconds:.3g}"]
+            fractions = choice.bubble_ratio, choice.recompute_ratio, choice.comm_ratio
+            row += [*map(fraction_text, fractions), f"{choice.exchange_seconds:.3g}"]
     return headers, table
 
 
@@ -136,7 +136,7 @@ def runs(choice: Choice) -> str:
     return ", ".join(filter(None, runs))
 
 
-def verdict(result: Survey) -> list[str]:
+def survey_verdict(result: Survey) -> list[str]:
     """Return what the survey says, first what is best."""
     first = result.choices[0]
     summary = (
@@ -147,7 +147,7 @@ def verdict(result: Survey) -> list[str]:
     if result.stopped:
         lines.insert(0, "Interrupted: this is what was found until then, on one batch or on all.")
     if first.tight:
-        lines.append(_with_room(result.choices))
+        lines.append(_with_spare_memory(result.choices))
     flags = [] if first.place else layout_flags(first.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
@@ -182,7 +182,7 @@ def verdict(result: Survey) -> list[str]:
     return lines
 
 
-def _with_room(choices: Sequence[Choice]) -> str:
+def _with_spare_memory(choices: Sequence[Choice]) -> str:
     """Return a sentence on the fastest choice that is not tight."""
     text = f"Row 1 is tight: within {TIGHT_MEMORY:.0%} of the memory budget."
     spare = next((number for number, each in enumerate(choices, 1) if not each.tight), None)

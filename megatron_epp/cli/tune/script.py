@@ -4,7 +4,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from megatron_epp.cli.tune.job import Job
+from megatron_epp.cli.tune.job import TunedJob
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.models import Model
@@ -53,7 +53,7 @@ MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
 
 
 def launch_script(
-    job: Job,
+    job: TunedJob,
     choice: Choice,
     documents: int,
     context: int,
@@ -90,12 +90,12 @@ def launch_script(
     )
 
 
-def _model_flags(job: Job, choice: Choice) -> ModelFlags:
+def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
     stages = () if choice.place or choice.layout.pp == 1 else choice.layers
     return model_flags(job.model, job.config, choice.layout.tp, stages)
 
 
-def launch_flags(job: Job, choice: Choice, documents: int, context: int) -> list[list[str]]:
+def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
     """Return all flags of a choice, by groups that belong on one line."""
     of_model = _model_flags(job, choice)
     return [

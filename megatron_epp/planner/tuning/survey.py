@@ -222,10 +222,10 @@ def survey(
 
     def looks(group: Sequence[Layout], how: Options, planners_of: Callable) -> Iterator:
         tasks = [looked_at(layout, how, planners_of(layout)) for layout in group]
-        for layout, (found, why) in zip(group, run(_look_at, tasks), strict=True):
+        for layout, (choices_of, why) in zip(group, run(_look_at, tasks), strict=True):
             if why:
                 refused.setdefault(layout, why)
-            yield layout, found
+            yield layout, choices_of
 
     def stocks(layout: Layout) -> Sequence[str]:
         both = stock == STOCK and overlaps(costs[layout])
@@ -249,8 +249,8 @@ def survey(
                 if number < top or near[layout] <= least * GLANCE:
                     wanted.append(layout)
                 number += 1
-            for layout, found in looks(wanted, sketch, lambda _: (ELASTIC,)):
-                glances[layout] = [*glances[layout], *found]
+            for layout, sketched in looks(wanted, sketch, lambda _: (ELASTIC,)):
+                glances[layout] = [*glances[layout], *sketched]
             least = min(least, *(_elastic_seconds(glances[each], np.inf) for each in group))
         for layout, glanced in glances.items():
             if glanced:
@@ -258,8 +258,8 @@ def survey(
             choices += _best_of(glanced)
         choices = _finals(choices, batches, costs, options, vocabulary, placement, progress, run)
     except KeyboardInterrupt:
-        found = choices or [each for glanced in glances.values() for each in _best_of(glanced)]
-        return Survey(tuple(sorted(found, key=_order)), refused, tuple(bounded), True)
+        known = choices or [each for glanced in glances.values() for each in _best_of(glanced)]
+        return Survey(tuple(sorted(known, key=_order)), refused, tuple(bounded), True)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
 
 
@@ -324,14 +324,14 @@ def _finals(
     ]
     evaluated = [
         each
-        for several in progress(run(_with_whole_effort, tasks), len(tasks), "finals")
+        for several in progress(run(_with_full_effort, tasks), len(tasks), "finals")
         for each in several
     ]
     others = (choice for choice in choices if choice not in work)
     return [*_best_of(evaluated), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
 
 
-def _with_whole_effort(
+def _with_full_effort(
     choice: Choice,
     cost: Cost,
     batches: Sequence[Sequence[int]],

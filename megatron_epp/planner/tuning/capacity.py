@@ -13,7 +13,7 @@ _STEP = 1.01  # a layout that holds this much more is a better one
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Capacity:
     """What fits on a number of devices.
 
     layouts        that were tried
@@ -51,7 +51,7 @@ def longest_document(cost: Cost, least: int = 1) -> int:
     return low
 
 
-def fit(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Fit:
+def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
     """Return what fits; ``cost_for`` raises a ValueError where states do not."""
     tried = fitting = tokens = 0
     best: Layout | None = None
@@ -65,4 +65,4 @@ def fit(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Fit:
         fitting += 1
         if held := longest_document(cost, max(1, int(tokens * _STEP))):
             best, tokens, states = layout, held, max(cost.memory.states_bytes)
-    return Fit(tried, fitting, best, tokens, states)
+    return Capacity(tried, fitting, best, tokens, states)
