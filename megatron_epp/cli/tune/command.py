@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if result.stopped else 0
 
 
-def _survey(job: TunedJob, drawn: Sequence[Sequence[int]], options: Options, workers: Workers) -> Survey:
+def _survey(
+    job: TunedJob, drawn: Sequence[Sequence[int]], options: Options, workers: Workers
+) -> Survey:
     """Return the survey. ValueError: no layout works."""
     arguments, documents = job.arguments, len(drawn[0])
     candidates = job.layouts(documents)

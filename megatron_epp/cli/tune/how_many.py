@@ -4,7 +4,7 @@ import argparse
 import json
 
 from megatron_epp.cli.progress import Workers, bar
-from megatron_epp.cli.tune.describe import NOT_PLANNED, labelled, states_bytes, model_summary
+from megatron_epp.cli.tune.describe import NOT_PLANNED, labelled, model_summary, states_bytes
 from megatron_epp.cli.tune.job import TunedJob, job_of
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.models import Model

@@ -143,7 +143,9 @@ def _gains(
                 seconds_of[both] = min(seconds, seconds_of.get(both, seconds))
     points = []
     for at in contexts:
-        same, every = ([seconds_of.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False))
+        same, every = (
+            [seconds_of.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False)
+        )
         ratios = [one / other if one and other else None for one, other in (same, every)]
         points.append(GainPoint(at, *ratios))
     return points
