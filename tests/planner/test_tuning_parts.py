@@ -13,7 +13,7 @@ from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.tuning.capacity import capacity, longest_document
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
-from megatron_epp.planner.tuning.parts import PARTS, memory_parts
+from megatron_epp.planner.tuning.parts import PARTS, memory_parts, states_parts
 from megatron_epp.planner.tuning.survey import survey
 from megatron_epp.sim.play import play
 
@@ -46,6 +46,11 @@ def test_parts_add_up_to_the_peak_of_every_rank(planner: str, cut: bool) -> None
     assert ranks[0]["activations"] > GIB and saved <= peaks[0]
     cuts = any(len({s.document for s in c.spans}) and c.spans[0].start for c in planned.plan.chunks)
     assert bool(cuts) == (sum(parts["K/V"] for parts in ranks) > 0)
+
+
+def test_a_cpus_budget_is_without_states() -> None:
+    cost = named_cost("llama3-8b", "cpu", pp=2, zero=1, logits_held=False)
+    assert {held for parts in states_parts(cost) for held in parts.values()} == {0.0}
 
 
 def test_flops_are_those_of_the_textbook() -> None:

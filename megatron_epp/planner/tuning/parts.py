@@ -24,12 +24,16 @@ PARTS = (*STATES, *dict.fromkeys(_OF_ITEM.values()))
 
 
 def states_parts(cost: Cost) -> list[dict[str, float]]:
-    """Return bytes of weights, gradients and optimizer on a device of every stage, under ZeRO 1."""
+    """Return bytes of weights, gradients and optimizer on a device of every stage, under ZeRO 1.
+
+    All are 0 on a CPU, whose memory budget is without them.
+    """
     resident = cost.layout.profile.states.zero1_resident
+    of_weights = min(float(WEIGHT_BYTES), resident)
     result = []
     for every, *held in zip(cost.memory.states_bytes, *cost.memory.parameters, strict=True):
-        weights = float(WEIGHT_BYTES * sum(held))
-        gradients = float((resident - WEIGHT_BYTES) * sum(held))
+        weights = of_weights * float(sum(held))
+        gradients = (resident - of_weights) * float(sum(held))
         parts = (weights, gradients, every - weights - gradients)
         result.append(dict(zip(STATES, parts, strict=True)))
     return result
