@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_epp.cli.progress import bar
 from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
 from megatron_epp.corpus.text_lengths import SUFFIXES
 from megatron_epp.planner.choose import FIRST_BATCHES
@@ -68,7 +69,7 @@ class Batches:
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
     """The batches that the options name, of which those of these ``numbers`` are wanted."""
     corpus = open_corpus(
-        arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer
+        arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
     )
     size = arguments.global_batch_size
     is_list = Path(arguments.lengths).suffix not in (".idx", *SUFFIXES)

@@ -26,7 +26,7 @@ import numpy as np
 from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
-from megatron_epp.corpus.text_lengths import SUFFIXES, text_lengths
+from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
 from megatron_epp.ir.errors import quoted
 
 # A named distribution stands for this many documents, at evenly spaced quantiles.
@@ -104,13 +104,17 @@ def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def open_corpus(
-    text: str, context: int = 0, overlong: str = "truncate", tokenizer: str | None = None
+    text: str,
+    context: int = 0,
+    overlong: str = "truncate",
+    tokenizer: str | None = None,
+    progress: Progress | None = None,
 ) -> Corpus:
     """The corpus that ``text`` names: a file if there is one of that name, else a distribution.
 
     context     the most inputs of a document; 0 for no limit
     overlong    what becomes of longer ones: truncate, drop, or split into documents of their own
-    tokenizer   a tokenizer.json or its folder, of texts and chats
+    tokenizer   a tokenizer.json or its folder, of texts and chats; progress: of counting these
     ValueError: says what, where and how to mend it.
     """
     require_policy(overlong)
@@ -124,7 +128,7 @@ def open_corpus(
             f"({' or '.join(SUFFIXES)})"
         )
     if of_texts:
-        source, (note, inputs) = text, text_lengths(path, tokenizer)
+        source, (note, inputs) = text, text_lengths(path, tokenizer, progress)
     elif path.is_file() and path.suffix == ".idx":
         source, files = text, read_index(path)
         inputs, masks = index_inputs(path, files), examine_masks(files)

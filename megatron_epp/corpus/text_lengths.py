@@ -9,7 +9,7 @@ Of a line or row, the document is one of
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,19 @@ _KEYS = ("text", "messages", "conversations", "prompt")
 _EXPECTED = f"an object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 _AT_ONCE = 256  # documents that a tokenizer gets, by threads of its own
 
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Document = tuple[list[str], int]  # its texts, and the tokens of its markup
 
 
-def text_lengths(path: Path, tokenizer: str | None = None) -> tuple[str, np.ndarray]:
+def text_lengths(
+    path: Path, tokenizer: str | None = None, progress: Progress | None = None
+) -> tuple[str, np.ndarray]:
     """Return how the documents were counted, and the inputs of each: [documents] int64.
 
     Args:
         path: A ``.jsonl`` or ``.parquet`` file.
         tokenizer: A ``tokenizer.json`` or its folder; None: four bytes are a token.
+        progress: Passes on the items that it gets, with their number and name.
 
     Raises:
         ValueError: A line or row that is no document, with its number; no document at all.
@@ -43,6 +47,8 @@ def text_lengths(path: Path, tokenizer: str | None = None) -> tuple[str, np.ndar
     """
     read = _parquet_rows if path.suffix == ".parquet" else _json_lines
     total, rows = read(path)
+    if progress is not None:
+        rows = iter(progress(rows, min(total, MOST_DRAWN), "documents"))
     documents = (_document(where, row) for where, row in rows)
     lengths = np.array([*_counted(documents, tokenizer)], np.int64)
     how = f"tokens by {printable(tokenizer)}" if tokenizer else f"{BYTES_PER_TOKEN} bytes a token"

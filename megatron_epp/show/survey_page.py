@@ -194,8 +194,9 @@ def _time(page: SurveyPage) -> str:
     )
     if not there:
         return f"<h2>Time line</h2><p>{html.escape(text)}</p>"
-    both = len(there) == 2
-    drawing = draw_comparison(*there, 1400) if both else draw_timeline(there[0], 1400)
+    drawing = draw_timeline(there[0], 1400)
+    if len(there) == 2:
+        drawing = draw_comparison(there[0], there[1], 1400)
     return _figure("Time line", f"{text}.", drawing, light=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
+from megatron_epp.cli import compare
 from megatron_epp.cli.progress import Workers
 from megatron_epp.cli.tune.report import tuning_lines
 from megatron_epp.planner.registry import OVERLAPPED
@@ -192,6 +193,26 @@ def test_an_interrupt_leaves_what_is_found(
     assert main(["tune", "--lengths", lengths, *machine, "--global-batch-size", "8"]) == 130
     shown = capsys.readouterr().out
     assert shown.startswith("Interrupted: this is what was found until then") and "\n1 " in shown
+
+
+def test_an_interrupted_comparison_shows_the_batches_that_are_done(
+    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    real, calls = compare.outcome, []
+
+    def interrupted(number: int, *job, **options):
+        calls.append(number)
+        if len(calls) == 6:  # two warm up; the second planner of the second batch
+            raise KeyboardInterrupt
+        return real(number, *job, **options)
+
+    monkeypatch.setattr(compare, "outcome", interrupted)
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "4")
+    asked = ("--planner", "packing", "seq1f1b", "--batches", "3", "--global-batch-size", "4")
+    assert main(["compare", "--lengths", lengths, *machine, *asked]) == 130
+    shown = capsys.readouterr()
+    assert "Interrupted: 1 of 3 batches." in shown.err
+    assert "batches  0 to 0" in shown.out and "Best: " in shown.out and "1/1" in shown.out
 
 
 def _numbered(number: int, *_: object) -> int:

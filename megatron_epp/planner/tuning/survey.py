@@ -63,7 +63,7 @@ OFFLOAD_PAYS = 0.01  # of the time, that offloading must save
 TIGHT_MEMORY = 0.05  # of the budget; predictions of peaks were off by more on a GPU
 # Layouts that are looked at before the next ones are left out by what was found: a number of its
 # own, so that a survey's result does not depend on how many processes it has.
-AT_ONCE = 8
+AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
