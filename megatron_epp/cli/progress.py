@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
 # Seconds of processor time after which further processes pay for their start.
@@ -32,7 +33,7 @@ class Workers:
 
     def __init__(self) -> None:
         """Start no process yet."""
-        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "fork") else 1
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self._began = time.process_time()
         self._pool: ProcessPoolExecutor | None = None
 
@@ -54,7 +55,10 @@ class Workers:
             yield function(*rest.popleft())
         if rest:
             assert self._pool is not None
-            yield from self._pool.map(function, *zip(*rest, strict=True))
+            try:
+                yield from self._pool.map(function, *zip(*rest, strict=True))
+            except BrokenProcessPool as error:
+                raise MemoryError("a process that plans was killed") from error
 
     def _shared(self) -> bool:
         """Whether there are processes; they start with the compiled code that is loaded here."""

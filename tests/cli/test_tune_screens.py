@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -230,6 +231,8 @@ def test_processes_give_the_results_in_order(monkeypatch: pytest.MonkeyPatch) ->
         assert workers._pool is not None
         with pytest.raises(ValueError, match="number -3"):
             list(workers(_numbered, [(1,), (-3,)]))
+        with pytest.raises(MemoryError, match="a process that plans was killed"):
+            list(workers(os._exit, [(1,), (1,)]))
     with Workers() as workers:
         workers._cores = 1
         assert list(workers(_numbered, tasks)) == list(range(40)) and workers._pool is None

@@ -25,14 +25,16 @@ held by            the layout that holds it, and the GiB of states of its fulles
 def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
     """Print what fits on each of --gpus."""
     jobs = [job_of(arguments, model, config, gpus) for gpus in arguments.gpus or (None,)]
+    fits: list[Capacity] = []
+    status = 0
     with Workers() as run:
-        fits = []
         try:
-            results = run(_fit, [(job,) for job in jobs])
-            fits += [*bar(results, len(jobs), "devices")]
+            for each in bar(run(_fit, [(job,) for job in jobs]), len(jobs), "devices"):
+                fits.append(each)  # one by one: an interrupt leaves them
         except KeyboardInterrupt:
-            fits = fits or [_fit(jobs[0])]
-    jobs = jobs[: len(fits)]
+            if not fits:
+                raise
+            jobs, status = jobs[: len(fits)], 130
     if arguments.json:
         rows = [
             {
@@ -48,7 +50,7 @@ def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespa
         print(
             json.dumps({"model": model.name, "device": jobs[0].device.name, "rows": rows}, indent=1)
         )
-        return 0
+        return status
     budget = (arguments.memory_budget_gib or (jobs[0].device.budget_gib,))[0]
     print(model_summary(model))
     print(labelled("verdict", _verdict(jobs, fits, arguments.context)))
@@ -57,7 +59,7 @@ def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespa
     print()
     print(text_table(_HEADERS, [_row(*each) for each in zip(jobs, fits, strict=True)]), end="")
     print(_LEGEND)
-    return 0
+    return status
 
 
 def _fit(job: TunedJob) -> Capacity:

@@ -241,7 +241,7 @@ _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
 _EXAMPLE = (
     '{"name": "mine", "budget_gib": 74, "linear_flops": 760e12, "attention_flops": 530e12, '
     '"launch_seconds": 1e-4, "group_bytes_per_second": {"2": 430e9}, "link_bytes_per_second": '
-    '400e9, "link_latency_seconds": 1e-5} (docs/cost_model.md)'
+    '400e9, "link_latency_seconds": 1e-5}'
 )
 _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
 
