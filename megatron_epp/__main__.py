@@ -22,7 +22,8 @@ from megatron_epp.cli.options import DOING, PROGRAM, parse
 from megatron_epp.ir.errors import for_terminal
 
 # What brings a missing package, where the package alone does not (pyproject.toml).
-_EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]"}
+_EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]",
+           "tokenizers": "[lengths]", "pyarrow": "[lengths]"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -49,7 +49,7 @@ SIZES = {field.name for field in fields(LayerShape)}
 ALLOWED = {
     "mcore/model/stage.py": "statistics of routers are one ledger for the stage and its iteration",
     "cost/catalogue/hub_shape.py": "reads all kinds of layers out of the keys of a config.json",
-    "cli/tune/model_flags.py": "writes Megatron's flags of all kinds, without importing mcore",
+    "cost/catalogue/megatron_flags.py": "writes flags of all kinds, without importing mcore",
     "mcore/certify/routing.py": "a certificate compares what routers leave beside gradients",
 }
 

@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.catalogue.megatron_flags import model_flags
+from megatron_epp.cost.catalogue.models import model as known_model
+from megatron_epp.cost.catalogue.models import model_config
 from megatron_epp.flag_fields import JoinedArguments, add_flags, flag, flag_of
 from megatron_epp.ir.placement import A_PLACEMENT, read_placement
+from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.safe_files import bounded_text
 
 MOST_RANKS = 64
@@ -57,6 +62,40 @@ class DegreeFlags:
         nargs="+",
         action=JoinedArguments,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModelFlags:
+    """A model whose flags are not typed."""
+
+    TITLE: ClassVar = "model"
+
+    model: str | None = flag(
+        None,
+        "certify what `tune --model` prints of it: a name, a config.json of transformers, its "
+        "folder, or a cached org/name; flags that follow are added",
+        metavar="NAME|FILE",
+    )
+    like: str | None = flag(
+        None, "read the config.json as if its model_type were this one", metavar="MODEL_TYPE"
+    )
+
+    @staticmethod
+    def flags(name: str, like: str | None, pp: int) -> list[str]:
+        """Return Megatron's flags of the model over ``pp`` stages.
+
+        ValueError: they cannot say all of it.
+        """
+        described = known_model(name, like)
+        layers = even_layers(described.layers, pp)
+        of_model = model_flags(described, model_config(name, like), stages=layers)
+        if of_model.unsaid:
+            raise ValueError(
+                f"--model {name}: Megatron's flags cannot say: {'; '.join(of_model.unsaid)}; give "
+                "the flags of the model that is trained"
+            )
+        of_stages = [] if of_model.hybrid else layout_flags(layers)
+        return [*(word for group in of_model.groups for word in group), *of_stages]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +235,12 @@ def certify_parser() -> argparse.ArgumentParser:
         "run by the trainer's own executor, schedule and gradient reduction over gloo processes, "
         "and compared, in float64 if not told otherwise, with Megatron's model on whole documents "
         "in one process: the loss, and every parameter's gradient. The user's model flags are "
-        "taken with their structure and scaled down.",
+        "taken with their structure and scaled down; --model takes them from a config.json.",
         epilog="All other flags are Megatron's and describe the model; without them a small Llama "
         "(untied, grouped queries) and a small GPT (tied, learned positions) are certified.",
         allow_abbrev=False,
     )
+    add_flags(parser, DescribedModelFlags)
     add_flags(parser, DegreeFlags)
     add_flags(parser, Trial)
     return parser
@@ -209,6 +249,10 @@ def certify_parser() -> argparse.ArgumentParser:
 def read(arguments: Sequence[str] | None = None) -> Trial:
     """The command line; what it does not know is a model flag for Megatron's parser."""
     chosen, flags = certify_parser().parse_known_args(arguments)
+    if chosen.model is not None:
+        flags = [*DescribedModelFlags.flags(chosen.model, chosen.like, chosen.pp or 1), *flags]
+    elif chosen.like is not None:
+        raise ValueError(f"--like {chosen.like}: how to read a --model, which is missing")
     own, _ = _degree_flags().parse_known_args(flags)
     degrees = Degrees(
         _first(chosen.pp, own.pipeline_model_parallel_size, 1 if flags else 2),

@@ -48,23 +48,28 @@ def run(arguments: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
     work = ((number, name) for number in numbers for name in names)
-    for number, name in bar(work, len(numbers) * len(names), "planning"):
-        try:
-            outcomes.append(
-                outcome(
-                    *(number, batches[number], costs[name], options, name, arguments.dp),
-                    priced=True,
-                )
-            )
-        except ValueError as error:
-            failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
+    done, status = 0, 0
+    try:
+        for number, name in bar(work, len(numbers) * len(names), "planning"):
+            job = number, batches[number], costs[name], options, name, arguments.dp
+            try:
+                outcomes.append(outcome(*job, priced=True))
+            except ValueError as error:
+                failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
+            done += name == names[-1]
+    except KeyboardInterrupt:
+        if not done:
+            raise
+        print(f"Interrupted: {done} of {len(numbers)} batches.", file=sys.stderr)
+        numbers, status = numbers[:done], 130
+        outcomes = [each for each in outcomes if each.batch in numbers]
     if not outcomes:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     if arguments.json:
         print(json.dumps([each.facts() for each in outcomes], indent=1))
         for name, why in failed.items():
             print(f"{name}: {why}", file=sys.stderr)
-        return 0
+        return status
     _say(_best(names, outcomes, len(numbers)))
     print()
     _say(f"lengths  {batches}")
@@ -99,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(ABSENT)
     for line in accuracy_lines(cost.layout.profile):
         _say(line)
-    return 0
+    return status
 
 
 def _kinds(cost: Cost) -> str:

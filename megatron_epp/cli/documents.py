@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_epp.cli.progress import bar
 from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
+from megatron_epp.corpus.text_lengths import SUFFIXES
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.show.units import tokens_text
 
@@ -57,7 +59,8 @@ class Batches:
         size = len(self.corpus) if self.size is None else self.size
         drawn = "all" if self.size is None else f"drawn with seed {self.seed}"
         return (
-            f"{self.corpus.name}: {self.corpus.counts}; {size} documents a batch, {drawn}; "
+            f"{self.corpus.name}: {self.corpus.note}{'; ' * bool(self.corpus.note)}"
+            f"{self.corpus.counts}; {size} documents a batch, {drawn}; "
             f"mean {tokens_text(self.corpus.tokens / len(self.corpus))} tokens, "
             f"longest {tokens_text(self.corpus.inputs.max())}"
         )
@@ -65,9 +68,11 @@ class Batches:
 
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
     """The batches that the options name, of which those of these ``numbers`` are wanted."""
-    corpus = open_corpus(arguments.lengths, arguments.context, arguments.overlong)
+    corpus = open_corpus(
+        arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
+    )
     size = arguments.global_batch_size
-    is_list = Path(arguments.lengths).suffix != ".idx"
+    is_list = Path(arguments.lengths).suffix not in (".idx", *SUFFIXES)
     is_list = is_list and not (
         arguments.lengths in distribution_names() and not Path(arguments.lengths).is_file()
     )

@@ -23,6 +23,12 @@ from megatron_epp.flag_fields import (
 from megatron_epp.planner.options import LEVERS
 from megatron_epp.planner.settings import shared_setting
 
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers with commas between them."""
+    return tuple(map(whole_number(1, 1_000_000), text.split(",")))
+
+
 AUTO = 0  # instead of a degree that the planner is to choose
 # A batch of more documents is a mistake: planning it would take minutes.
 MOST_DOCUMENTS = 32_768
@@ -61,16 +67,27 @@ NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
 SWITCH = ("HOW", one_of("auto", "on", "off"))
 
 
+LENGTHS_HELP = (
+    "a text file with the inputs of one document on each line (.gz too), a Megatron .idx, texts or "
+    "chats in .jsonl or .parquet, or a shipped distribution: " + ", ".join(distribution_names())
+)
+
+
 @dataclass
 class DocumentFlags:
     TITLE: ClassVar = "documents"
 
     lengths: str = flag(
         None,
-        "a text file with the inputs of one document on each line (.gz too), a Megatron "
-        f".idx, or a shipped distribution: {', '.join(distribution_names())}",
+        LENGTHS_HELP,
         ("FILE|NAME", str),
         required=True,
+    )
+    tokenizer: str | None = flag(
+        None,
+        "a tokenizer.json, or its folder, to count the tokens of texts and chats with; without it "
+        "a token is taken for four bytes",
+        FILE,
     )
     context: int = flag(0, "the most inputs of a document (default: no limit)", TOKENS)
     overlong: str = shared_setting("overlong")
@@ -370,6 +387,15 @@ class TunedBatchesFlags:
 
 
 @dataclass
+class TunedDocumentFlags(DocumentFlags):
+    lengths: str = flag(
+        None,
+        f"{LENGTHS_HELP}; without it tune prints what --model says, or with --gpus what fits",
+        ("FILE|NAME", str),
+    )
+
+
+@dataclass
 class TunedMachineFlags:
     """A machine whose layout is to be found."""
 
@@ -377,13 +403,18 @@ class TunedMachineFlags:
 
     model: str = flag(None, MODEL_HELP, NAMED, required=True)
     like: str | None = LIKE
-    device: str = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED, required=True)
-    nodes: int = flag(None, "nodes of the job", NODES, required=True)
+    device: str | None = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED)
+    gpus: tuple[int, ...] | None = flag(
+        None,
+        "devices of the job, in full nodes or in a part of one; several, 16,32,64, without "
+        "--lengths: what fits on each",
+        ("N", numbers),
+    )
+    nodes: int | None = flag(None, "nodes of the job, in the place of --gpus", NODES)
     ep: int | None = flag(
         None,
         "devices that share a layer's experts, in every layout that can: more than its tp x "
-        "cp are of several replicas, which run in lockstep (default: as many of the tp x cp as "
-        "divide the experts)",
+        "cp are of several replicas, which run in lockstep (default: searched)",
         COUNT,
     )
     devices_per_node: int | None = flag(
@@ -421,10 +452,15 @@ class TunePlannerFlags:
 
 @dataclass
 class TuneFlags:
-    script: str | None = flag(None, "write the first choice's launch script", FILE)
+    row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
+    parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
+    html: str | None = flag(
+        None, "write the survey as a page of one file, for a browser without a network", FILE
+    )
+    script: str | None = flag(None, "write the chosen row's launch script", FILE)
     hostfile: str | None = flag(
         None,
-        "write the hosts of the first choice in the order of their node ranks, one a line, as "
+        "write the hosts of the chosen row in the order of their node ranks, one a line, as "
         "SLURM_HOSTFILE has them; with a --topology that has a grid of nodes",
         FILE,
     )
@@ -441,7 +477,7 @@ class TuneFlags:
     )
     dry_run_corpus: int | None = flag(
         None,
-        "play N iterations of the corpus with the first choice, and print their spread",
+        "play N iterations of the corpus with the chosen row, and print their spread",
         ("N", whole_number(1, 100_000)),
     )
 
@@ -466,7 +502,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
         JsonFlags,
     ),
     "tune": (
-        DocumentFlags,
+        TunedDocumentFlags,
         TunedBatchesFlags,
         TunedMachineFlags,
         AssumptionFlags,

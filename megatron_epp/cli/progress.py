@@ -1,14 +1,74 @@
-"""Progress on stderr: a bar on a terminal, nothing in a file or a pipe."""
+"""Progress on stderr (a bar on a terminal, nothing in a file or a pipe), and work on all cores."""
 
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Self
+
+# Seconds of processor time after which further processes pay for their start.
+_ALONE = 2.0
 
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """``items`` with a bar that appears after two seconds."""
+    """``items`` with a bar, and the time that is left, which appear after two seconds."""
     if not sys.stderr.isatty():
         yield from items
         return
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, desc=what, delay=2, leave=False, file=sys.stderr)
+
+
+class Workers:
+    """A function's calls on many tasks: in this process, and on all cores once they take long.
+
+    A context manager; whatever runs at its end is ended.
+    """
+
+    def __init__(self) -> None:
+        """Start no process yet."""
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        self._began = time.process_time()
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        """Return these workers."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all processes, whatever they do."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for each in multiprocessing.active_children():
+                each.terminate()
+
+    def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
+        """Yield the results in the order of the tasks."""
+        rest = deque(tasks)
+        while rest and not self._shared():
+            yield function(*rest.popleft())
+        if rest:
+            assert self._pool is not None
+            try:
+                yield from self._pool.map(function, *zip(*rest, strict=True))
+            except BrokenProcessPool as error:
+                raise MemoryError("a process that plans was killed") from error
+
+    def _shared(self) -> bool:
+        """Whether there are processes; they start with the compiled code that is loaded here."""
+        long = time.process_time() - self._began > _ALONE
+        if self._pool is None and self._cores > 1 and long:
+            fork = multiprocessing.get_context("fork")
+            self._pool = ProcessPoolExecutor(self._cores, fork, _leave_interrupts)
+        return self._pool is not None
+
+
+def _leave_interrupts() -> None:
+    """Let Ctrl-C reach the first process alone, which ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""Where batches of document lengths come from: a list, a Megatron index, a named distribution.
+"""Where batches of document lengths come from: a list, a Megatron index, texts, a distribution.
 
-All three become a :class:`Corpus`: the inputs of every document, after the policy for those longer
+All become a :class:`Corpus`: the inputs of every document, after the policy for those longer
 than the context. Batches are drawn from it as training draws them: batch i holds the documents
 [i x size, (i + 1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
 
@@ -8,6 +8,7 @@ than the context. Batches are drawn from it as training draws them: batch i hold
     corpus.idx                    every sequence of L tokens is a document of L - 1 inputs; with
                                   corpus_mask.bin/.idx beside it (loss_mask.py): those of them that
                                   a target needs
+    texts.jsonl, chats.parquet    texts or chats, which a tokenizer counts (text_lengths.py)
     wikipedia, prolong, wlb       distributions.json: quantiles of inputs, with their source
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
+from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
 from megatron_epp.ir.errors import quoted
 
 # A named distribution stands for this many documents, at evenly spaced quantiles.
@@ -49,12 +51,16 @@ _LENGTH = re.compile(r"[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Inputs of every document, in the order of the file; what the policy did to them."""
+    """Inputs of every document, in the order of the file; what the policy did to them.
+
+    note   how they were counted, where they had to be
+    """
 
     name: str
     source: str
     inputs: np.ndarray  # [documents] int64
     counts: Counts
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -97,18 +103,33 @@ def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corpus:
+def open_corpus(
+    text: str,
+    context: int = 0,
+    overlong: str = "truncate",
+    tokenizer: str | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
     """The corpus that ``text`` names: a file if there is one of that name, else a distribution.
 
     context     the most inputs of a document; 0 for no limit
     overlong    what becomes of longer ones: truncate, drop, or split into documents of their own
+    tokenizer   a tokenizer.json or its folder, of texts and chats; progress: of counting these
     ValueError: says what, where and how to mend it.
     """
     require_policy(overlong)
     if context < 0:
         raise ValueError(f"context {context}: expected a positive number of tokens")
-    path, masks = Path(text), None
-    if path.is_file() and path.suffix == ".idx":
+    path, masks, note = Path(text), None, ""
+    of_texts = path.suffix in SUFFIXES and path.is_file()
+    if tokenizer is not None and not of_texts:
+        raise ValueError(
+            f"--tokenizer: the lengths of {text} are tokens already; leave it out, or give texts "
+            f"({' or '.join(SUFFIXES)})"
+        )
+    if of_texts:
+        source, (note, inputs) = text, text_lengths(path, tokenizer, progress)
+    elif path.is_file() and path.suffix == ".idx":
         source, files = text, read_index(path)
         inputs, masks = index_inputs(path, files), examine_masks(files)
     elif path.is_file():
@@ -138,7 +159,7 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
             f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
             "and were dropped; use a larger --context, or --overlong truncate or split"
         )
-    return Corpus(text, source, index.inputs, index.counts)
+    return Corpus(text, source, index.inputs, index.counts, note)
 
 
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
@@ -229,7 +250,8 @@ def _distributions() -> dict:
 def _no_corpus(text: str) -> str:
     names = distribution_names()
     path = Path(text)
-    expected = f"a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"
+    expected = "a text file of lengths, a Megatron .idx, texts in .jsonl or .parquet, or one of "
+    expected += ", ".join(names)
     if path.exists():
         what = "a folder" if path.is_dir() else "no plain file"
         return f"{quoted(text)}: is {what}; expected {expected}"

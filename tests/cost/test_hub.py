@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_epp.cli.tune.model_flags import model_flags
 from megatron_epp.cost.catalogue.hub_families import FAMILIES, REFUSED, SAME
 from megatron_epp.cost.catalogue.hub_file import find_config, hub_config
+from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.models import MODELS, Model, hub_model, model, model_config
 from tests.cost.hub_models import HUB_MODELS
 

@@ -1,5 +1,6 @@
 """The certificate on real processes: every degree of parallelism, and what it says of bad input."""
 
+import json
 import os
 import signal
 import subprocess
@@ -149,6 +150,32 @@ def test_degrees_come_from_the_model_flags_too() -> None:
     assert read(flags.split()).degrees == Degrees(4, 2, 1)
     assert read([*flags.split(), "--pp", "2", "--dp", "3"]).degrees == Degrees(2, 2, 3)
     assert read(flags.split()).models == (tuple(flags.split()),)
+
+
+CONFIG = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 5, "hidden_size": 256, "head_dim": 32,
+    "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 4000, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+    "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+def test_a_config_json_is_certified_by_the_flags_that_it_makes(tmp_path, capsys) -> None:
+    """Dense first, then experts, over stages that differ."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    words = ["--model", str(tmp_path), "--pp", "2", "--batches", "1"]
+    (flags,) = read([*words, "--rotary-base", "77"]).models
+    assert flags[-2:] == ("--rotary-base", "77")  # what follows is added
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("PP 2, TP 1, DP 1: layers 2 1") and "qk-layernorm" in shown
+    assert "experts" in shown and "certified: 1 batches" in shown
+    file.write_text(json.dumps({**CONFIG, "model_type": "olmo2"}))
+    with pytest.raises(ValueError, match="flags cannot say: norms after attention and MLP"):
+        read(words)
+    with pytest.raises(ValueError, match="--like llama: how to read a --model, which is missing"):
+        read(["--like", "llama"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_epp.cli.tune.model_flags import model_flags
 from megatron_epp.cost.catalogue.hub_file import hub_config
+from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.models import MODELS, Model, hub_model, model_config
 from megatron_epp.mcore.patching import cpu_host
 

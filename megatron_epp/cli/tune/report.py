@@ -1,21 +1,21 @@
 """The survey for a person: a table, why the first wins, what became of the others."""
 
+import itertools
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.compare import COLUMNS, PAYS
 from megatron_epp.cost.overlap import EXPERTS, TENSOR
 from megatron_epp.planner.choose.choice import placement_name
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.registry import OVERLAPPED, PACKED, STOCK
-from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey
+from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 
 _HEADERS = (
-    *("", "tp", "cp", "pp", "dp", "layers", "runs", "tokens/s", "seconds", "idle", "redo"),
-    *("comm", "dp s", "GiB"),
+    *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
 )
 _BASELINES = {
     PACKED: "stock, packed",
@@ -26,19 +26,37 @@ _LEGEND = f"""\
 runs      --epp, with offloading, with the vocabulary cut over the stages (vocab), or Megatron's own
           schedule with whole documents packed; at best: to the fastest length of each batch;
           overlaps: it hides {TENSOR:.0%} of tensor-parallel exchanges, {EXPERTS:.0%} of experts'
-tokens/s  of the whole job; seconds: of an iteration, the mean over the batches
-idle redo comm   shares of stages x time: waiting (bubbles), recomputing, and exchanging inside
-          stages; what hides behind computation counts as computation
-dp s      seconds of the iteration in which replicas exchange and nothing hides it
-GiB       the most that a device holds\
+tokens/s  of the whole job; MFU: the model's own flops, recompute left out, over the data sheet's
+          peak of all devices; seconds: of an iteration, the mean over the batches
+GiB       the most that a device holds; tight: within {TIGHT_MEMORY:.0%} of its budget\
 """
 
 
-def tuning_lines(result: Survey, batches: str, machines: str, top: int) -> str:
-    lines = [*_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
+def tuning_lines(
+    result: Survey,
+    batches: str,
+    machines: str,
+    rows: Sequence[Choice],
+    mfu: Sequence[float | None],
+    parts: Mapping[int, Sequence[Mapping[str, float]]],
+) -> str:
+    """Return the survey as text.
+
+    Args:
+        result: What was found.
+        batches: The documents, in words.
+        machines: The devices, in words.
+        rows: Choices that are shown.
+        mfu: Of each of these; None: the device's peak is not known.
+        parts: Bytes by part of the ranks of some rows, by the row's index.
+    """
+    lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
-    text += "\n" + text_table(_HEADERS, [_row(n, c) for n, c in enumerate(result.choices[:top], 1)])
+    text += "\n" + text_table(*shown_rows(rows, mfu))
     text += "\n" + _LEGEND + "\n"
+    for row, ranks in parts.items():
+        text += textwrap.fill(_parts_text(row, rows[row], ranks), COLUMNS, subsequent_indent="  ")
+        text += "\n"
     if result.bounded:
         text += f"{len(result.bounded)} layouts were ruled out by a bound.\n"
     if result.refused:
@@ -49,20 +67,51 @@ def tuning_lines(result: Survey, batches: str, machines: str, top: int) -> str:
     return text
 
 
-def _row(number: int, choice: Choice) -> list[str]:
+def shown_rows(
+    rows: Sequence[Choice], mfu: Sequence[float | None], ratios: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and cells of a table of choices, without columns that say nothing.
+
+    ``ratios``: with those of waiting, recompute and exchanges, too.
+    """
+    cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
+    shown = [True] * len(_HEADERS)
+    shown[_HEADERS.index("ep")] = any(choice.ep > 1 for choice in rows)
+    shown[_HEADERS.index("MFU")] = any(each is not None for each in mfu)
+    shown[-1] = any(row[-1] for row in cells)
+    headers, *table = ([*itertools.compress(row, shown)] for row in (_HEADERS, *cells))
+    if ratios:
+        headers += ["idle", "redo", "comm", "dp s"]
+        for row, choice in zip(table, rows, strict=True):
+            fractions = choice.bubble_ratio, choice.recompute_ratio, choice.comm_ratio
+            row += [*map(fraction_text, fractions), f"{choice.exchange_seconds:.3g}"]
+    return headers, table
+
+
+def _parts_text(row: int, choice: Choice, ranks: Sequence[Mapping[str, float]]) -> str:
+    """Return the memory by part of the fullest rank, at its peak."""
+    rank = max(range(len(ranks)), key=lambda each: sum(ranks[each].values()))
+    each = ", ".join(f"{name} {held / GIB:.1f}" for name, held in ranks[rank].items())
+    of_all = f"; {choice.batches} batches" if choice.batches > 1 else ""
+    return (
+        f"Row {row + 1}, the peak of pipeline rank {rank}, in GiB of "
+        f"{choice.budget_bytes / GIB:.1f}: {each}{of_all}."
+    )
+
+
+def _row(number: int, choice: Choice, mfu: float | None) -> list[str]:
     layout = choice.layout
     return [
         str(number),
         *(str(degree) for degree in (layout.tp, layout.cp, layout.pp, layout.dp)),
+        str(choice.ep),
         _layers(choice),
-        _runs(choice),
+        runs(choice),
         f"{choice.tokens_per_second:.4g}",
+        "" if mfu is None else f"{mfu:.0%}",
         f"{choice.seconds:.4g}",
-        fraction_text(choice.bubble_ratio),
-        fraction_text(choice.recompute_ratio),
-        fraction_text(choice.comm_ratio),
-        f"{choice.exchange_seconds:.3g}",
         f"{choice.peak_bytes / GIB:.1f}",
+        "tight" if choice.tight else "",
     ]
 
 
@@ -78,7 +127,7 @@ def _layers(choice: Choice) -> str:
     return " ".join(f"{layers}" if times == 1 else f"{times}x{layers}" for layers, times in runs)
 
 
-def _runs(choice: Choice) -> str:
+def runs(choice: Choice) -> str:
     if choice.planner != ELASTIC:
         return _BASELINES[choice.planner]
     runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
@@ -87,13 +136,18 @@ def _runs(choice: Choice) -> str:
     return ", ".join(filter(None, runs))
 
 
-def _verdict(result: Survey) -> list[str]:
+def survey_verdict(result: Survey) -> list[str]:
+    """Return what the survey says, first what is best."""
     first = result.choices[0]
     summary = (
-        f"Best: {first.layout}, {_runs(first)}: {seconds_text(first.seconds)} an iteration, "
+        f"Best: {first.layout}, {runs(first)}: {seconds_text(first.seconds)} an iteration, "
         f"{tokens_text(round(first.tokens_per_second))} tokens a second."
     )
     lines = [summary, *_why(result.choices)]
+    if result.stopped:
+        lines.insert(0, "Interrupted: this is what was found until then, on one batch or on all.")
+    if first.tight:
+        lines.append(_with_spare_memory(result.choices))
     flags = [] if first.place else layout_flags(first.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
@@ -126,6 +180,16 @@ def _verdict(result: Survey) -> list[str]:
             f"{', '.join(each)}."
         )
     return lines
+
+
+def _with_spare_memory(choices: Sequence[Choice]) -> str:
+    """Return a sentence on the fastest choice that is not tight."""
+    text = f"Row 1 is tight: within {TIGHT_MEMORY:.0%} of the memory budget."
+    spare = next((number for number, each in enumerate(choices, 1) if not each.tight), None)
+    if spare is None:
+        return f"{text} So is every other."
+    slower = choices[spare - 1].seconds / choices[0].seconds - 1
+    return f"{text} Fastest with room to spare: row {spare}, {slower:.1%} slower."
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:

@@ -4,9 +4,10 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from megatron_epp.cli.tune.model_flags import ModelFlags, model_flags
+from megatron_epp.cli.tune.job import TunedJob
 from megatron_epp.cost.catalogue.hub_file import HubConfig
-from megatron_epp.cost.catalogue.models import Model, model_config
+from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
@@ -52,10 +53,8 @@ MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
 
 
 def launch_script(
-    model: Model,
+    job: TunedJob,
     choice: Choice,
-    arguments: argparse.Namespace,
-    node_devices: int,
     documents: int,
     context: int,
     hosts: Sequence[str] = (),
@@ -64,42 +63,49 @@ def launch_script(
 
     ``hosts``: of the node ranks, where they are known.
     """
-    config = model_config(arguments.model, arguments.like)
-    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
-    of_model = model_flags(model, config, choice.layout.tp, stages)
+    model, config, arguments = job.model, job.config, job.arguments
+    of_model = _model_flags(job, choice)
     notes = config.notes if config is not None else ()
     if of_model.assumed:
         assumed = ", ".join(of_model.assumed)
         notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
     # A line break would end a comment, and what follows would be a command.
     comments = [f"# {printable(note)}\n" for note in notes]
-    lines = (
-        "    " + shlex.join(group)
-        for group in (
-            *of_model.groups,
-            ["--seq-length", str(context), "--max-position-embeddings", str(context)],
-            *layout_arguments(choice, of_model.hybrid),
-            *training_flags(documents),
-            *expert_flags(model, of_model),
-            *elastic_flags(choice, arguments),
-        )
-    )
+    groups = launch_flags(job, choice, documents, context)
+    lines = (f"    {shlex.join(group)}" for group in groups)
     return _HEAD.format(
         # A line break would end the comment, and what follows would be a command.
         title=printable(
-            f"{model.name} on {arguments.nodes} x {node_devices} {arguments.device}: "
-            f"{choice.layout}"
+            f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
         ),
         name=printable(arguments.script),
         hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
-        nodes=arguments.nodes,
-        per_node=node_devices,
+        nodes=job.nodes,
+        per_node=job.node_devices,
         flags="\n".join(lines),
         comments="".join(comments),
         entry=of_model.entry,
     )
+
+
+def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
+    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
+    return model_flags(job.model, job.config, choice.layout.tp, stages)
+
+
+def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
+    """Return all flags of a choice, by groups that belong on one line."""
+    of_model = _model_flags(job, choice)
+    return [
+        *of_model.groups,
+        ["--seq-length", str(context), "--max-position-embeddings", str(context)],
+        *layout_arguments(choice, of_model.hybrid),
+        *training_flags(documents),
+        *expert_flags(job.model, of_model),
+        *elastic_flags(choice, job.arguments),
+    ]
 
 
 def require_sayable(model: Model, config: HubConfig | None) -> None:

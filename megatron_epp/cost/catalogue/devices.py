@@ -1,5 +1,6 @@
 """Devices, and the links between them."""
 
+import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "memory_efficiency": (0.0, 1.0),
     "host_forward_seconds": (0.0, 1e3),
     "host_backward_seconds": (0.0, 1e3),
+    "peak_flops": (0.0, 1e24),
 }
 
 
@@ -87,6 +89,7 @@ class Device:
                             of weights; 0: what these take is contained in linear_flops
     host_forward_seconds    that the host takes to issue a layer's forward: no op is faster
     host_backward_seconds   its backward
+    peak_flops              the data sheet's in bf16 without sparsity, which MFU divides by; 0: none
     """
 
     name: str
@@ -105,6 +108,7 @@ class Device:
     memory_efficiency: float = 0.0
     host_forward_seconds: float = 0.0
     host_backward_seconds: float = 0.0
+    peak_flops: float = 0.0
 
     def __post_init__(self):
         require_name("device name", self.name)
@@ -175,15 +179,15 @@ _FAST: dict[str, Any] = {**_HOST, "gather_latency_seconds": _LATENCY, "memory_ef
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS, **_HOST),
-        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS, **_HOST),
-        Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS, **_FAST),
-        Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS, **_FAST),
-        Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS, **_FAST),
-        Device("h20-96g", 89.0, *_H20, 4.0e12, _HOPPER_RINGS, **_FAST),
-        Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, **_FAST),
-        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, **_FAST),
-        Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, **_FAST),
+        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS, peak_flops=312e12, **_HOST),
+        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS, peak_flops=312e12, **_HOST),
+        Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS, peak_flops=989e12, **_FAST),
+        Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS, peak_flops=989e12, **_FAST),
+        Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS, peak_flops=989e12, **_FAST),
+        Device("h20-96g", 89.0, *_H20, 4.0e12, _HOPPER_RINGS, peak_flops=148e12, **_FAST),
+        Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, peak_flops=2250e12, **_FAST),
+        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_FAST),
+        Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, peak_flops=362e12, **_FAST),
         # One core packs K and V for its kernels and adds up their gradients: 6 to 8 us were
         # measured for a token of 256 channels, at this rate 7.
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
@@ -233,6 +237,12 @@ def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
 
 
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
+# What a file needs at least.
+_EXAMPLE = (
+    '{"name": "mine", "budget_gib": 74, "linear_flops": 760e12, "attention_flops": 530e12, '
+    '"launch_seconds": 1e-4, "group_bytes_per_second": {"2": 430e9}, "link_bytes_per_second": '
+    '400e9, "link_latency_seconds": 1e-5}'
+)
 _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
 
 
@@ -296,4 +306,11 @@ def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> t
 
 def device(name: str) -> Device:
     """The device called ``name``, or the one that the JSON file at ``name`` describes."""
+    if name not in DEVICES and not name.endswith(".json") and "/" not in name:
+        near = difflib.get_close_matches(name, DEVICES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(
+            f"unknown device {quoted(name)}; {hint}Known: {', '.join(DEVICES)}; or a JSON file "
+            f"{_EXAMPLE}"
+        )
     return pick("device", name, DEVICES, Device)

@@ -22,6 +22,8 @@ MOST_LAYERS = 10_000
 # Where files of several parts have the decoder, and what they call their others.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _OTHER_PARTS = ("vision_config", "audio_config", "talker_config", "code2wav_config", "vision_tower")
+# What says how many layers predict further tokens.
+_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 # Files that stand next to a config.json, by a key of theirs.
 _OTHER_FILES = {
     "peft_type": "an adapter's file; expected the config.json of the model that it adapts",
@@ -214,6 +216,7 @@ def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> 
         notes.append("auto_map: the code that it names is not used")
     if "quantization_config" in value or "quantization_config" in part:
         notes.append("quantization_config: ignored, training is in bf16")
+    notes += [f"{key}: multi-token prediction, not counted" for key in _MTP if part.get(key)]
     tied = "tie_word_embeddings"
     rope = part.get("rope_parameters") or part.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}

@@ -1,9 +1,12 @@
 """Shapes of the models that can be planned for, layer kind by layer kind."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from megatron_epp.cost.catalogue.hub_file import (
     HubConfig,
@@ -15,6 +18,7 @@ from megatron_epp.cost.catalogue.hub_file import (
 )
 from megatron_epp.cost.catalogue.hub_shape import model_fields
 from megatron_epp.cost.catalogue.named import from_json, pick
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
@@ -122,6 +126,36 @@ class Model:
         each = {kind: layer.parameters + layer.expert_parameters for kind, layer in shapes.items()}
         ends = self.vocabulary_parameters * (1 if self.tied else 2)
         return sum(each[kind] for kind in word) + ends
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets: of experts those that it goes to; of the ends as of
+        :attr:`parameters`."""
+        shapes, word = self.shapes, self.layer_kinds or (LAYER_KIND,) * self.layers
+        unused = {
+            kind: each.routed.parameters - each.routed.active for kind, each in shapes.items()
+        }
+        return self.parameters - sum(unused[kind] for kind in word)
+
+    def training_flops(self, lengths: Sequence[int]) -> float:
+        """Return the flops of the model's own products for documents of these ``lengths``.
+
+        Forward, and twice as many for backward; causal attention counts the pairs that a query
+        sees; what is recomputed does not count. What divides by the devices' peak is MFU.
+        """
+        stops = np.array(lengths, np.int64)
+        starts, tokens = np.zeros_like(stops), float(stops.sum())
+        kinds = Counter(self.layer_kinds or (LAYER_KIND,) * self.layers)
+        forward = 2.0 * self.vocabulary_parameters * tokens
+        for kind, count in kinds.items():
+            layer = self.shapes[kind]
+            flops = layer.flops_per_token * tokens
+            seen = WindowPairs(layer.window or int(stops.max()))
+            others = ((column, work.flops) for column, work in layer.work.items())
+            for column, each in ((seen, layer.flops_per_pair), *others):
+                flops += each * float(column.of_spans(starts, stops).sum())
+            forward += count * flops
+        return 3 * forward
 
     @property
     def vocabulary_parameters(self) -> int:

@@ -1,32 +1,38 @@
 """Every way to divide the devices of a job."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_epp.cost.catalogue.models import Model
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """Degrees whose product is the number of devices."""
+    """Degrees whose product is the number of devices.
+
+    ep: devices that share a layer's experts; 0: as many of tp * cp as divide them, or none.
+    """
 
     tp: int
     cp: int
     pp: int
     dp: int
+    ep: int = 0
 
     def __str__(self) -> str:
-        return f"tp {self.tp} cp {self.cp} pp {self.pp} dp {self.dp}"
+        degrees = f"tp {self.tp} cp {self.cp} pp {self.pp} dp {self.dp}"
+        return f"{degrees} ep {self.ep}" if self.ep else degrees
 
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """Degrees that the user named; None: free."""
+    """Degrees that the user named; None: free. With an ``ep``, layouts leave theirs at 0."""
 
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
     dp: int | None = None
+    ep: int | None = None
 
     def allows(self, layout: Layout) -> bool:
         named = (self.tp, self.cp, self.pp, self.dp)
@@ -46,6 +52,8 @@ def layouts(
 
     Tensor parallelism stays inside a node and divides the groups of K and V; both it and context
     parallelism divide the heads; every stage has a layer; every replica gets as many documents.
+    Experts are shared inside a replica's stage, and by each number of whole replicas that divides
+    them.
     """
     wanted = wanted or JobRequest()
     for tp in divisors(devices):
@@ -60,5 +68,10 @@ def layouts(
                 if pp > model.layers or documents % dp:
                     continue
                 layout = Layout(tp, cp, pp, dp)
-                if wanted.allows(layout):
-                    yield layout
+                if not wanted.allows(layout):
+                    continue
+                yield layout
+                of_replicas = divisors(dp)[1:] if wanted.ep is None else []
+                for ep in (tp * cp * replicas for replicas in of_replicas):
+                    if model.most_experts and model.most_experts % ep == 0:
+                        yield replace(layout, ep=ep)

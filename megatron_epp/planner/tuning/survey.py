@@ -15,14 +15,16 @@ cut over all where that is asked for, or pays.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import batched
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.overlap import overlaps
-from megatron_epp.ir import Kind
+from megatron_epp.ir import Kind, Plan
 from megatron_epp.ir.placement import Placement
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_NAMES,
@@ -58,6 +60,10 @@ MARGIN = 0.02
 # Recompute below this share of the time is no reason to look at offloading.
 TIGHT = 0.005
 OFFLOAD_PAYS = 0.01  # of the time, that offloading must save
+TIGHT_MEMORY = 0.05  # of the budget; predictions of peaks were off by more on a GPU
+# Layouts that are looked at before the next ones are left out by what was found: a number of its
+# own, so that a survey's result does not depend on how many processes it has.
+AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class Choice:
     place               the rank of every stage; () where stage i lies on rank i
     packing_tokens      that documents are packed to, of every batch planned; () where they are cut
     multiple            tokens that chunks are padded to a multiple of
+    plan, cost          of the replica whose stage is the fullest of all batches planned
     """
 
     layout: Layout
@@ -96,6 +103,18 @@ class Choice:
     place: tuple[int, ...] = ()
     packing_tokens: tuple[int, ...] = ()
     multiple: int = 1
+    plan: Plan | None = dataclasses.field(default=None, repr=False, compare=False)
+    cost: Cost | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def budget_bytes(self) -> float:
+        """Return the memory budget of the fullest rank's device; 0: it was not planned."""
+        return min(self.cost.device_budget_bytes) if self.cost is not None else 0.0
+
+    @property
+    def tight(self) -> bool:
+        """Return whether the fullest device has less than TIGHT_MEMORY of its budget to spare."""
+        return self.peak_bytes > (1 - TIGHT_MEMORY) * self.budget_bytes > 0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -112,7 +131,8 @@ class Choice:
 
     def facts(self) -> dict:
         """For JSON; seconds and bytes are plain numbers."""
-        own = dataclasses.asdict(self)
+        hidden = ("plan", "cost")
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         if self.ep == 1:
             del own["ep"]
         if not self.vocabulary_parallel:
@@ -126,17 +146,32 @@ class Choice:
             "layout": str(self.layout),
             "layers": list(self.layers),
             "shares": self.shares,
+            "tight": self.tight,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
     """choices: fastest first. refused: layouts that cannot run, with why. bounded: those that a
-    bound ruled out."""
+    bound ruled out. stopped: whether it was interrupted, and has what was found until then."""
 
     choices: tuple[Choice, ...]
     refused: dict[Layout, str]
     bounded: tuple[Layout, ...]
+    stopped: bool = False
+
+
+class Runner(Protocol):
+    """Calls a function with the arguments of every task, maybe in several processes."""
+
+    def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
+        """Yield the results in the order of the tasks."""
+        ...
+
+
+def in_turn(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
+    """Call ``function`` with the arguments of one task after another, in this process."""
+    return (function(*task) for task in tasks)
 
 
 def survey(
@@ -151,6 +186,7 @@ def survey(
     placement: bool = False,
     stock: str = STOCK,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
+    run: Runner = in_turn,
 ) -> Survey:
     """The best ``top`` choices among the layouts, and what became of the others.
 
@@ -158,7 +194,8 @@ def survey(
     ``vocabulary``: whether layouts of several stages cut the output layer over them for our own
     planner: off, on, or auto, as pays. ``placement``: whether several stages on a rank are tried
     for the best of them. ``stock``: the planner of Megatron's own schedule; where it is the best
-    packing length, also with Megatron's overlaps.
+    packing length, also with Megatron's overlaps. ``run``: runs plans, in processes where there are
+    some. An interrupt (Ctrl-C) ends the search, and what was found until then is the survey.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -176,47 +213,80 @@ def survey(
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
     sketch = dataclasses.replace(options, effort=effort)
 
-    def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> list[Choice]:
-        choices: list[Choice] = []
-        for planner in planners:
-            for cut in _cuts(costs[layout], planner, vocabulary):
-                ways = partitions(costs[layout].with_vocabulary(cut), batches[0], partition)
-                for layers in reversed(ways):  # even ones where those by time do not fit
-                    try:
-                        chosen = layout, costs[layout], layers, batches[:1], how, planner
-                        choices.append(choice_of(*chosen, cut=cut))
-                        break
-                    except ValueError as error:
-                        refused.setdefault(layout, str(error).split("\n")[0])
-        return choices
+    def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> tuple:
+        return layout, costs[layout], batches[0], how, planners, partition, vocabulary
 
     glances: dict[Layout, list[Choice]] = {}
     bounded: list[Layout] = []
-    for layout in progress(ordered, len(ordered), "first plans"):
-        best = sorted(choice.seconds for glanced in glances.values() for choice in glanced)
-        if len(best) >= top and bounds[layout] > best[top - 1]:
-            bounded.append(layout)
-        else:
-            both = stock == STOCK and overlaps(costs[layout])
-            planners = (ELASTIC, stock, OVERLAPPED) if both else (ELASTIC, stock)
-            glances[layout] = looked_at(layout, glance, planners)
-    near = {
-        layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
-    }
     choices: list[Choice] = []
     least = np.inf
-    for number, layout in enumerate(
-        progress(sorted(near, key=near.__getitem__), len(near), "plans")
-    ):
-        glanced = glances[layout]
-        if number < top or near[layout] <= least * GLANCE:
-            glanced = [*glanced, *looked_at(layout, sketch, (ELASTIC,))]
-        least = min(least, _elastic_seconds(glanced, np.inf))
-        if glanced:
-            refused.pop(layout, None)
-        choices += _best_of(glanced)
-    choices = _finals(choices, batches, costs, options, vocabulary, placement, progress)
+
+    def looks(group: Sequence[Layout], how: Options, planners_of: Callable) -> Iterator:
+        tasks = [looked_at(layout, how, planners_of(layout)) for layout in group]
+        for layout, (choices_of, why) in zip(group, run(_look_at, tasks), strict=True):
+            if why:
+                refused.setdefault(layout, why)
+            yield layout, choices_of
+
+    def stocks(layout: Layout) -> Sequence[str]:
+        both = stock == STOCK and overlaps(costs[layout])
+        return (ELASTIC, stock, OVERLAPPED) if both else (ELASTIC, stock)
+
+    try:
+        groups = [*batched(ordered, AT_ONCE)]
+        for group in progress(groups, len(groups), "first plans"):
+            best = sorted(choice.seconds for glanced in glances.values() for choice in glanced)
+            out = {each for each in group if len(best) >= top and bounds[each] > best[top - 1]}
+            bounded += [each for each in group if each in out]
+            glances.update(looks([each for each in group if each not in out], glance, stocks))
+        near = {
+            layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
+        }
+        groups = [*batched(sorted(near, key=near.__getitem__), AT_ONCE)]
+        number = 0
+        for group in progress(groups, len(groups), "plans"):
+            wanted = []
+            for layout in group:
+                if number < top or near[layout] <= least * GLANCE:
+                    wanted.append(layout)
+                number += 1
+            for layout, sketched in looks(wanted, sketch, lambda _: (ELASTIC,)):
+                glances[layout] = [*glances[layout], *sketched]
+            least = min(least, *(_elastic_seconds(glances[each], np.inf) for each in group))
+        for layout, glanced in glances.items():
+            if glanced:
+                refused.pop(layout, None)
+            choices += _best_of(glanced)
+        choices = _finals(choices, batches, costs, options, vocabulary, placement, progress, run)
+    except KeyboardInterrupt:
+        known = choices or [each for glanced in glances.values() for each in _best_of(glanced)]
+        return Survey(tuple(sorted(known, key=_order)), refused, tuple(bounded), True)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
+
+
+def _look_at(
+    layout: Layout,
+    cost: Cost,
+    lengths: Sequence[int],
+    options: Options,
+    planners: Sequence[str],
+    by_time: bool,
+    vocabulary: str,
+) -> tuple[list[Choice], str]:
+    """Return choices of one layout on one batch, and why the first that cannot run cannot."""
+    choices: list[Choice] = []
+    why = ""
+    for planner in planners:
+        for cut in _cuts(cost, planner, vocabulary):
+            ways = partitions(cost.with_vocabulary(cut), lengths, by_time)
+            for layers in reversed(ways):  # even ones where those by time do not fit
+                try:
+                    chosen = layout, cost, layers, [lengths], options, planner
+                    choices.append(choice_of(*chosen, cut=cut))
+                    break
+                except ValueError as error:
+                    why = why or str(error).split("\n")[0]
+    return choices, why
 
 
 def _elastic_seconds(choices: Sequence[Choice], otherwise: float) -> float:
@@ -239,6 +309,7 @@ def _finals(
     vocabulary: str,
     placement: bool,
     progress: Callable[[Iterable, int, str], Iterable],
+    run: Runner,
 ) -> list[Choice]:
     """``choices`` with those that may be the best planned with the whole effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
@@ -249,28 +320,41 @@ def _finals(
     for choice in sorted((c for c in choices if c.planner != ELASTIC), key=_order):
         baselines.setdefault(choice.planner, []).append(choice)
     work = [*finalists, *(c for each in baselines.values() for c in each[:FINALISTS])]
-    evaluated = []
-    for choice in progress(work, len(work), "finals"):
-        cost = costs[choice.layout]
-        variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
-        variants = [(*each, ()) for each in _variants(choice, cost, vocabulary)]
-        if placement and choice.planner == ELASTIC:
-            variants += _placements(choice, cost, batches[0])
-        for layers, offload, cut, place in variants:
-            levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
-            chosen = dataclasses.replace(options, levers=levers)
-            try:
-                evaluated.append(
-                    choice_of(
-                        *(choice.layout, cost, layers, batches, chosen, choice.planner),
-                        cut=cut,
-                        place=place,
-                    )
-                )
-            except ValueError:  # a later batch does not fit: then the choice is none
-                continue
+    tasks = [
+        (choice, costs[choice.layout], batches, options, vocabulary, placement) for choice in work
+    ]
+    evaluated = [
+        each
+        for several in progress(run(_with_full_effort, tasks), len(tasks), "finals")
+        for each in several
+    ]
     others = (choice for choice in choices if choice not in work)
     return [*_best_of(evaluated), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
+
+
+def _with_full_effort(
+    choice: Choice,
+    cost: Cost,
+    batches: Sequence[Sequence[int]],
+    options: Options,
+    vocabulary: str,
+    placement: bool,
+) -> list[Choice]:
+    """Return ``choice`` and its variants, planned on all batches."""
+    evaluated = []
+    variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
+    variants = [(*each, ()) for each in _variants(choice, cost, vocabulary)]
+    if placement and choice.planner == ELASTIC:
+        variants += _placements(choice, cost, batches[0])
+    for layers, offload, cut, place in variants:
+        levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
+        chosen = dataclasses.replace(options, levers=levers)
+        job = choice.layout, cost, layers, batches, chosen, choice.planner
+        try:
+            evaluated.append(choice_of(*job, cut=cut, place=place))
+        except ValueError:  # a later batch does not fit: then the choice is none
+            continue
+    return evaluated
 
 
 def _on_all(
@@ -403,6 +487,7 @@ def choice_of(
     exposed = [each for _, each, _ in results]
     seconds = [planned.seconds + each for planned, each, _ in results]
     tokens = sum(sum(lengths) for lengths in batches)
+    fullest = max((planned for planned, _, _ in results), key=lambda each: max(each.peak_bytes))
 
     def mean(values: Iterable[float]) -> float:
         """Over the batches, each as long as it takes."""
@@ -427,6 +512,8 @@ def choice_of(
         place=place,
         packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
         multiple=cost.multiple,
+        plan=fullest.plan,
+        cost=cost,
     )
 
 

@@ -1,0 +1,146 @@
+"""What is known of a model: read from its config.json, counted, and said in Megatron's flags."""
+
+import argparse
+import json
+import textwrap
+from collections import Counter
+
+from megatron_epp.cli.compare import COLUMNS
+from megatron_epp.cost.analytic import STATES
+from megatron_epp.cost.catalogue.hub_file import HubConfig
+from megatron_epp.cost.catalogue.megatron_flags import model_flags
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.ir.errors import printable
+from megatron_epp.show.units import GIB
+
+NOT_PLANNED = (
+    "smaller states of adapters (LoRA), an optimizer on the host, fp8 weights, ZeRO 3 and FSDP"
+)
+_INDENT = 12
+
+
+def states_bytes(model: Model) -> float:
+    """Return the bytes of weights, gradients and optimizer of the model, each held once."""
+    return (STATES.zero1_resident + STATES.zero1_sharded) * model.parameters
+
+
+def labelled(label: str, text: str) -> str:
+    """Return a line of a screen, wrapped next to its label."""
+    return textwrap.fill(
+        printable(text),
+        COLUMNS,
+        initial_indent=label.ljust(_INDENT),
+        subsequent_indent=" " * _INDENT,
+        break_on_hyphens=False,
+    )
+
+
+def print_model(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
+    """Print what --model says, and the flags that build it."""
+    of_model = model_flags(model, config)
+    words = [word for group in of_model.groups for word in group]
+    notes = [printable(note) for note in (config.notes if config is not None else ())]
+    if arguments.json:
+        facts = {
+            "model": model.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "states_bytes": states_bytes(model),
+            "flags": words,
+            "entry": of_model.entry,
+            "unsaid": list(of_model.unsaid),
+            "assumed": list(of_model.assumed),
+            "notes": notes,
+        }
+        print(json.dumps(facts, indent=1))
+        return 0
+    print(model_summary(model))
+    print(labelled("sizes", sizes_text(model)))
+    if kinds := kinds_text(model):
+        print(labelled("layers", kinds))
+    for note in notes:
+        print(labelled("note", note))
+    if of_model.assumed:
+        print(labelled("assumed", f"not said, so taken: {', '.join(of_model.assumed)}"))
+    resident, sharded = STATES.zero1_resident, STATES.zero1_sharded
+    print(
+        labelled(
+            "states",
+            f"{resident + sharded:g} bytes a parameter, {states_bytes(model) / GIB:.1f} GiB in "
+            f"all: {resident:g} on every device that holds the weight, {sharded:g} shared over "
+            "cp x dp",
+        )
+    )
+    print(labelled("not planned", NOT_PLANNED))
+    named = (
+        arguments.model if arguments.like is None else f"{arguments.model} --like {arguments.like}"
+    )
+    if of_model.unsaid:
+        print(
+            labelled(
+                "trains",
+                f"not by Megatron's flags alone, which cannot say: {'; '.join(of_model.unsaid)}. "
+                "It is planned all the same; --for bridge prints settings",
+            )
+        )
+    else:
+        print(
+            labelled(
+                "trains",
+                f"with --epp as -m {of_model.entry}; proof on CPUs: python -m megatron_epp certify "
+                f"--pp 2 --model {named}",
+            )
+        )
+    print("flags")
+    print(flags_text(words))
+    return 0
+
+
+def model_summary(model: Model) -> str:
+    """Return the line that begins a screen."""
+    billion, active = model.parameters / 1e9, model.active_parameters / 1e9
+    return f"{model.name}: {billion:.4g} billion parameters, {active:.4g} active for a token"
+
+
+def sizes_text(model: Model) -> str:
+    """Return the sizes of plain layers."""
+    grouped = f" in {model.kv_heads} groups" if model.kv_heads != model.heads else ""
+    return (
+        f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads{grouped} of "
+        f"{model.head_size}, MLP {model.ffn_hidden}{', gated' * model.gated}, vocabulary "
+        f"{model.vocabulary}, {'' if model.tied else 'not '}tied"
+    )
+
+
+def kinds_text(model: Model) -> str:
+    """Return the kinds of layers with what sets each apart; nothing where all are plain."""
+    parts = []
+    for kind, count in Counter(model.layer_kinds).items():
+        shape = model.kinds[kind]
+        default = type(shape)()
+        sizes = [
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in vars(shape).items()
+            if value != getattr(default, name)
+        ]
+        parts.append(f"{count} {kind} ({', '.join(sizes) or 'plain'})")
+    return "; ".join(parts)
+
+
+def flags_text(words: list[str]) -> str:
+    """Return flags as a shell reads them, a few on each line."""
+    import shlex
+
+    # Lines end where a flag begins: a flag and its value stay together.
+    groups: list[str] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append(word)
+        else:
+            groups[-1] += f" {shlex.quote(word)}"
+    lines = [""]
+    for group in groups:
+        if lines[-1] and len(lines[-1]) + len(group) + 7 > COLUMNS:
+            lines.append("")
+        lines[-1] += f"{' ' * bool(lines[-1])}{group}"
+    return " \\\n".join(f"    {line}" for line in lines)

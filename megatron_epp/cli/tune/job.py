@@ -1,0 +1,153 @@
+"""The job that is tuned: devices, nodes, how they are joined, what a layout of them costs."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.flags import ASSUMPTIONS
+from megatron_epp.cli.options import UsageError
+from megatron_epp.cost.catalogue.devices import DEVICES, Device, device, differ_by_rank
+from megatron_epp.cost.catalogue.hub_file import HubConfig
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.network.topology import FLAT, Topology, topology
+from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
+from megatron_epp.planner.tuning.survey import Choice
+
+
+@dataclass(frozen=True, slots=True)
+class TunedJob:
+    """A model on a number of devices.
+
+    config   what its config.json says besides; None: nothing does
+    batches  of lengths, by which chunks are padded; none: they are not
+    """
+
+    arguments: argparse.Namespace
+    model: Model
+    config: HubConfig | None
+    device: Device
+    nodes: int
+    node_devices: int
+    joined: str | Topology
+    batches: Sequence[Sequence[int]] = ()
+
+    @property
+    def devices(self) -> int:
+        """Return the number of all devices."""
+        return self.nodes * self.node_devices
+
+    def __str__(self) -> str:
+        """Return the devices, in words."""
+        nodes = "" if self.nodes == 1 else f"{self.nodes} nodes of "
+        return f"{nodes}{self.node_devices} x {self.device.name}"
+
+    def layouts(self, documents: int) -> list[Layout]:
+        """Return the layouts that the options allow, for so many documents in a global batch."""
+        here = self.arguments
+        pp = here.pp
+        if pp is None and len(here.memory_budget_gib or ()) > 1:  # one for every pipeline rank
+            pp = len(here.memory_budget_gib)
+        wanted = JobRequest(here.tp, here.cp, pp, here.dp, here.ep)
+        return list(layouts(self.model, self.devices, self.node_devices, documents, wanted))
+
+    def cost_for(self, layout: Layout) -> Cost:
+        """Return what the layout costs with even layers."""
+        here = argparse.Namespace(
+            **{name: getattr(self.arguments, name, None) for name in ASSUMPTIONS},
+            **dict.fromkeys(("cost_model", "layer_kinds", "host_memory_gib")),
+            ep=layout.ep or self.arguments.ep,
+            zero="1",  # training's
+            model=self.model,
+            device=self.arguments.device,
+            memory_budget_gib=self.arguments.memory_budget_gib,
+            tp=layout.tp,
+        )
+        here.topology = self.joined
+        cost = machine.cost_of(here, pp=layout.pp, cp=layout.cp, dp=layout.dp, layers=None)
+        if not self.batches:
+            return cost
+        return machine.with_padding(cost, self.arguments, self.batches, layout.dp)
+
+    def mfu(self, choice: Choice, batches: Sequence[Sequence[int]]) -> float | None:
+        """Return the model's own flops over what the devices' peak could do; None: no peak."""
+        if not self.device.peak_flops:
+            return None
+        flops = sum(map(self.model.training_flops, batches)) / len(batches)
+        return flops / (self.device.peak_flops * self.devices * choice.seconds)
+
+
+def job_of(
+    arguments: argparse.Namespace, model: Model, config: HubConfig | None, gpus: int | None
+) -> TunedJob:
+    """Return the job that the options name, of ``gpus`` devices where --nodes does not say them."""
+    if arguments.device is None:
+        raise UsageError(
+            f"--device is missing; expected one of {', '.join(DEVICES)}, or a JSON file"
+        )
+    if differ_by_rank(arguments.device):
+        raise UsageError(
+            f"--device {arguments.device}: tune tries pipelines of many lengths, all "
+            "of one device; compare layouts of devices that differ with `compare`"
+        )
+    if model.mtp_layers_count:
+        raise UsageError(
+            f"{model.name} has multi-token prediction, of which the settings that are printed say "
+            "nothing; tune it without, or compare layouts with `compare`"
+        )
+    the_device = device(arguments.device)
+    node_devices = arguments.devices_per_node or the_device.node_devices
+    nodes = arguments.nodes
+    if gpus is not None:
+        if nodes is not None:
+            raise UsageError(
+                f"--gpus {gpus}: is nodes x devices of a node; leave --nodes {nodes} out, or --gpus"
+            )
+        if gpus > node_devices and gpus % node_devices:
+            raise UsageError(
+                f"--gpus {gpus}: no whole number of nodes of {node_devices} devices; expected a "
+                "multiple, or --devices-per-node"
+            )
+        nodes, node_devices = max(1, gpus // node_devices), min(gpus, node_devices)
+    if nodes is None:
+        raise UsageError("--gpus is missing; expected the number of devices (or --nodes)")
+    joined = _joined(arguments, node_devices)
+    _require_grid(arguments, joined, nodes)
+    return TunedJob(arguments, model, config, the_device, nodes, node_devices, joined)
+
+
+def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
+    """Return the topology that was named, of nodes of that size."""
+    name = arguments.topology or str(machine.AS_TRAINED["topology"])
+    named = topology(name)
+    if named is None:
+        return FLAT
+    if arguments.devices_per_node or not named.node_devices:
+        return dataclasses.replace(named, node_devices=node_devices)
+    if named.node_devices != node_devices:
+        raise UsageError(
+            f"--topology {name}: its nodes have {named.node_devices} devices; give "
+            f"--devices-per-node {named.node_devices}"
+        )
+    return named
+
+
+def _require_grid(arguments: argparse.Namespace, joined: str | Topology, nodes: int) -> None:
+    """Raise a UsageError where what is asked for needs a grid, or more nodes than are left."""
+    grid = joined.grid if isinstance(joined, Topology) and joined.nodes else None
+    for name in ("hostfile", "grid_svg"):
+        if grid is None and getattr(arguments, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: expected a --topology file that has nodes, the rows "
+                "and columns of a grid"
+            )
+    if grid is None:
+        return
+    if nodes > len(grid.live):
+        rows, columns = grid.nodes
+        raise UsageError(
+            f"--nodes {nodes}: {len(grid.live)} of the {rows} x {columns} nodes of "
+            f"--topology {arguments.topology} are left; expected at most as many"
+        )

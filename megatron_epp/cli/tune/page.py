@@ -1,0 +1,151 @@
+"""A survey as a page: its rows, the memory and time line of one, and the gain by context."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatron_epp.cli.documents import Batches
+from megatron_epp.cli.progress import Workers, bar
+from megatron_epp.cli.tune.describe import NOT_PLANNED, flags_text
+from megatron_epp.cli.tune.job import TunedJob
+from megatron_epp.cli.tune.report import shown_rows, survey_verdict
+from megatron_epp.cli.tune.script import launch_flags
+from megatron_epp.cost.catalogue.megatron_flags import model_flags
+from megatron_epp.cost.catalogue.public import accuracy_lines
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import OVERLAPPED, STOCK
+from megatron_epp.planner.tuning.parts import memory_parts
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of
+from megatron_epp.show.survey_page import GainPoint, SurveyPage, to_page
+from megatron_epp.show.timeline import Timeline, timeline_of
+from megatron_epp.sim.play import play
+
+_CONTEXTS, _LEAST_CONTEXT = 6, 4096
+_TRIED = 3  # of the best layouts of a planner, at each context
+
+
+def survey_page(
+    job: TunedJob,
+    result: Survey,
+    chosen: Choice,
+    batches: Batches,
+    lengths: Sequence[int],
+    options: Options,
+    workers: Workers,
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        job: The devices and the model.
+        result: The survey.
+        chosen: The row that pictures show.
+        batches: The documents.
+        lengths: Of the documents of one batch, of which pictures are made.
+        options: Of the planner.
+        workers: Processes that plan for the gain by context.
+    """
+    rows = result.choices[: job.arguments.top]
+    context = options.context or max(lengths)
+    headers, cells = shown_rows(rows, [job.mfu(each, [lengths]) for each in rows], True)
+    of_model = model_flags(job.model, job.config)
+    flags = []
+    for each in () if of_model.unsaid else rows:
+        groups = launch_flags(job, each, len(lengths), context)
+        flags.append(flags_text([word for group in groups for word in group]))
+    quick = dataclasses.replace(options, effort=0)
+    packed = _try(job, chosen, STOCK, lengths, quick)
+    planned = _try(job, chosen, ELASTIC, lengths, options)
+    notes = list(job.config.notes if job.config is not None else ())
+    if of_model.assumed:
+        notes.append(f"Not said of the model, so taken: {', '.join(of_model.assumed)}.")
+    if of_model.unsaid:
+        notes.append(f"Megatron's flags cannot say: {'; '.join(of_model.unsaid)}.")
+    assert chosen.plan is not None and chosen.cost is not None
+    return to_page(
+        SurveyPage(
+            title=f"{job.model.name} on {job}",
+            verdict=survey_verdict(result),
+            error=accuracy_lines(chosen.cost.layout.profile),
+            headers=headers,
+            rows=cells,
+            chosen=rows.index(chosen),
+            flags=flags,
+            parts=memory_parts(chosen.plan, chosen.cost),
+            budgets=chosen.cost.device_budget_bytes,
+            packed=_timeline(packed, "packed"),
+            planned=_timeline(planned, "planned"),
+            gains=_gains(job, result, chosen, lengths, context, quick, workers),
+            lengths=[length for batch in batches.first for length in batch],
+            context=context,
+            notes=[*notes, f"Not planned: {NOT_PLANNED}."],
+        )
+    )
+
+
+def _timeline(choice: Choice | None, title: str) -> Timeline | None:
+    if choice is None or choice.plan is None or choice.cost is None:
+        return None
+    plan, cost = choice.plan, choice.cost
+    return timeline_of(play(plan, cost.table(plan)), title, cost.device_budget_bytes)
+
+
+def _try(
+    job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
+) -> Choice | None:
+    """Return the layout of ``choice`` with a planner on one batch; None: no plan fits."""
+    elastic = planner == ELASTIC and choice.planner == ELASTIC
+    cost = job.cost_for(choice.layout)
+    layers = choice.layers if elastic else cost.layout.layers
+    place, cut = (choice.place, choice.vocabulary_parallel) if elastic else ((), False)
+    levers = options.levers | {"offload"} if elastic and choice.offload else options.levers
+    options = dataclasses.replace(options, levers=levers)
+    work = choice.layout, cost, layers, [lengths], options, planner
+    try:
+        return choice_of(*work, cut=cut, place=place)
+    except ValueError:
+        return None
+
+
+def _seconds(*work: object) -> float | None:
+    choice = _try(*work)  # type: ignore[arg-type]
+    return None if choice is None else choice.seconds
+
+
+def _gains(
+    job: TunedJob,
+    result: Survey,
+    chosen: Choice,
+    lengths: Sequence[int],
+    context: int,
+    options: Options,
+    workers: Workers,
+) -> list[GainPoint]:
+    """Return the gain at ``context`` and its halves."""
+    contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
+    contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
+    overlapped = any(each.planner == OVERLAPPED for each in result.choices)
+    stock = OVERLAPPED if overlapped else STOCK
+    best = {
+        planner: [each for each in result.choices if (each.planner == ELASTIC) == elastic][:_TRIED]
+        for planner, elastic in ((ELASTIC, True), (stock, False))
+    }
+    tasks, keys = [], []
+    for at in contexts:
+        short = tuple(min(length, at) for length in lengths)
+        here = dataclasses.replace(options, context=at)
+        pairs = [(each, planner) for planner, several in best.items() for each in several]
+        for each, planner in (*pairs, (chosen, ELASTIC), (chosen, stock)):
+            tasks.append((job, each, planner, short, here))
+            keys.append((at, planner, each is chosen))
+    seconds_of: dict[tuple[int, str, bool], float] = {}
+    for key, seconds in zip(keys, bar(workers(_seconds, tasks), len(tasks), "gain"), strict=True):
+        for both in {key, (*key[:2], False)}:
+            if seconds is not None:
+                seconds_of[both] = min(seconds, seconds_of.get(both, seconds))
+    points = []
+    for at in contexts:
+        same, every = (
+            [seconds_of.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False)
+        )
+        ratios = [one / other if one and other else None for one, other in (same, every)]
+        points.append(GainPoint(at, *ratios))
+    return points

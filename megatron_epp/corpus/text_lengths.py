@@ -1,0 +1,218 @@
+"""Lengths of texts and chats, in ``.jsonl`` or ``.parquet``, by a tokenizer or by their bytes.
+
+Of a line or row, the document is one of
+    text            a string
+    messages        a chat of {role, content}, as OpenAI writes them
+    conversations   a chat of {from, value}, as ShareGPT does
+    prompt          with completion or response
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.ir.errors import printable, quoted, shortened
+from megatron_epp.safe_files import MOST_TEXT_BYTES, bounded_lines
+
+SUFFIXES = (".jsonl", ".parquet")
+# Documents that are counted; of a file of more, as many at even distances.
+MOST_DRAWN = 20_000
+BYTES_PER_TOKEN = 4  # without a tokenizer
+MARKUP_TOKENS = 4  # of a chat's message: its role, and where it begins and ends
+_KEYS = ("text", "messages", "conversations", "prompt")
+_EXPECTED = f"an object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
+_AT_ONCE = 256  # documents that a tokenizer gets, by threads of its own
+
+Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
+Document = tuple[list[str], int]  # its texts, and the tokens of its markup
+
+
+def text_lengths(
+    path: Path, tokenizer: str | None = None, progress: Progress | None = None
+) -> tuple[str, np.ndarray]:
+    """Return how the documents were counted, and the inputs of each: [documents] int64.
+
+    Args:
+        path: A ``.jsonl`` or ``.parquet`` file.
+        tokenizer: A ``tokenizer.json`` or its folder; None: four bytes are a token.
+        progress: Passes on the items that it gets, with their number and name.
+
+    Raises:
+        ValueError: A line or row that is no document, with its number; no document at all.
+        ModuleNotFoundError: pyarrow or tokenizers, which they need.
+    """
+    read = _parquet_rows if path.suffix == ".parquet" else _json_lines
+    total, rows = read(path)
+    if progress is not None:
+        rows = iter(progress(rows, min(total, MOST_DRAWN), "documents"))
+    documents = (_document(where, row) for where, row in rows)
+    lengths = np.array([*_counted(documents, tokenizer)], np.int64)
+    how = f"tokens by {printable(tokenizer)}" if tokenizer else f"{BYTES_PER_TOKEN} bytes a token"
+    if total > len(lengths):
+        how = f"{len(lengths)} of {total} documents, evenly drawn; {how}"
+    if not lengths.any():
+        raise ValueError(f"{path}: holds no document with a token; expected {_EXPECTED} on a line")
+    return how, lengths
+
+
+def _drawn(total: int) -> np.ndarray:
+    """Return the numbers of the rows to count, of so many."""
+    return np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
+
+
+def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
+    """Return the number of lines that are not blank, and the JSON of those to count."""
+
+    def filled() -> Iterator[tuple[int, bytes]]:
+        lines = bounded_lines(path, "a JSON object on each line")
+        return ((number, line) for number, line in lines if not line.isspace())
+
+    total = sum(1 for _ in filled())
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        wanted = set(_drawn(total).tolist()) if total else set()
+        for at, (number, line) in enumerate(filled()):
+            if at in wanted:
+                where = f"{path}, line {number}"
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    reason = shortened(str(error).split("\n")[0], 200)
+                    raise ValueError(f"{where}: no JSON ({reason}); expected {_EXPECTED}") from None
+
+    return total, rows()
+
+
+def _parquet_rows(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
+    """Return the number of rows, and those to count, with the columns that hold documents."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = printable(shortened(str(error).split("\n")[0], 200))
+        raise ValueError(f"{path}: cannot be read as parquet ({reason})") from error
+    names = file.schema_arrow.names
+    wanted = [name for name in (*_KEYS, "completion", "response") if name in names]
+    if not set(wanted) & set(_KEYS):
+        raise ValueError(f"{path}: has the columns {_names(names)}; expected {_EXPECTED}")
+    total = file.metadata.num_rows
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        begin, drawn = 0, _drawn(total) if total else np.empty(0, np.int64)
+        try:
+            for batch in file.iter_batches(1024, columns=wanted):
+                inside = drawn[(drawn >= begin) & (drawn < begin + len(batch))] - begin
+                for at, row in zip(inside, batch.take(inside).to_pylist(), strict=True):
+                    yield f"{path}, row {begin + at + 1}", row
+                begin += len(batch)
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = printable(shortened(str(error).split("\n")[0], 200))
+            raise ValueError(f"{path}: cannot be read as parquet ({reason})") from error
+
+    return total, rows()
+
+
+def _names(names: Iterable[object]) -> str:
+    every = [printable(shortened(str(name), 40)) for name in names]
+    return ", ".join(every[:10] + ["..."] * (len(every) > 10)) or "nothing"
+
+
+def _document(where: str, row: Any) -> Document:
+    """Return the texts of a row, and the tokens of its markup. ValueError: it is no document."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: {quoted(row)}: expected {_EXPECTED}")
+    key = next((key for key in _KEYS if row.get(key) is not None), None)
+    if key is None:
+        raise ValueError(f"{where}: has {_names(row)}; expected {_EXPECTED}")
+    value = row[key]
+    if key == "prompt":
+        answer = row.get("completion") or row.get("response") or ""
+        value = [*_messages(value), *_messages(answer)]
+    messages = _messages(value)
+    if key in ("messages", "conversations") and isinstance(value, str):
+        raise ValueError(f"{where}: {key} {quoted(value)}: expected a list of messages")
+    texts: list[str] = []
+    for message in messages:
+        text = _text(message)
+        if text is None:
+            raise ValueError(
+                f"{where}: {key}: {quoted(message)}: expected a text, or a message with content"
+            )
+        texts.append(text)
+    return texts, 0 if key == "text" else MARKUP_TOKENS * len(texts)
+
+
+def _messages(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _text(message: Any) -> str | None:
+    """Return what a message says, calls of tools as JSON; None: it is no message."""
+    if isinstance(message, str):
+        return message
+    if not isinstance(message, Mapping) or not {"content", "value"} & set(message):
+        return None
+    content = message["content"] if "content" in message else message["value"]
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if calls := message.get("tool_calls"):
+        texts.append(json.dumps(calls, default=str))
+    if any(not isinstance(text, str | None) for text in texts):
+        return None
+    return "".join(filter(None, texts))
+
+
+def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[int]:
+    """Yield the tokens of every document."""
+    if tokenizer is None:
+        for texts, markup in documents:
+            size = sum(len(text.encode("utf-8", "replace")) for text in texts)
+            yield -(-size // BYTES_PER_TOKEN) + markup
+        return
+    encode = _encoder(tokenizer)
+    waiting: list[Document] = []
+
+    def count() -> Iterator[int]:
+        # Halves of surrogate pairs, which JSON can say, are no text.
+        every = [text.encode("utf-8", "replace").decode() for texts, _ in waiting for text in texts]
+        tokens = iter(encode(every))
+        for texts, markup in waiting:
+            yield sum(next(tokens) for _ in texts) + markup
+        waiting.clear()
+
+    for document in documents:
+        waiting.append(document)
+        if len(waiting) == _AT_ONCE:
+            yield from count()
+    yield from count()
+
+
+def _encoder(tokenizer: str) -> Any:
+    """Return a function from texts to their numbers of tokens."""
+    path = Path(tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"tokenizer {quoted(tokenizer)}: no such file, or no tokenizer.json in it; expected "
+            "one that transformers' save_pretrained writes"
+        )
+    if file.stat().st_size > 8 * MOST_TEXT_BYTES:
+        raise ValueError(f"tokenizer {file}: longer than 128 MiB; expected a tokenizer.json")
+    # Its threads and a later fork, in which no text is counted: else it warns.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from tokenizers import Tokenizer
+
+    try:
+        known = Tokenizer.from_file(str(file))
+    except Exception as error:  # of no class of its own
+        reason = printable(shortened(str(error).split("\n")[0], 200))
+        raise ValueError(f"tokenizer {file}: cannot be read ({reason})") from error
+    return lambda texts: [
+        len(each) for each in known.encode_batch_fast(texts, add_special_tokens=False)
+    ]

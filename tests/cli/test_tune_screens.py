@@ -1,0 +1,286 @@
+"""What ``tune`` shows of a model, of what fits and of a survey: golden texts, refusals, page."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.cli import compare
+from megatron_epp.cli.progress import Workers
+from megatron_epp.cli.tune.report import tuning_lines
+from megatron_epp.planner.registry import OVERLAPPED
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.survey import Choice, Survey
+from tests.cli.commands import refused, said
+from tests.show import browser
+
+LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
+GIB = 2**30
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "auto_map": {"AutoConfig": "evil.Config"},
+    "num_nextn_predict_layers": 1,
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 9600,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "mlp_only_layers": [0],
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+}
+DESCRIBED = """\
+small (qwen3_moe): 0.03424 billion parameters, 0.01772 active for a token
+sizes       4 layers, hidden 512, 8 heads in 4 groups of 64, MLP 1536, gated, vocabulary 9600, not
+            tied
+layers      1 dense (plain); 3 experts (experts 16, active experts 2, expert hidden 256)
+note        auto_map: the code that it names is not used
+note        num_nextn_predict_layers: multi-token prediction, not counted
+assumed     not said, so taken: use_sliding_window False, decoder_sparse_step 1, tie_word_embeddings
+            False, hidden_act silu, attention_bias False, norm_topk_prob False
+states      18 bytes a parameter, 0.6 GiB in all: 6 on every device that holds the weight, 12 shared
+            over cp x dp
+not planned smaller states of adapters (LoRA), an optimizer on the host, fp8 weights, ZeRO 3 and
+            FSDP
+trains      with --epp as -m megatron_epp.pretrain_gpt; proof on CPUs: python -m megatron_epp
+            certify --pp 2 --model small
+flags
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A config.json in a folder called small, where the test runs."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps(MIXTURE))
+    monkeypatch.chdir(tmp_path)
+    return "small"
+
+
+def test_a_model_alone_is_described(small: str, capsys: pytest.CaptureFixture) -> None:
+    shown = said(capsys, "tune", "--model", small)
+    described, flags = shown.split("flags\n")
+    assert described + "flags\n" == DESCRIBED
+    facts = json.loads(said(capsys, "tune", "--model", small, "--json"))
+    assert shlex.split(flags.replace("\\\n", " ")) == facts["flags"]  # as a shell reads them
+    assert "--moe-router-topk" in facts["flags"] and facts["unsaid"] == []
+    attention, ends = 512 * (8 + 4 + 4 + 8) * 64 + 512, 2 * 9600 * 512
+    mlp, expert = 3 * 512 * 1536 + 512, 3 * 512 * 256
+    moe = 512 * 16 + 512
+    every = 4 * attention + ends + mlp + 3 * (moe + 16 * expert)
+    assert facts["parameters"] == pytest.approx(every, rel=1e-4)
+    assert facts["active_parameters"] == facts["parameters"] - 3 * 14 * expert
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+def test_what_flags_cannot_say_and_hostile_text_are_said_on_one_line(
+    small: str, capsys: pytest.CaptureFixture
+) -> None:
+    config = {**MIXTURE, "model_type": "gemma2", "num_experts": None, "hidden_act": "a\x1b[2Jb"}
+    (Path(small) / "config.json").write_text(json.dumps(config))
+    shown = said(capsys, "tune", "--model", small)
+    assert "not by Megatron's flags alone, which cannot say: norms after" in " ".join(shown.split())
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_the_table_of_how_many_needs_no_lengths(capsys: pytest.CaptureFixture) -> None:
+    machine = ("tune", "--model", "llama3-8b", "--device", "h100-80g")
+    shown = said(capsys, *machine, "--gpus", "1,2,8", "--context", "500000")
+    assert "states fit from 2 devices on; a document of 500000 tokens from 8 on" in shown
+    rows = json.loads(said(capsys, *machine, "--gpus", "1,2,8", "--json"))["rows"]
+    assert [row["gpus"] for row in rows] == [1, 2, 8] and rows[0]["layout"] is None
+    tokens = [row["longest_document"] for row in rows]
+    assert tokens[0] == 0 < tokens[1] < tokens[2]
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--gpus 16 --nodes 2", "--gpus 16: is nodes x devices of a node; leave --nodes 2 out"),
+        ("--gpus 12", "--gpus 12: no whole number of nodes of 8 devices; expected a multiple"),
+        ("--gpus 16,x", "argument --gpus: 'x': expected a whole number"),
+        ("--lengths wlb --gpus 8,16", "--gpus: several numbers are a table of what fits"),
+        ("--lengths wlb", "--gpus is missing; expected the number of devices (or --nodes)"),
+        ("--lengths wlb --gpus 8 --row 2 --for verl", "--row: --for prints the fastest"),
+        ("--gpus 8 --html x.html", "--html: of a survey; expected --lengths besides"),
+        ("--gpus 8 --row 2", "--row: of a survey; expected --lengths besides"),
+        ("--gpus 8 --device h100", "unknown device 'h100'; did you mean h100-80g"),
+        (
+            "--gpus 8 --device x",
+            "Known: a100-40g, a100-80g, h100-80g, h200-141g, h800-80g, h20-96g",
+        ),
+        ("--gpus 8 --device x", 'or a JSON file {"name": "mine", "budget_gib": 74,'),
+    ],
+)
+def test_bad_input_is_one_line(words: str, why: str, capsys: pytest.CaptureFixture) -> None:
+    device = () if "--device" in words else ("--device", "h100-80g")
+    size = ("--global-batch-size", "8", "--effort", "0", "--tp", "8", "--context", "4096")
+    assert why in refused(capsys, "tune", "--model", "llama3-8b", *device, *words.split(), *size)
+
+
+def test_the_json_that_is_printed_for_an_unknown_device_is_one(
+    capsys: pytest.CaptureFixture,
+) -> None:
+    told = refused(capsys, "tune", "--model", "llama3-8b", "--gpus", "8", "--device", "x")
+    found = re.search(r"\{.*\}", told)
+    assert found is not None
+    Path("mine.json").write_text(found[0])
+    shown = said(capsys, "tune", "--model", "llama3-8b", "--gpus", "8", "--device", "mine.json")
+    assert "mine, budget 74 GiB" in shown
+
+
+FIRST = Choice(
+    *(Layout(2, 1, 4, 2), (8, 8, 9, 7), "epp", False, 2.5, 81920.0, 0.1, 0.02, 0.05, 0.01, 0.0),
+    *(round(73.5 * GIB), 2),
+)
+
+
+class _Device:
+    """As much of a cost as a choice is asked of."""
+
+    device_budget_bytes = (74 * GIB,)
+
+
+def test_a_survey_as_text() -> None:
+    cost = _Device()
+    first = dataclasses.replace(FIRST, cost=cost)
+    second = dataclasses.replace(
+        first, layout=Layout(4, 1, 4, 1, 8), seconds=3.0, bubble_ratio=0.2, ep=8,
+        peak_bytes=50 * GIB, tokens_per_second=68266.7, exchange_seconds=0.0,
+    )  # fmt: skip
+    stock = dataclasses.replace(
+        first, layout=Layout(8, 1, 1, 2), layers=(32,), planner=OVERLAPPED, seconds=3.012,
+        peak_bytes=60 * GIB,
+    )  # fmt: skip
+    rows = (first, second, stock)
+    parts = {0: [{"weights": 1.0 * GIB, "K/V": 0.25 * GIB}, {"weights": 2.0 * GIB, "K/V": 0.0}]}
+    text = tuning_lines(Survey(rows, {}, ()), "many", "theirs", rows, (0.42, None, 0.3), parts)
+    assert text == (Path(__file__).parent / "survey.txt").read_text()
+    stopped = tuning_lines(Survey(rows, {}, (), True), "many", "theirs", rows, (None,) * 3, {})
+    assert stopped.startswith("Interrupted: this is what was found until then")
+    assert "MFU " not in stopped.split("runs ")[0]
+
+
+def test_an_interrupt_leaves_what_is_found(
+    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    alone = Workers.__call__
+    calls = []
+
+    def interrupted(self, function, tasks):
+        for result in alone(self, function, tasks):
+            yield result
+            calls.append(result)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Workers, "__call__", interrupted)
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--gpus", "8", "--effort", "0")
+    assert main(["tune", "--lengths", lengths, *machine, "--global-batch-size", "8"]) == 130
+    shown = capsys.readouterr().out
+    assert shown.startswith("Interrupted: this is what was found until then") and "\n1 " in shown
+
+
+def test_an_interrupted_comparison_shows_the_batches_that_are_done(
+    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    real, calls = compare.outcome, []
+
+    def interrupted(number: int, *job, **options):
+        calls.append(number)
+        if len(calls) == 6:  # two warm up; the second planner of the second batch
+            raise KeyboardInterrupt
+        return real(number, *job, **options)
+
+    monkeypatch.setattr(compare, "outcome", interrupted)
+    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "4")
+    asked = ("--planner", "packing", "seq1f1b", "--batches", "3", "--global-batch-size", "4")
+    assert main(["compare", "--lengths", lengths, *machine, *asked]) == 130
+    shown = capsys.readouterr()
+    assert "Interrupted: 1 of 3 batches." in shown.err
+    assert "batches  0 to 0" in shown.out and "Best: " in shown.out and "1/1" in shown.out
+
+
+def _numbered(number: int, *_: object) -> int:
+    if number < 0:
+        raise ValueError(f"number {number}")
+    return number
+
+
+def test_processes_give_the_results_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_epp.cli.progress._ALONE", -1.0)
+    tasks = [(number, "x" * 1000) for number in range(40)]
+    with Workers() as workers:
+        workers._cores = 2
+        assert list(workers(_numbered, tasks)) == list(range(40))
+        assert workers._pool is not None
+        with pytest.raises(ValueError, match="number -3"):
+            list(workers(_numbered, [(1,), (-3,)]))
+        with pytest.raises(MemoryError, match="a process that plans was killed"):
+            list(workers(os._exit, [(1,), (1,)]))
+    with Workers() as workers:
+        workers._cores = 1
+        assert list(workers(_numbered, tasks)) == list(range(40)) and workers._pool is None
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a survey of a model whose name is hostile."""
+    folder = tmp_path_factory.mktemp("page")
+    model = folder / "a<script>alert(1)<"
+    model.mkdir()
+    keys = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8}
+    config = {**MIXTURE, **keys, "model_type": "qwen3"}
+    (model / "config.json").write_text(json.dumps(config))
+    (folder / "lengths.txt").write_text("\n".join(map(str, LENGTHS)))
+    words = ("--lengths", str(folder / "lengths.txt"), "--model", str(model), "--effort", "0")
+    job = ("--device", "h100-80g", "--gpus", "4", "--pp", "2", "--global-batch-size", "8")
+    file = folder / "x.html"
+    assert main(["tune", *words, *job, "--row", "2", "--html", str(file)]) == 0
+    return file
+
+
+def test_the_page_holds_no_address_and_no_foreign_markup(page: Path) -> None:
+    text = page.read_text()
+    assert not re.findall(r"https?:|//[a-z]|src=|href=|url\(|@import", text.split("</head>")[1])
+    assert "<script>alert" not in text and "a&lt;script&gt;alert(1)&lt; (qwen3)" in text
+    assert text.count("<pre id=") == text.count('data-copy="') and "--rotary-base 1000000" in text
+    assert 'class="chosen"' in text and "Row 2, each pipeline rank at its peak" in text
+    for title in ("Layouts", "Memory by part", "Time line", "Gain by context", "Lengths"):
+        assert f"<h2>{title}</h2>" in text
+    assert text.count('role="img" aria-label="') == 4
+
+
+@pytest.mark.skipif(bool(browser.missing()), reason=f"no browser: {browser.missing()}")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_in_a_browser(page: Path, width: int, tmp_path: Path) -> None:
+    with browser.Browser(width, 900, str(tmp_path)) as chromium:
+        chromium.open(page.as_uri())
+        # Wide tables and pictures scroll in their own boxes, not the page.
+        assert chromium.run("return document.documentElement.scrollWidth <= innerWidth;")
+        assert chromium.run("return document.querySelectorAll('svg text').length > 20;")
+        chromium.run("document.querySelector('tbody details').open = true;")
+        chromium.run("document.querySelector('button[data-copy]').focus();")
+        assert chromium.run("return document.activeElement.tagName;") == "BUTTON"
+        chromium.run("document.activeElement.click();")
+        done = "return document.querySelector('button[data-copy]').textContent;"
+        for _ in range(100):
+            if chromium.run(done)[:4] in ("Copi", "Sele"):
+                break
+        assert chromium.run(done)[:4] in ("Copi", "Sele")
+        assert chromium.complaints() == []
