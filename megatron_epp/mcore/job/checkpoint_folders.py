@@ -27,7 +27,7 @@ def folders_of(args: Any) -> dict[str, Path]:
         own = args.non_persistent_global_ckpt_dir
         if own is not None:
             folders[f"--non-persistent-global-ckpt-dir {own}"] = Path(own)
-        elif folders:
+        elif load is not None and folders:
             folder = Path(load) / "non_persistent"
             folders[f"--non-persistent-ckpt-type global, {folder}"] = folder
     return folders
