@@ -244,7 +244,7 @@ def _with_layers(
 
 
 def _balanced_twice(units: int, options: Options) -> bool:
-    return 1 < units <= BALANCED_TWICE and options.effort > 0
+    return 1 < units <= BALANCED_TWICE and options.effort != 0
 
 
 def _planned(
