@@ -148,7 +148,7 @@ class Preparation:
         # What offloading would have been charged is not known; orders of ranks with several stages
         # are at times the faster for having little memory.
         asked = "offload" not in self.levers and not self.cost.layout.place
-        if asked and not _within(work, laws[0]).all() and hopeless(kept):
+        if asked and laws and not _within(work, laws[0]).all() and hopeless(kept):
             self.effort.spend(PROGRAM_OPS)  # as if it had been found out
             self._spend_work(chunking.count)
             return None
