@@ -61,7 +61,7 @@ class Children:
         for rank in ranks:
             self._pipes[rank].send((method, arguments))
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + self.patience_seconds
+        deadline = self.patience_seconds + time.monotonic()
         while waiting := [rank for rank in ranks if rank not in answers]:
             ready = wait(
                 [self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic())

@@ -40,7 +40,7 @@ LAYOUTS = {
     "nemotron-h-8b": (4, 1),
     "qwen3-next-80b": (4, 1),
 }
-OTHERS = ("packing", "infinipipe", "megatron-hybrid-cp")
+OTHERS = ("packing-best", "infinipipe", "megatron-hybrid-cp")
 HEAD = ("model", "seconds", *(f"{name} / epp" for name in OTHERS), "layers moved", "idle",
         "recompute", "exchanges", "GiB", "planned in")  # fmt: skip
 

@@ -562,7 +562,7 @@ def partition(numbers: Sequence[int]) -> str:
                 ("chosen", PLANNERS["epp"], chosen),
                 ("by time", PLANNERS["epp"], by_time),
                 ("even", PLANNERS["epp"], cost),
-                ("packing", PLANNERS["packing"], cost),
+                ("packing-best", PLANNERS["packing-best"], cost),
                 *((title, PLANNERS[name], placed) for title, name in INTERLEAVED.items() if placed),
             ]
             for title, plan, on in plans:
@@ -599,7 +599,7 @@ def partition(numbers: Sequence[int]) -> str:
                 spread(ours, "{:.3g}"),
                 percent(bubbles),
                 against("interleaved") + asked(goal),
-                *map(against, ("packing", "by time", "even", "adaptis", "slimpipe")),
+                *map(against, ("packing-best", "by time", "even", "adaptis", "slimpipe")),
                 f"{time.process_time() - began:.0f}",
                 reached,
             )
@@ -611,7 +611,7 @@ def partition(numbers: Sequence[int]) -> str:
         "epp so, s",
         "bubble",
         "interleaved 1F1B, even, packed",
-        "packing, even",
+        "packing-best, even",
         "epp by time, output layer on the last stage",
         "epp, even layers",
         "adaptis",

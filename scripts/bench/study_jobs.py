@@ -163,7 +163,7 @@ def noise(jobs: dict[str, Job], batches: int) -> str:
     for name, batch, job in each_batch(jobs, batches):
         cost, cells = job.cost(), [name]
         ours = planned(job, cost, batch)
-        for other in ("packing", "infinipipe"):
+        for other in ("packing-best", "infinipipe"):
             try:
                 theirs = planned(job, cost, batch, other)
             except PlanError:
@@ -184,7 +184,7 @@ def noise(jobs: dict[str, Job], batches: int) -> str:
     ways = [f"noise {share:.0%}" for share in NOISES] + [f"a rank {factor}" for factor in SLOW]
     heads = [
         f"{other} / epp{how}"
-        for other in ("packing", "infinipipe")
+        for other in ("packing-best", "infinipipe")
         for how in ("", *(f", {way}" for way in ways))
     ]
     return markdown(["job", *heads], rows)

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_epp.mcore.data.data_flags import require_checkpoint_step, require_data_flags
+from megatron_epp.mcore.data.data_flags import require_data_flags
 from megatron_epp.mcore.data.global_batches import FullPasses
 from megatron_epp.mcore.flags.units import UNITS
+from megatron_epp.mcore.job.checkpoint_folders import require_complete
 from megatron_epp.mcore.trainer.job_data import consumed_in_phase
 from tests.mcore.resumes import OPTIMIZER
 from tests.mcore.runs import ROOT, flags, trained, write_corpus
@@ -75,7 +76,7 @@ def test_mistakes_are_one_line_with_the_flag(tmp_path: Path, change: dict, said:
     args = given(**{key: str(tmp_path / v) if v in places else v for key, v in change.items()})
     with pytest.raises(ValueError) as refusal:
         require_data_flags(args)
-        require_checkpoint_step(args)
+        require_complete(args)
     line = str(refusal.value).replace(f"{tmp_path}/", "")
     assert said in line and "\n" not in line
 
@@ -84,8 +85,9 @@ def test_what_megatron_takes_is_taken(tmp_path: Path) -> None:
     for change in ({"data_path": ["0.5", "a", "2", "b"]}, {"data_path": ["a"]}, SPLITS, {}):
         require_data_flags(given(**change))
     (tmp_path / "iter_0000005").mkdir()
-    require_checkpoint_step(given(ckpt_step=5, load=str(tmp_path)))
-    require_checkpoint_step(given(load=str(tmp_path)))
+    (tmp_path / "iter_0000005" / "metadata.json").touch()
+    require_complete(given(ckpt_step=5, load=str(tmp_path)))
+    require_complete(given(load=str(tmp_path)))
 
 
 @pytest.mark.parametrize("without_epp", [False, True])

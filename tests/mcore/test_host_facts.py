@@ -54,6 +54,8 @@ def test_a_rank_without_the_checkpoint_is_named_at_start(tmp_path, corpus, monke
     for rank in range(2):
         (tmp_path / str(rank) / "saved").mkdir(parents=True)
     (tmp_path / "0/saved/latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "0/saved/iter_0000002").mkdir()
+    (tmp_path / "0/saved/iter_0000002/metadata.json").touch()
     (tmp_path / "0/saved/epp-choices.json").write_text(json.dumps({"epp_vocab_parallel": "on"}))
     monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
     words = flags(corpus, epp=True, load="saved")
@@ -170,8 +172,10 @@ def test_what_megatron_asserts_of_a_checkpoint_is_one_line(saved: Path, corpus) 
     refused(layers, "--load: Global shape mismatch", "of the flags' model", processes=2)
 
 
-def test_a_tracker_that_megatron_cannot_read_is_no_success(tmp_path, corpus) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("what")
+def test_a_start_that_megatron_ends_is_no_success(tmp_path, corpus) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "iter_0000002/mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt").write_text("no checkpoint")
     refused(flags(corpus, **ONE, load=tmp_path), "--load: Megatron ended at checkpointing.py:")
 
 

@@ -13,10 +13,10 @@ from megatron_epp.control.files import write_atomically
 from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
+from megatron_epp.mcore.job.checkpoint_folders import TRACKER
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
@@ -24,8 +24,17 @@ VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
 def resumes(args: Any) -> bool:
-    """Return whether the run continues another; one that only loads weights begins anew."""
-    return bool(args.load) and not args.finetune and (Path(args.load) / TRACKER).exists()
+    """Return whether the run continues another; one that only loads weights begins anew.
+
+    Where checkpoints that are not persistent are asked for, the run that --load's choices are of
+    may have others than those of --load: on disks that only its ranks see.
+    """
+    if not args.load or args.finetune:
+        return False
+    folder = Path(args.load)
+    if getattr(args, "non_persistent_ckpt_type", None) and (folder / CHOICES_FILE).exists():
+        return True
+    return (folder / TRACKER).exists()
 
 
 def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
@@ -51,7 +60,8 @@ def resumable_line(args: Any) -> str:
         degrees = (
             "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
         )
-        more = f"; with {flag}, given now, they resume with any"
+        if getattr(args, "non_persistent_ckpt_type", None) != "local":  # which does not know it
+            more = f"; with {flag}, given now, they resume with any"
     return f"--save {args.save}: checkpoints resume with {degrees}{more}"
 
 

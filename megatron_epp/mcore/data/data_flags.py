@@ -1,7 +1,6 @@
 """Megatron's data flags: which corpora they name, and what is wrong with them, in one line."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
@@ -89,20 +88,6 @@ def _require_split(args: Any) -> None:
         raise ValueError(f"--split {args.split!r:.80}: {expected}") from error
     if not math.isfinite(total):
         raise ValueError(f"--split {args.split!r:.80}: {expected}")
-
-
-def require_checkpoint_step(args: Any) -> None:
-    """Raise a ValueError where --load has no checkpoint of the iteration of --ckpt-step."""
-    step, load = getattr(args, "ckpt_step", None), args.load
-    elsewhere = getattr(args, "pretrained_checkpoint", None)  # read where --load has none
-    if not step or load is None or "://" in load or elsewhere:
-        return
-    folder = Path(load) / f"iter_{step:07d}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"--ckpt-step {step}: {folder} is not there; expected the iteration of a checkpoint in "
-            "--load"
-        )
 
 
 def _where(args: Any) -> str:

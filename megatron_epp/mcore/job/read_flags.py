@@ -32,8 +32,9 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.data.data_flags import require_checkpoint_step, require_data_flags
+    from megatron_epp.mcore.data.data_flags import require_data_flags
     from megatron_epp.mcore.job import megatron_gpt
+    from megatron_epp.mcore.job.checkpoint_folders import require_complete, require_local
     from megatron_epp.mcore.kinds.registry import kind_defaults, require_pattern
     from megatron_epp.mcore.placing.placeholder import placeholder
 
@@ -64,7 +65,8 @@ def read_flags() -> Namespace:
                 refusals.refuse_by_name(parse_args(prepare))
             raise
         require_data_flags(args)
-        require_checkpoint_step(args)
+        require_local(args)
+        require_complete(args)
         # Later Megatrons (#7418) leave tokenizer, timers and writers to the caller, who may build
         # the configuration before: here it needs the vocabulary's size.
         start = getattr(global_vars, "initialize_runtime_services", None)

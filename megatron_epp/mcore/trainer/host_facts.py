@@ -14,9 +14,9 @@ from megatron_epp.mcore.choose.kept import (
     CHOICES_FILE,
     EARLIER_PARTITION,
     EARLIER_VOCABULARY,
-    TRACKER,
 )
 from megatron_epp.mcore.data.chat_cache import digest_of, tokenizer_files
+from megatron_epp.mcore.job.checkpoint_folders import folders_of, tracked_iteration
 from megatron_epp.runtime.consensus import require_same
 
 _FILE_FLAGS = (
@@ -41,10 +41,10 @@ def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
 
 def facts_of(args: Any) -> dict[str, str]:
     """Return what this rank sees of the files that ``args`` name, by flag and path."""
-    facts = {}
-    for name in ("load", "pretrained_checkpoint"):
-        if folder := getattr(args, name, None):
-            facts[f"--{name.replace('_', '-')} {folder}"] = _checkpoint(Path(folder))
+    folders = folders_of(args)
+    if pretrained := getattr(args, "pretrained_checkpoint", None):
+        folders[f"--pretrained-checkpoint {pretrained}"] = Path(pretrained)
+    facts = {flag: _checkpoint(folder) for flag, folder in folders.items()}
     if path := getattr(args, "tokenizer_model", None):
         facts[f"--tokenizer-model {path}"] = _content(tokenizer_files(path))
     for name in _FILE_FLAGS:
@@ -55,10 +55,8 @@ def facts_of(args: Any) -> dict[str, str]:
 
 
 def _checkpoint(folder: Path) -> str:
-    try:
-        with (folder / TRACKER).open(encoding="utf-8", errors="replace") as file:
-            latest = file.read(80).strip()
-    except OSError:
+    latest = tracked_iteration(folder)
+    if latest is None:
         return "no checkpoint"
     choices = [folder / name for name in (CHOICES_FILE, EARLIER_VOCABULARY, EARLIER_PARTITION)]
     return f"iteration {latest!r}, choices {_content(choices)}"

@@ -11,6 +11,7 @@ from megatron_epp.mcore.choose.kept import keep_choices, resumable_line
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.flags.config import AUTO, OFF, Config
+from megatron_epp.mcore.job.checkpoint_folders import leftover_lines
 from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
@@ -49,6 +50,8 @@ def setup(
         if args.pipeline_model_parallel_size > 1 and rank() == 0:
             print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
     if args.epp_blend == AUTO and (line := choose_blend(args)) is not None and rank() == 0:
+        print(line, flush=True)
+    for line in leftover_lines(args) if rank() == 0 else ():
         print(line, flush=True)
     config = Config.of(args)
     hooks = hooks or TrainerHooks()

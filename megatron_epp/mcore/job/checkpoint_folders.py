@@ -1,0 +1,128 @@
+"""Checkpoint folders as a killed job leaves them: what a start loads, and what is half written.
+
+Megatron writes ``metadata.json`` into ``iter_N`` when all data of the checkpoint is there, and the
+tracker's number after that. Nothing here loads, writes or removes anything.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.safe_files import bounded_text
+
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
+RELEASE = "release"  # in a tracker: weights of no iteration
+_LAST, _COMMON = "metadata.json", "common.pt"  # of --ckpt-format torch_dist: its last and first
+_TORCH, _DCP = "mp_rank_*", ".metadata"  # of other formats
+
+
+def folders_of(args: Any) -> dict[str, Path]:
+    """Return the folders of iterations that a start looks into, by the flag that names each.
+
+    Folders of ``--non-persistent-ckpt-type local`` are left out: each rank has its own.
+    """
+    load = getattr(args, "load", None)
+    folders = {} if load is None or "://" in load else {f"--load {load}": Path(load)}
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":
+        own = args.non_persistent_global_ckpt_dir
+        if own is not None:
+            folders[f"--non-persistent-global-ckpt-dir {own}"] = Path(own)
+        elif folders:
+            folder = Path(load) / "non_persistent"
+            folders[f"--non-persistent-ckpt-type global, {folder}"] = folder
+    return folders
+
+
+def require_local(args: Any) -> None:
+    """Raise a ValueError where Megatron would refuse local checkpoints when it saves the first."""
+    if getattr(args, "non_persistent_ckpt_type", None) != "local":
+        return
+    if getattr(args, "dist_ckpt_optim_fully_reshardable", False):
+        raise ValueError(
+            "--non-persistent-ckpt-type local with --dist-ckpt-optim-fully-reshardable: local "
+            "checkpoints hold the optimizer's states by rank; leave the second flag out, or give "
+            "--non-persistent-ckpt-type global"
+        )
+
+
+def require_complete(args: Any) -> None:
+    """Raise a ValueError where the checkpoint that a start would load is absent or half written."""
+    step, elsewhere = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
+    for flag, folder in folders_of(args).items():
+        tracked = tracked_iteration(folder)
+        if tracked is not None and tracked != RELEASE and not _is_iteration(tracked):
+            raise ValueError(
+                f"{flag}: {folder / TRACKER} has {tracked!r}; expected the iteration of the "
+                "checkpoint to load, a whole number"
+            )
+        if step and flag.startswith("--load"):
+            flag, tracked = f"--ckpt-step {step}", str(step)
+        if tracked is None or tracked == RELEASE or (elsewhere and step):
+            continue
+        path = folder / f"iter_{int(tracked):07d}"
+        if not path.is_dir():
+            raise ValueError(
+                f"{flag}: {path} is not there; expected the folder of a checkpoint, of an "
+                f"iteration that {folder} has: {_numbers(complete_iterations(folder))}"
+            )
+        if not _is_complete(path):
+            raise ValueError(
+                f"{flag}: {path} is half written, by a job that ended while it saved; give "
+                f"--ckpt-step with one of the iterations that are complete: "
+                f"{_numbers(complete_iterations(folder))}"
+            )
+
+
+def leftover_lines(args: Any) -> Iterator[str]:
+    """Yield a line on what a killed job left in each of the folders that a start looks into."""
+    for flag, folder in folders_of(args).items():
+        tracked = tracked_iteration(folder)
+        latest = int(tracked) if tracked is not None and _is_iteration(tracked) else -1
+        half = [number for number, path in _iterations(folder) if not _is_complete(path)]
+        if half:
+            yield (
+                f"{flag}: half written, by a job that ended while it saved: {_names(half)}; they "
+                "are not loaded, and nothing removes them"
+            )
+        later = [number for number in complete_iterations(folder) if number > latest]
+        if later and latest >= 0:
+            yield (
+                f"{flag}: {_names(later)} behind iteration {latest}, of which {TRACKER} tells; "
+                f"--ckpt-step {later[-1]} would load the last"
+            )
+
+
+def tracked_iteration(folder: Path) -> str | None:
+    """Return what the tracker of ``folder`` says, its beginning, or None where none can be read."""
+    try:
+        return bounded_text(folder / TRACKER, "a checkpoint's tracker", "replace").strip()[:80]
+    except (OSError, ValueError):
+        return None
+
+
+def complete_iterations(folder: Path) -> list[int]:
+    """Return the iterations whose checkpoints in ``folder`` are complete, in their order."""
+    return [number for number, path in _iterations(folder) if _is_complete(path)]
+
+
+def _is_iteration(tracked: str) -> bool:
+    return tracked.isascii() and tracked.isdecimal() and len(tracked) < 19
+
+
+def _iterations(folder: Path) -> list[tuple[int, Path]]:
+    paths = [path for path in folder.glob("iter_*") if path.is_dir()]
+    return sorted((int(p.name[5:]), p) for p in paths if p.name[5:].isdecimal())
+
+
+def _is_complete(path: Path) -> bool:
+    if (path / _LAST).is_file() or any(path.glob(_TORCH)):
+        return True
+    return (path / _DCP).is_file() and not (path / _COMMON).is_file()
+
+
+def _names(iterations: list[int]) -> str:
+    return ", ".join(f"iter_{number:07d}" for number in iterations)
+
+
+def _numbers(iterations: list[int]) -> str:
+    return ", ".join(map(str, iterations)) or "none"
