@@ -109,9 +109,9 @@ class Search(Player):
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
     ) -> PreparedChunking | None:
         if params in self.shared:
-            prepared, ops = self.shared[params]
+            shared, ops = self.shared[params]
             self.effort.spend(ops)
-            return prepared
+            return shared
         before = self.effort.left
         arguments = params, self.batch.lengths, self.rates, self.most, self.cost.multiple
         width = self.options.lockstep
