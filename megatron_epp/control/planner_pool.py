@@ -17,7 +17,7 @@ from typing import Any
 from megatron_epp.control.planner_process import PlannerProcess
 
 # Plans and iterations that are remembered; and by how much planning may take longer than it did.
-REMEMBERED = 8
+REMEMBERED_PLANS = 8
 MARGIN = 1.25
 # Memory that one process takes, compiled code and solver included.
 PROCESS_BYTES = 400 << 20
@@ -50,8 +50,8 @@ class PlannerPool:
         self.discarded = 0
         self._took: float | None = None
         self._requests: dict[str, _Request] = {}
-        self._planning: deque[float] = deque(maxlen=REMEMBERED)
-        self._iterations: deque[float] = deque(maxlen=REMEMBERED)
+        self._planning: deque[float] = deque(maxlen=REMEMBERED_PLANS)
+        self._iterations: deque[float] = deque(maxlen=REMEMBERED_PLANS)
         self._since: float | None = None  # when the trainer last got a plan
         self._start()
 

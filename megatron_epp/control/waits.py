@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megatron_epp.control.step_source import Planning
 
-RECENT = 20  # iterations
+WATCHED = 20  # iterations
 MOST = 0.02  # of their time may be spent waiting
 
 
@@ -20,7 +20,7 @@ class Waits:
 
     seen: int = 0
     _warned: bool = False
-    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))
 
     def see(self, planning: Planning, seconds: float) -> list[str]:
         """Return warnings about the iteration, which took ``seconds`` besides its wait."""
@@ -30,7 +30,7 @@ class Waits:
             return []
         self._recent.append((waited, waited + seconds))
         lost, total = map(sum, zip(*self._recent, strict=True))
-        before, self._warned = self._warned, len(self._recent) == RECENT and lost > MOST * total
+        before, self._warned = self._warned, len(self._recent) == WATCHED and lost > MOST * total
         if before or not self._warned:
             return []
         remedy = (
@@ -39,6 +39,6 @@ class Waits:
             else "leave --no-epp-plan-ahead out"
         )
         return [
-            f"training waited for its plans {lost / total:.0%} of the last {RECENT} iterations: "
+            f"training waited for its plans {lost / total:.0%} of the last {WATCHED} iterations: "
             f"{remedy}"
         ]

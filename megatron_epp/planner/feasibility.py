@@ -86,7 +86,7 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
             )
 
 
-def longer_than_share(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
+def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
     """Return the line on a document that takes longer than a replica's part of the batch.
 
     No division mends that, as it is one replica's; more devices of a replica do. None: there is no

@@ -148,7 +148,7 @@ def plan_part(
         alike = _unit_planner(others, options.whole)
         assigned, blocks = _planned(lengths, cost, options, alike, replicas, others)
     else:
-        assigned, blocks = divide(lengths, cost, options, replicas, others), []
+        assigned, blocks = divide_documents(lengths, cost, options, replicas, others), []
     if blocks and others == planner:
         planned = blocks[block]
     else:
@@ -157,7 +157,7 @@ def plan_part(
     return _part(assigned, block, planned.assignments, plans, replicas)
 
 
-def divide(
+def divide_documents(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, planner: str
 ) -> Assignments:
     """Return the documents of every block: of every replica where they run freely.
@@ -265,7 +265,7 @@ def _planned(
     def planned(assigned: Assignments) -> list[PlannedBlock]:
         return [plan([lengths[document] for document in held], cost, options) for held in assigned]
 
-    assigned = divide(lengths, cost, options, replicas, planner)
+    assigned = divide_documents(lengths, cost, options, replicas, planner)
     blocks = planned(assigned)
     ends = [block.planned[0].seconds for block in blocks]
     apart = max(ends) - min(ends) > APART * max(ends)
@@ -321,7 +321,7 @@ def evaluation_part(
     most: int | None = None,
 ) -> StepPart:
     """As :func:`evaluation_step`, for ``replica`` and those in lockstep with it alone."""
-    assigned = divide(lengths, cost, options, replicas, "")
+    assigned = divide_documents(lengths, cost, options, replicas, "")
     block = replica // options.lockstep
     held = [lengths[document] for document in assigned[block]]
     within, plans = evaluation_plans(held, cost, options, most)

@@ -53,7 +53,7 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     if any(run.plan.rank_orders != timeline.plan.rank_orders for run in others):
         raise PlanError("these are runs of different plans; expected runs of one plan")
     heading = title or timeline.title or "plan"
-    parts = {name: _part(f"page.{name}") for name in ("html", "css", "js")}
+    parts = {name: part(f"page.{name}") for name in ("html", "css", "js")}
     data = json.dumps(_data(runs, heading), separators=(",", ":"), allow_nan=False)
     return Template(parts["html"]).substitute(
         title=html.escape(heading),
@@ -64,7 +64,8 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     )
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """Return the text of a file of this package."""
     return resources.files("megatron_epp.show").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -4,9 +4,9 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from string import Template
 
+from megatron_epp.show.page import part
 from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.svg import to_svg
@@ -67,10 +67,9 @@ class SurveyPage:
 
 def to_page(page: SurveyPage) -> str:
     """Return the HTML text."""
-    template = resources.files("megatron_epp.show").joinpath("survey.html")
     sections = (_table(page), _memory(page), _time(page), _gain(page), _histogram(page))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
-    return Template(template.read_text(encoding="utf-8")).substitute(
+    return Template(part("survey.html")).substitute(
         title=html.escape(page.title),
         verdict=_paragraphs(page.verdict),
         error=_paragraphs(page.error),

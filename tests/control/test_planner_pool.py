@@ -9,7 +9,7 @@ from megatron_epp.cli.serve import answer
 from megatron_epp.control import planner_pool
 from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.step_source import Planning
-from megatron_epp.control.waits import RECENT, Waits
+from megatron_epp.control.waits import WATCHED, Waits
 from megatron_epp.ir import StepPart
 from megatron_epp.planner import Options
 from megatron_epp.runtime.groups import planning_ranks
@@ -158,14 +158,14 @@ def test_a_host_plans_for_as_few_replicas_as_can_be() -> None:
 def test_waiting_is_told_once_with_the_remedy() -> None:
     waits = Waits()
     assert waits.see(Planning(100.0, 1), 1.0) == []  # the first: nothing could be ahead
-    told = [waits.see(Planning(0.04, 1), 1.0) for _ in range(RECENT + 5)]
-    assert [bool(lines) for lines in told] == [False] * (RECENT - 1) + [True] + [False] * 5
-    (line,) = told[RECENT - 1]
+    told = [waits.see(Planning(0.04, 1), 1.0) for _ in range(WATCHED + 5)]
+    assert [bool(lines) for lines in told] == [False] * (WATCHED - 1) + [True] + [False] * 5
+    (line,) = told[WATCHED - 1]
     assert line == (
         "training waited for its plans 4% of the last 20 iterations: give --epp-plan-cores more "
         "cores, or --epp-effort less"
     )
-    for _ in range(RECENT):
+    for _ in range(WATCHED):
         assert waits.see(Planning(0.0, 1), 1.0) == []
-    again = [line for _ in range(RECENT) for line in waits.see(Planning(0.5, 0), 1.0)]
+    again = [line for _ in range(WATCHED) for line in waits.see(Planning(0.5, 0), 1.0)]
     assert len(again) == 1 and again[0].endswith("leave --no-epp-plan-ahead out")

@@ -38,10 +38,11 @@ CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.H
             "        result[Kind.LATE] = 1.5 * result[Kind.WEIGHT]\n",
         ),
     ],
-    "cost/cost.py": [
+    "cost/chunk_tables.py": [
         (
-            "        seconds = {kind: self.seconds.of(kind, loads) for kind in workspace}\n",
-            "        workspace[Kind.LATE] = 2 * workspace[Kind.WEIGHT]\n",
+            "        return of_layers | dict(self.ends.head_workspace_bytes(self.loads))\n",
+            "        if Kind.WEIGHT in of_layers:  # not where no search splits a backward\n"
+            "            of_layers[Kind.LATE] = 2 * of_layers[Kind.WEIGHT]\n",
         )
     ],
     "sim/unit_table.py": [("\n\ndef unit_table", "UNITS[Kind.LATE] = 1.5\n")],
@@ -136,7 +137,7 @@ def test_it_touches_twelve_files_at_most(tmp_path: Path) -> None:
         ("ir/rules.py", "stage 0: chunk 0 has ops F I L; expected F B or F I W"),
         ("ir/program/sequence.py", "sequence: L has no work"),
         ("cost/seconds.py", "KeyError: <Kind.LATE: 'L'>"),
-        ("cost/cost.py", "Kind.LATE"),
+        ("cost/chunk_tables.py", "Kind.LATE"),
         ("sim/unit_table.py", "KeyError: <Kind.LATE: 'L'>"),
         ("runtime/executor.py", "KeyError: <Kind.LATE: 'L'>"),
         ("show/colours.py", "KeyError: <Kind.LATE: 'L'>"),

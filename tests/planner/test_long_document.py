@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner.feasibility import longer_than_share
+from megatron_epp.planner.feasibility import overlong_for_replica
 
 K = 1024
 
@@ -14,17 +14,17 @@ K = 1024
 def test_the_degree_that_is_named_mends_it(longest: int) -> None:
     lengths, replicas = [longest] + [2 * K] * 255, 8
     cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=2, dp=replicas)
-    line = longer_than_share(cost, lengths, replicas)
+    line = overlong_for_replica(cost, lengths, replicas)
     assert line is not None and f"a document of {longest} tokens takes" in line
     named = re.search(r"--context-parallel-size (\d+), with (\d+) replicas", line)
     assert named is not None
     cp, left = map(int, named.groups())
     assert cp * left == 2 * replicas
     wider = named_cost("llama3-8b", "h100-80g", pp=2, cp=cp, dp=left)
-    assert longer_than_share(wider, lengths, left) is None
+    assert overlong_for_replica(wider, lengths, left) is None
 
 
 def test_even_documents_and_one_replica_need_no_word() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=2, dp=8)
-    assert longer_than_share(cost, [4 * K] * 64, 8) is None
-    assert longer_than_share(cost, [256 * K] + [K] * 7, 1) is None
+    assert overlong_for_replica(cost, [4 * K] * 64, 8) is None
+    assert overlong_for_replica(cost, [256 * K] + [K] * 7, 1) is None

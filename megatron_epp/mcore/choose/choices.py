@@ -69,16 +69,16 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
     rows = choose_row_multiple(args, parts)  # first: the others are made on padded chunks
     vocabulary = choose_vocabulary(args, parts)
     placement, line = choose_placement(args)
-    lines = blend, vocabulary, line, rows, _longer_than_share(args, parts)
+    lines = blend, vocabulary, line, rows, _overlong_line(args, parts)
     return JobChoices(tuple(filter(None, lines)), placement)
 
 
-def _longer_than_share(args: Any, parts: Any) -> str | None:
+def _overlong_line(args: Any, parts: Any) -> str | None:
     """Return the line on a document of the first batches that is more than a replica's part.
 
     None: there is none, or no lengths or costs are known.
     """
-    from megatron_epp.planner.feasibility import longer_than_share
+    from megatron_epp.planner.feasibility import overlong_for_replica
 
     stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
     if not args.epp or replicas == 1 or (parts is not None and parts.items is not None):
@@ -88,7 +88,7 @@ def _longer_than_share(args: Any, parts: Any) -> str | None:
         batches = _first_batches(args)
     except (OSError, ValueError):
         return None
-    lines = (longer_than_share(cost, lengths, replicas) for lengths in batches)
+    lines = (overlong_for_replica(cost, lengths, replicas) for lengths in batches)
     return next(filter(None, lines), None)
 
 

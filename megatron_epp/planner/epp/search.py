@@ -119,10 +119,10 @@ class Search(Player):
             chunking: Chunking = build_chunks(*arguments, self.cost.layout.cp)
         else:
             chunking = build_block(*arguments, width)
-        made = self.prepare(chunking, bare=params.bare, hopeless=hopeless)
-        if made is not None:
-            self.shared[params] = made, before - self.effort.left
-        return made
+        fresh = self.prepare(chunking, bare=params.bare, hopeless=hopeless)
+        if fresh is not None:
+            self.shared[params] = fresh, before - self.effort.left
+        return fresh
 
     def run(self) -> Candidate:
         """The best plan of our own; it may not fit."""
