@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
@@ -212,8 +213,9 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
     )
     samples = numpy.arange(len(plan.documents))
     model.zero_grad_buffer()
+    part = Step((tuple(samples.tolist()),), (plan,)).part(0)
     ran = runner.run(
-        Step((tuple(samples.tolist()),), (plan,)),
+        AcceptedStep(part, sum(plan.documents), splits_backward=plan.splits_backward),
         Batch(samples, numpy.array(plan.documents)),
         MadeUpDocuments(alone.args.padded_vocab_size),
         [model],
