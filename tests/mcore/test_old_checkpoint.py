@@ -41,6 +41,7 @@ JOB = {
     "hidden_dropout": 0.1,
     "train_iters": 6,
     "epp": True,
+    "epp_effort": 4,  # the default then
 }
 # Written again by the run that resumes, as they were.
 PARTITION_FILE = {
