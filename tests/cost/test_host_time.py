@@ -60,7 +60,8 @@ def test_recompute_of_a_small_chunk_takes_the_host_as_long_as_was_measured() -> 
     load = loads(cost, 256)
     again = cost.seconds.recompute((0, FULL), load)
     counts = {(0, FULL): np.full((4, 1), float(LAYERS))}
-    added = cost.seconds.exposed_recompute(load, counts, np.tile(LAYERS * again, (4, 1)))
+    device = cost.seconds.device(Kind.BACKWARD, load)
+    added = cost.seconds.exposed_recompute(counts, np.tile(LAYERS * again, (4, 1)), device)
     alone = cost.seconds.of(Kind.BACKWARD, load)[STAGE, 0]
     assert alone == pytest.approx(LAYERS * BACKWARD)
     assert alone + added[STAGE, 0] == pytest.approx(LAYERS * 4.1e-3, rel=0.03)
