@@ -3,7 +3,7 @@
 #
 # Tests run in as many processes as there are cores, 2 to 4 (EPP_TEST_WORKERS sets another number, 0 none).
 # What needs a GPU runs, where there is none, over a reference of Transformer Engine's kernels (megatron_epp/te_reference), in a second
-# run of pytest; the last lines say what is skipped.
+# run of pytest; the last lines say what is skipped. Tests marked slow, half an hour of two cores more, run with --slow.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1

@@ -70,6 +70,7 @@ def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):
     assert max(r.stop for r in parse_records(records.read_text())) == played["seconds"]
 
 
+@pytest.mark.slow
 def test_plan_offloads_where_memory_is_tight(capsys, lengths, tmp_path):
     """All levers do, those of training do not; a machine without a host link refuses the plan."""
     tight = ["--lengths", lengths, "--pp", 2, *MACHINE, "--memory-budget-gib", 10]

@@ -161,7 +161,13 @@ TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRIALS)
+# Whose modules other trials go through, too.
+AT_LENGTH = {"MLA over tensor-parallel stages", "SSM over tensor-parallel ranks"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_LENGTH)) for n in TRIALS]
+)
 def test_random_plans_compute_what_the_reference_model_computes(name: str) -> None:
     job, said, covered = TRIALS[name]
     lines, judged = certified(job)

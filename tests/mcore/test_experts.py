@@ -193,6 +193,7 @@ def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> 
     assert logged("z_loss", hit.output) == pytest.approx(logged("z_loss", free.output), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cost_model_is_measured_with_experts(six) -> None:
     """The calibration runs routers and leaves nothing in them; it knows no borders of slices."""
     run = six.job.train(epp=True, epp_cost_model=None, train_iters=1)

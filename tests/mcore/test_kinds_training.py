@@ -64,7 +64,7 @@ _PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")
     ("model", "kinds"),
     [
         (ALTERNATE, "window-dense full-experts window-experts full-experts"),
-        (LATENTS, "dense 3*experts"),
+        pytest.param(LATENTS, "dense 3*experts", marks=pytest.mark.slow),
         (HYBRID, "attention mlp attention experts 2*(attention mlp)"),
     ],
     ids=[

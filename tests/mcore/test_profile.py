@@ -269,6 +269,7 @@ def test_the_command_measures_one_layer_of_every_kind(tmp_path, capsys) -> None:
 # ------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     """One process: every byte that a layer saves is known by hand."""
     out = tmp_path / "model.json"

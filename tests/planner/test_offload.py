@@ -178,6 +178,7 @@ def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     ),
     st.integers(0, 2),
 )
+@pytest.mark.slow
 @settings(QUICK, max_examples=12)
 def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers, effort) -> None:
     cost = at_rate(machine(pp=pp, room_gib=room_gib), rate)

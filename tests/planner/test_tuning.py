@@ -45,7 +45,7 @@ def test_layouts_fill_the_devices_and_are_megatrons() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
-@pytest.mark.parametrize("lengths", ["wlb", "wikipedia"])
+@pytest.mark.parametrize("lengths", ["wlb", pytest.param("wikipedia", marks=pytest.mark.slow)])
 def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str) -> None:
     """Of 8 devices; scripts/bench/tune_exhaustive.py does the same with more documents."""
     batch = open_corpus(lengths, 8 * K).batch(3, 8)

@@ -85,6 +85,7 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert "tests/gpu/test_kernels.py" in day.ran and len(day.ran.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_more_gpus_and_no_time(tmp_path: Path) -> None:
     day = Day(tmp_path, gpus=2)
     (tmp_path / "mended").touch()

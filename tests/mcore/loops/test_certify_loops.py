@@ -71,7 +71,7 @@ def test_loops_compute_what_the_plain_model_computes(
     ("degrees", "llama", "kind"),
     [
         (Degrees(1, 2, 1), AUXILIARY, "encoder"),
-        (Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass"),
+        pytest.param(Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass", marks=pytest.mark.slow),
     ],
 )
 def test_slices_of_models_of_others(degrees, llama, kind) -> None:
