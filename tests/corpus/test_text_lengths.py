@@ -115,11 +115,15 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str, why: str
     assert why in str(error.value) and str(error.value).isprintable()
 
 
-def test_tokenizers_that_cannot_be_used_are_refused(chats: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such file, or no tokenizer\.json in it"):
-        open_corpus(str(chats), tokenizer=str(tmp_path))
+def test_a_file_that_is_no_tokenizer_is_refused(chats: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"no": "tokenizer"}')
     with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
+        open_corpus(str(chats), tokenizer=str(tmp_path))
+
+
+def test_tokenizers_that_cannot_be_used_are_refused(chats: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such file, or no tokenizer\.json in it"):
         open_corpus(str(chats), tokenizer=str(tmp_path))
     with pytest.raises(ValueError, match="the lengths of wlb are tokens already"):
         open_corpus("wlb", tokenizer=str(tmp_path))
