@@ -5,7 +5,7 @@ import hashlib
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -100,17 +100,11 @@ def plan_step(
         layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
         each = (cost.replace(layers=one) for one in layers)
         assigned, blocks = _with_layers(lengths, each, options, plan, replicas, planner)
-    parts = [
-        _part(
-            assigned,
-            block,
-            numbered.assignments,
-            tuple(replica_plan.plan for replica_plan in numbered.planned),
-            replicas,
-        )
-        for block, numbered in enumerate(blocks)
-    ]
-    step = Step.of_parts(parts)
+    numbered = {
+        number: (block.assignments, [replica_plan.plan for replica_plan in block.planned])
+        for number, block in enumerate(blocks)
+    }
+    step = Step.of_parts(_parts(assigned, numbered, replicas))
     named = (
         dataclasses.replace(replica_plan, plan=plan)
         for replica_plan, plan in zip(
@@ -153,8 +147,9 @@ def plan_part(
         planned = blocks[block]
     else:
         planned = plan([lengths[document] for document in assigned[block]], cost, options)
-    plans = tuple(replica_plan.plan for replica_plan in planned.planned)
-    return _part(assigned, block, planned.assignments, plans, replicas)
+    plans = [replica_plan.plan for replica_plan in planned.planned]
+    (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas)
+    return part
 
 
 def divide_documents(
@@ -190,24 +185,25 @@ def _document_seconds(
     return seconds - rates.exchange_seconds * inputs * (inputs <= longest)
 
 
-def _part(
+def _parts(
     assigned: Assignments,
-    block: int,
-    within: Assignments,
-    plans: Sequence[Plan],
+    blocks: Mapping[int, tuple[Assignments, Sequence[Plan]]],
     replicas: int,
-) -> StepPart:
-    """Return the part of a block; ``within``: the documents of each of its replicas by their
-    numbers among the block's own."""
-    held = assigned[block]
-    return StepPart(
-        tuple(tuple(held[document] for document in assignment) for assignment in within),
-        tuple(
-            dataclasses.replace(plan, replica=replica, replicas=replicas)
-            for replica, plan in enumerate(plans, block * len(plans))
-        ),
-        hashlib.sha256(repr(assigned).encode()).hexdigest()[:16],
-    )
+) -> list[StepPart]:
+    """Return the parts of ``blocks``, by their numbers: the documents of each of a block's replicas
+    by their numbers among the block's own, and its plans."""
+    division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
+    return [
+        StepPart(
+            tuple(tuple(assigned[block][document] for document in held) for held in within),
+            tuple(
+                dataclasses.replace(plan, replica=replica, replicas=replicas)
+                for replica, plan in enumerate(plans, block * len(plans))
+            ),
+            division,
+        )
+        for block, (within, plans) in blocks.items()
+    ]
 
 
 def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
@@ -303,13 +299,8 @@ def evaluation_step(
 
     ``most``: tokens of a chunk, None where memory alone decides.
     """
-    first_of_blocks = range(0, replicas, options.lockstep)
-    return Step.of_parts(
-        [
-            evaluation_part(lengths, cost, options, replicas, replica, most)
-            for replica in first_of_blocks
-        ]
-    )
+    every = range(replicas // options.lockstep)
+    return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))
 
 
 def evaluation_part(
@@ -321,11 +312,25 @@ def evaluation_part(
     most: int | None = None,
 ) -> StepPart:
     """As :func:`evaluation_step`, for ``replica`` and those in lockstep with it alone."""
-    assigned = divide_documents(lengths, cost, options, replicas, "")
     block = replica // options.lockstep
-    held = [lengths[document] for document in assigned[block]]
-    within, plans = evaluation_plans(held, cost, options, most)
-    return _part(assigned, block, within, plans, replicas)
+    (part,) = _evaluation_parts(lengths, cost, options, replicas, (block,), most)
+    return part
+
+
+def _evaluation_parts(
+    lengths: Sequence[int],
+    cost: Cost,
+    options: Options,
+    replicas: int,
+    blocks: Iterable[int],
+    most: int | None,
+) -> list[StepPart]:
+    assigned = divide_documents(lengths, cost, options, replicas, "")
+    planned = {
+        block: evaluation_plans([lengths[d] for d in assigned[block]], cost, options, most)
+        for block in blocks
+    }
+    return _parts(assigned, planned, replicas)
 
 
 def _slowest(blocks: Sequence[PlannedBlock]) -> tuple[bool, float]:
