@@ -21,7 +21,7 @@ from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
-from megatron_epp.cost.fitting.refit import refit
+from megatron_epp.cost.fitting.refit import LEAST, refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Timed
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 2000  # ops of this rank that a refit learns from
 PAUSE = 20  # iterations between two attempts to refit
+# An op says how fast its device is where it takes so many times as long as its host may need to
+# issue it, with recompute up to 2.2.
+_OF_HOST = 2.5
+_FEW = "few"  # ops, in the place of a better cost model's text
 _FILE = "epp-cost-model.from-{:06d}.json"
 _NAMED = re.compile(r"epp-cost-model\.from-([0-9]{6,})\.json")
 
@@ -62,7 +66,9 @@ class CostMonitor:
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))
             for one, other in worst
-            if one.kind in OF_LAYERS and not other.chunks[one.chunk].has_local
+            if one.kind in OF_LAYERS
+            and not other.chunks[one.chunk].has_local
+            and one.predicted >= _OF_HOST * cost.seconds.host[one.kind][one.stage]
         )
         return sum(one.predicted for one, _ in worst)
 
@@ -101,7 +107,6 @@ class CostMonitor:
         due = self.drift.alarmed and iteration - self._tried >= PAUSE
         if not (self.may_refit and due) or self._recorded:
             return None
-        self._tried = iteration
         group = self.groups.control
         samples = list(self._samples) if self.groups.leads else []
         every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
@@ -110,6 +115,9 @@ class CostMonitor:
         if every is not None:
             text = self._better(iteration, cost, [row for rows in every for row in rows])
         text = broadcast_text(text, None, group)
+        if text == _FEW:
+            return None
+        self._tried = iteration
         if not text:
             return None
         self.drift.forget()
@@ -117,6 +125,9 @@ class CostMonitor:
         return Profile.from_json(text)
 
     def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
+        """Return the text of a better cost model, none, or ``_FEW``."""
+        if len(rows) < LEAST:
+            return _FEW
         samples: dict[Kind, list[Sample]] = {}
         for kind, sample in rows:
             samples.setdefault(kind, []).append(sample)

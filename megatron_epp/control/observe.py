@@ -1,5 +1,6 @@
 """An iteration observed: logged, recorded, drawn, compared with its prediction, learnt from."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -98,7 +99,8 @@ class Observer:
         warnings = self.monitor.check_drift(step.predicted_seconds, report)
         warnings += self._waits.see(step.planning, report.seconds)
         if self.groups.control.rank() == 0:
-            logger.info("%s", self.summary(iteration, step, report, waited))
+            shown = dataclasses.replace(step, predicted_peak_bytes=self._of_chunks(step))
+            logger.info("%s", self.summary(iteration, shown, report, waited))
             if self._waits.seen == 1 and waited > SHORT_SECONDS:
                 logger.info(
                     "iteration %d: %.1f s of waiting for the first plan, for which nothing can be "
@@ -128,6 +130,14 @@ class Observer:
                 f"the records of --epp-record {recorder.folder}",
                 lambda: recorder.write(iteration, *gathered, cost, done.step.planning),
             )
+
+    def _of_chunks(self, step: AcceptedStep) -> tuple[float, ...]:
+        """Return predicted peaks as they are measured: of chunks, without the states."""
+        predicted = step.predicted_peak_bytes
+        if not (predicted and isinstance(self.steps, PredictingSource)):
+            return predicted
+        states = self.steps.cost.states_of_ranks
+        return tuple(peak - held for peak, held in zip(predicted, states, strict=True))
 
     def _learn(
         self, iteration: int, steps: AdaptiveSource, step: AcceptedStep, report: IterationReport

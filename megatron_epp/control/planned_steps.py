@@ -51,8 +51,8 @@ class PlannedSteps:
     ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
-        states = cost.layout.placement.of_ranks(cost.memory.states_bytes)
-        self.budget = MemoryBudget(cost.device_budget_bytes, states, float(cost.layout.ep))
+        states, ep = cost.states_of_ranks, float(cost.layout.ep)
+        self.budget = MemoryBudget(cost.device_budget_bytes, states, ep)
         self._evaluation_tokens: int | None = None
         self._try = BestEffort()
         self._reported = 0

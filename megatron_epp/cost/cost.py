@@ -76,8 +76,12 @@ class Cost:
     def headroom_bytes(self) -> np.ndarray:
         """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
         all stages of the rank."""
-        states = self.layout.placement.of_ranks(self.memory.states_bytes)
-        return np.array(self.device_budget_bytes) - np.array(states)
+        return np.array(self.device_budget_bytes) - np.array(self.states_of_ranks)
+
+    @property
+    def states_of_ranks(self) -> tuple[float, ...]:
+        """[ranks]: bytes of weights, gradients and optimizer of all stages of each rank."""
+        return tuple(self.layout.placement.of_ranks(self.memory.states_bytes))
 
     def require_states_fit(self) -> None:
         """Raise a ValueError that says what is needed where a stage's states exceed the budget of

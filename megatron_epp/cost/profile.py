@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -25,7 +25,8 @@ from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_val
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
 from megatron_epp.cost.kinds import layer
-from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
+from megatron_epp.cost.loads import pairs_within
+from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind, Span
 from megatron_epp.ir.errors import quoted, require_line
 from megatron_epp.safe_files import replace_file
 
@@ -223,6 +224,15 @@ class LayerCoefficients:
     host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     tensor_gathers: float = 0.0
     expert_copies: float = 0.0
+
+    def op_seconds(self, kind: Kind, spans: Sequence[Span]) -> float:
+        """Return the seconds of one layer's op on a chunk of these ``spans``, without recompute."""
+        tokens = sum(span.tokens for span in spans)
+        of_columns = (
+            seconds.get(kind, 0.0) * column.of(spans)
+            for column, seconds in self.column_seconds.items()
+        )
+        return self.layer_seconds[kind](tokens, pairs_within(spans, self.window)) + sum(of_columns)
 
 
 LAYER_KIND = "layer"  # where a model has one kind, and nobody named it

@@ -49,7 +49,7 @@ def evaluation_plans(
             )
         members, peaks = _shares(batch, cost, options, most)
         plans = tuple(member.plan for member in members)
-        states = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
+        states = np.array(cost.states_of_ranks)
         headroom = np.maximum(cost.headroom_bytes, 1.0)
         worst = float(((np.array(peaks) - states) / headroom).max())
         if worst <= 1:

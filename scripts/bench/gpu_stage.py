@@ -46,7 +46,6 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
         profile = profile_of(alone, model)
         print(profile.provenance.source, flush=True)
         probe = probe_alone(alone, model)
-        seconds = {kind: profile.layer_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)}
         for tokens in arguments.slices:
             for context in arguments.contexts:
                 shape = Shape(tokens, context)
@@ -56,7 +55,9 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                 forward = best(kept, "forward_seconds") / layers
                 backward = best(kept, "backward_seconds") / layers
                 full = best(again, "backward_seconds") / layers
-                expected = [seconds[kind](tokens, shape.pairs) for kind in seconds]
+                expected = [
+                    profile.op_seconds(kind, shape.spans) for kind in (Kind.FORWARD, Kind.BACKWARD)
+                ]
                 # The last slice behind a context: its K and V may lie in the store.
                 cached_tokens = tokens if context and profile.stores_last_slice else 0
                 held = profile.saved_bytes[KEEP](tokens, cached_tokens)

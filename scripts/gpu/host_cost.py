@@ -10,7 +10,6 @@ max(issue, per token): the number of tokens above which the GPU is the bottlenec
 """
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,13 @@ REPEATS = 10
 
 def milliseconds(probe: Any, shape: Any, modes: str) -> list[float]:
     """Per layer: F issue, F total, B issue, B total."""
-    synchronised, best = probe.now, [float("inf")] * 4
+    from megatron_epp.mcore.calibrate.clocks import HostClock, IssueClock
+
+    best = [float("inf")] * 4
+    clocks = (IssueClock(probe.now), HostClock(probe.now))
     for _ in range(REPEATS):
-        for clock, at in ((time.perf_counter, 0), (synchronised, 1)):
-            synchronised()
-            probe.now = clock
-            try:
-                measured = probe.layers(shape, modes)
-            finally:
-                probe.now = synchronised
+        for at, clock in enumerate(clocks):
+            measured = probe.timed_by(clock).layers(shape, modes)
             for part, seconds in enumerate((measured.forward_seconds, measured.backward_seconds)):
                 place = 2 * part + at
                 best[place] = min(best[place], 1e3 * seconds / len(modes))

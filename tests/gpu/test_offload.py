@@ -71,13 +71,13 @@ def test_the_guard_can_fail(alone) -> None:
 
 
 def test_what_is_offloaded_is_gone(alone, engine) -> None:
-    """All but two layers of what all chunks hold: 6 of 8.
+    """The peak falls to what the backward of one chunk takes when no other chunk is held.
 
     With linears that add up their weights' gradients in their product, as trainings do. Gradients
     of other linears are added up on DDP's own stream, and the allocator gives their memory back
     only when the device is through: where B waits for copies the host runs ahead, and they stand
-    in memory beside what is offloaded. (On an H200 3.2 layers of 8 stayed so; the gradients of one
-    layer's weights are as large as 1.05 of them.)
+    in memory beside what is offloaded. (On an H100 14.6 MiB of 30.9 stay, and one backward alone
+    takes 14.3.)
     """
     import torch
 
@@ -95,10 +95,12 @@ def test_what_is_offloaded_is_gone(alone, engine) -> None:
 
     for made in (plan(), offloaded):  # kernels' own buffers, and the host's blocks
         ran(made)
-    kept = peak_bytes(ran(plan()).records)
+    kept = ran(plan()).records
+    alone_bytes = max(record.peak_bytes for record in kept if str(record.op) == "B0")  # the last
     away = ran(offloaded)
     assert away.host_peak_bytes > 2**20
-    assert kept - peak_bytes(away.records) > 0.9 * 6 / 8 * away.host_peak_bytes
+    assert peak_bytes(kept) > 1.5 * alone_bytes
+    assert peak_bytes(away.records) < 1.1 * alone_bytes
 
 
 @pytest.mark.skipif(reference_switch.is_wanted(), reason="needs a GPU: how fast its link is")

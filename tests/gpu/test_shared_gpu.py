@@ -77,7 +77,7 @@ def test_losses_are_those_of_one_rank(corpus, weights, backend, pp, tp) -> None:
     one = {**changes, "epp_vocab_parallel": None}
     alone = trained(corpus, weights, 1, 1, **one)
     # With a measured cost model: messages between the stages are timed.
-    spread = trained(corpus, weights, pp, tp, epp_cost_model=None, **changes)
+    spread = trained(corpus, weights, pp, tp, **{**changes, "epp_cost_model": None})
     assert alone.status == spread.status == 0, alone.output + spread.output
     assert len(spread.losses) == ITERATIONS
     assert spread.losses == pytest.approx(alone.losses, rel=0.01)

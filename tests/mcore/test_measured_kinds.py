@@ -11,15 +11,20 @@ import torch.distributed as dist
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import DIAGONAL
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.fitting.measured import _host_seconds as fitted_host_seconds
 from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_coefficients
-from megatron_epp.ir import FULL, KEEP, Kind
+from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Span
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
 from megatron_epp.mcore.calibrate import measure  # noqa: E402
+from megatron_epp.mcore.calibrate.clocks import IssueClock  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
@@ -113,6 +118,88 @@ def test_each_kind_is_found_again(groups) -> None:
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
         assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
     assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+def test_what_a_gpus_host_takes_is_measured_by_small_chunks_and_kept() -> None:
+    """The least of six, apart from what the device takes; a CPU is its own host."""
+
+    class Issued(MadeUpLayers):
+        device, seconds = torch.device("cuda"), iter((5.0, 3.0, 4.0, 6.0, 9.0, 7.0))
+
+        def now(self) -> float:
+            raise AssertionError("the device is not asked for what its host takes")
+
+        def timed_by(self, clock):
+            assert isinstance(clock, IssueClock)
+            return self
+
+        def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+            second = next(self.seconds)
+            return Measurement(second, 10 * second)
+
+    small = Shape(64)
+    found = measure._host_seconds(Issued(("far",)), small)
+    assert found == [(3.0, 30.0)]
+    every = [Readings(host=found), Readings(host=[(5.0, 40.0)]), Readings()]
+    expected = {Kind.FORWARD: 4.0, Kind.BACKWARD: 35.0, Kind.INPUT: 28.0, Kind.WEIGHT: 15.75}
+    assert fitted_host_seconds(every) == pytest.approx(expected)
+    assert measure._host_seconds(MadeUpLayers(("far",)), small) == []
+    assert fitted_host_seconds([Readings()]) == {}
+
+
+class OnGpu(MadeUpLayers):
+    """Whose backward takes twice as long for pairs inside a slice, and whose host 3 and 4 ms."""
+
+    device, issued = torch.device("cuda"), False
+
+    def of_layer(self, at: int) -> "OnGpu":
+        return OnGpu(self.word, at, self.runs)
+
+    def now(self) -> float:
+        return 0.0
+
+    def timed_by(self, clock) -> "OnGpu":
+        other = self.of_layer(self.at)
+        other.issued = True
+        return other
+
+    def most_context(self, fraction: float) -> int:
+        return 65536
+
+    def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+        made = super().layers(shape, letters, weigh, split)
+        if self.issued:
+            return replace(made, forward_seconds=3e-3, backward_seconds=4e-3)
+        _, pair, *_ = RULES[self.word[self.at]]
+        twice = 2 * pair * DIAGONAL.of(shape.spans)
+        return replace(made, backward_seconds=made.backward_seconds + twice)
+
+
+def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(groups) -> None:
+    """And the host's time from the device's."""
+    probe = OnGpu(("far",) * 2)
+    profile = calibrate(probe, groups, shaped(probe.word), 65536, ORIGIN, False, probe.word)
+    token, pair, chunk, *_ = RULES["far"]
+    for spans in ((Span(0, 0, 30000),), (Span(0, 40000, 48000),), (Span(0, 0, 900),) * 9):
+        tokens = sum(span.tokens for span in spans)
+        forward = token * tokens + pair * sum(span.pairs for span in spans) + chunk
+        diagonal = DIAGONAL.of(spans)
+        backward = 2 * forward + 2 * pair * diagonal
+        assert profile.op_seconds(Kind.FORWARD, spans) == pytest.approx(forward, rel=1e-3)
+        assert profile.op_seconds(Kind.BACKWARD, spans) == pytest.approx(backward, rel=1e-3)
+        cost = Cost(StageLayout(profile, (2,)), (1e12,))
+        chunks = [Chunk(tuple(replace(span, document=at) for at, span in enumerate(spans)))]
+        if spans[0].start:
+            chunks.insert(0, Chunk((Span(0, 0, spans[0].start),)))
+        load = cost.loads(chunks, [span.stop for span in spans])
+        taken = float(cost.seconds.of(Kind.BACKWARD, load)[0, -1])
+        ends = 1e-6 * tokens
+        assert taken == pytest.approx(2 * backward + ends, rel=1e-3)
+    assert profile.host_seconds[Kind.FORWARD] == 3e-3
+    assert profile.host_seconds[Kind.BACKWARD] == 4e-3
+    columns = profile.column_seconds[DIAGONAL]
+    assert columns[Kind.INPUT] == columns[Kind.BACKWARD] and columns[Kind.WEIGHT] == 0
+    assert Profile.from_json(profile.to_json()) == profile
 
 
 def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypatch) -> None:

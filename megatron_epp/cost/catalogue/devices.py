@@ -126,15 +126,19 @@ class Device:
     @property
     def host_seconds(self) -> dict[Kind, float]:
         """Return the seconds that the host takes to issue the ops of one layer."""
-        forward, backward = self.host_forward_seconds, self.host_backward_seconds
-        if not forward:
+        if not self.host_forward_seconds:
             return {}
-        halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
-        return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
+        return host_seconds_of(self.host_forward_seconds, self.host_backward_seconds)
 
     @property
     def budget_bytes(self) -> float:
         return self.budget_gib * GIB
+
+
+def host_seconds_of(forward: float, backward: float) -> dict[Kind, float]:
+    """Seconds that the host takes to issue each op of a layer, by those of F and B."""
+    halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
+    return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
 
 
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.

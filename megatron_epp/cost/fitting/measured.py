@@ -8,7 +8,9 @@ from statistics import median
 from megatron_epp.cost.analytic import carried_bytes
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device as named_device
+from megatron_epp.cost.catalogue.devices import host_seconds_of
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import DIAGONAL
 from megatron_epp.cost.fitting.fit import fit_profile, line_above
 from megatron_epp.cost.fitting.readings import (
     AFTER_CONTEXT_TOKENS,
@@ -77,6 +79,10 @@ def _fitted(
 ) -> Profile:
     layer = model.shapes[kind]
     template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
+    if where.device != "cpu" and layer.masks_diagonal:
+        pairs = {op: seconds.per_pair for op, seconds in template.layer_seconds.items()}
+        columns = {**template.column_seconds, DIAGONAL: pairs}
+        template = dataclasses.replace(template, column_seconds=columns)
     best_link: dict[int, float] = {}
     for tokens, seconds in (pair for readings in every for pair in readings.link):
         best_link[tokens] = min(seconds, best_link.get(tokens, seconds))
@@ -123,6 +129,7 @@ def _fitted(
         expert_weight_seconds={},
         tensor_gathers=0.0,
         exchange_seconds=_exchange_seconds(every),
+        host_seconds=_host_seconds(every),
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
@@ -139,6 +146,14 @@ def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
     backward = median(seconds / tokens for tokens, _, seconds in rows)
     taken = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward}
     return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
+
+
+def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
+    """That a host takes to issue one layer's op, by kind; none on a CPU."""
+    rows = [reading for readings in every for reading in readings.host]
+    if not rows:
+        return {}
+    return host_seconds_of(*map(median, zip(*rows, strict=True)))
 
 
 def _alike(coefficient: Bytes) -> Bytes:

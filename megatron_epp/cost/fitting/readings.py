@@ -46,6 +46,7 @@ class Readings:
     split           backwards whole and in halves
     exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
                     than of those local to a context-parallel rank
+    host            (seconds of F, of B) that a GPU's host takes to issue a layer; none on a CPU
     host_rate       bytes per second to the host's memory
     stores_last_slice      whether the layer's attention has last slices kept, too
     """
@@ -60,6 +61,7 @@ class Readings:
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[SplitSeconds] = dataclasses.field(default_factory=list)
     exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
+    host: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     stores_last_slice: bool = False
 

@@ -184,6 +184,11 @@ class Layer:
         return {column: work for part in self.parts for column, work in part.work.items()}
 
     @property
+    def masks_diagonal(self) -> bool:
+        """Whether a pair inside a slice may take longer than one of the slice and its context."""
+        return self.flops_per_pair > 0 and not self.window
+
+    @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
         """Workspaces while F and B run, of the one part that needs any."""
         return {op: each for part in self.parts for op, each in part.workspaces.items()}

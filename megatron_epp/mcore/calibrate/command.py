@@ -138,6 +138,11 @@ def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
         f"        holds {coefficients.saved_bytes[KEEP].per_token:.0f} bytes per token from F to "
         f"B, {coefficients.saved_bytes[FULL].per_token:.0f} recomputed in full, K/V of a context "
         f"{coefficients.kv_bytes_per_token:.0f}",
+        *(
+            f"        its host issues {op.value} in {1e3 * coefficients.host_seconds[op]:.3g} ms"
+            for op in (Kind.FORWARD, Kind.BACKWARD)
+            if op in coefficients.host_seconds
+        ),
     ]
 
 

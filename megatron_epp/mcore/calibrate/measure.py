@@ -15,12 +15,14 @@ import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.columns import DIAGONAL
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.measured import Conditions, measured_profile
 from megatron_epp.cost.fitting.readings import AFTER_CONTEXT_TOKENS, Peak, Readings, modes_of
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, Kind, Payload
+from megatron_epp.mcore.calibrate.clocks import IssueClock
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
 from megatron_epp.mcore.calibrate.split_cost import measure_split
@@ -158,6 +160,7 @@ def calibrate(
             _measure_end_seconds(probe, groups, shapes, readings)
         if kind_probe is not None:
             _measure_modules(kind_probe, shapes, readings)
+            readings.host += _host_seconds(kind_probe, shapes[0][0])
             readings.stores_last_slice = kind_probe.stores_last_slice
         dist.barrier(groups.control)
         if split_backward and kind_probe is not None:
@@ -301,7 +304,7 @@ def _measure_seconds(
     }
     for (shape, mode), (forward, backward) in typical.items():
         load = (shape.tokens, _pairs(shape, layer), 0)
-        columns = tuple((column, column.of(shape.spans)) for column in layer.work)
+        columns = tuple((each, each.of(shape.spans)) for each in (*layer.work, DIAGONAL))
         if mode == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 rows.append(Sample(KEEP, False, False, *load, seconds, columns=columns))
@@ -309,6 +312,17 @@ def _measure_seconds(
             kept_seconds = typical[shape, KEEP]
             more = max(0.0, backward - kept_seconds[1])
             readings.again.append((mode, shape.tokens, more, kept_seconds[0]))
+
+
+def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
+    """(of F, of B) that a GPU's host takes to issue a layer, whatever its chunk; by a ``small`` one
+    that the GPU is through with first. The least of several, as what disturbs a host adds to it. A
+    CPU is its own host."""
+    if probe.device.type == "cpu":
+        return []
+    issuing = probe.timed_by(IssueClock(probe.now))
+    runs = [issuing.layers(small, KEEP) for _ in range(2 * REPEATS)]
+    return [(min(run.forward_seconds for run in runs), min(run.backward_seconds for run in runs))]
 
 
 def _meet(probe: Probe, groups: Groups) -> None:

@@ -21,6 +21,7 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, HostClock
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -86,6 +87,8 @@ class Measurement:
     held_bytes                          from F to B; kept K and V and their gradients apart
     forward_bytes, backward_bytes       the most beyond that while F ran, and B; the latter is
                                         below 0 where B frees more than it makes
+                                        (seconds by the probe's clock: on a GPU the device's own,
+                                        whatever its host takes to issue the pass)
     weight_seconds                      of W, where backward was split: ``backward_*`` is then I's
     weight_input_bytes                  from I to W
 
@@ -107,7 +110,7 @@ class Probe:
 
     ``row_shard`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
     positions are: those of a longer chunk start anew. Gradients of parameters add up as in
-    training; whoever probes clears them.
+    training; whoever probes clears them. ``clock``: what seconds are measured by.
     """
 
     def __init__(
@@ -130,11 +133,20 @@ class Probe:
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
         self._others = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
         self._random = torch.Generator(device).manual_seed(20250921)
+        self.clock: Clock = HostClock(self.now, self._fill_caches)
+        if device.type == "cuda":
+            self.clock = DeviceClock(self.now)
 
     def of_layer(self, at: int) -> "Probe":
         """The same, but :meth:`layers` begins with the stage's layer of that number."""
         other = copy.copy(self)
         other.at = at
+        return other
+
+    def timed_by(self, clock: Clock) -> "Probe":
+        """The same, but seconds are those of ``clock``."""
+        other = copy.copy(self)
+        other.clock = clock
         return other
 
     @property
@@ -238,9 +250,9 @@ class Probe:
     def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
         """Forward alone of one of a layer's modules."""
         hidden = self._hidden(shape)
-        began = self.now()
+        start = self.clock.start()
         module(hidden)
-        return self.now() - began
+        return self.clock.seconds(start)
 
     def message(self, tokens: int) -> Tensor:
         """As stages hand each other."""
@@ -254,36 +266,35 @@ class Probe:
         scale = self._scale(store, weigh)
         deferred = DeferredWeightGrads()
         with scale.watching(), self._deferring(deferred) if split else nullcontext():
-            start = self._elsewhere()
+            start = self.clock.start()
             output = forward()
-            middle = self.now()
+            forward_seconds = self.clock.seconds(start)
             held, forward_peak = scale.held(), scale.peak()
             gradient = torch.ones_like(output)
             self._answer(store)
             kept = scale.held()
-            again = self._elsewhere()
+            start = self.clock.start()
             if output.requires_grad:  # a frozen embedding's does not
                 output.backward(gradient)
-            stop = self.now()
+            backward_seconds = self.clock.seconds(start)
             backward_peak, waiting = scale.peak(), scale.held()
-            late = self._elsewhere()
+            start = self.clock.start()
             deferred.accumulate_all()
-            done = self.now()
+            weight_seconds = self.clock.seconds(start)
         return Measurement(
-            forward_seconds=middle - start,
-            backward_seconds=stop - again,
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
             held_bytes=held,
             forward_bytes=forward_peak - held,
             backward_bytes=backward_peak - kept,
-            weight_seconds=done - late if split else 0.0,
+            weight_seconds=weight_seconds if split else 0.0,
             weight_input_bytes=waiting if split else 0,
         )
 
-    def _elsewhere(self) -> float:
-        """Now, after other layers and chunks: a core's own caches no longer have what comes."""
+    def _fill_caches(self):
+        """With what other layers and chunks read: a core's own no longer have what comes."""
         if self.device.type == "cpu":
             self._others.add_(1)
-        return self.now()
 
     @contextmanager
     def _deferring(self, deferred: DeferredWeightGrads) -> Iterator[None]:

@@ -136,7 +136,7 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
     """``cost`` with these layers of its stages; None where their states do not fit."""
     moved = cost.replace(layers=layers)
-    states = moved.layout.placement.of_ranks(moved.memory.states_bytes)
+    states = moved.states_of_ranks
     fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
     return moved if fits else None
 
