@@ -23,7 +23,7 @@ from typing import Any, get_args
 from megatron_epp.cost.catalogue.devices import device_like
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
-from megatron_epp.cost.columns import CONTEXT, Column, WindowPairs
+from megatron_epp.cost.columns import CONTEXT, Column, DiagonalPairs, WindowPairs
 from megatron_epp.cost.kinds import layer
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind, Span
@@ -451,7 +451,8 @@ def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
 
 def _column(text: str) -> Column:
     """The column of a kind of layers that goes by ``text`` in a file."""
-    known = {column.NAME: column for part in layer.PARTS for column in part.COLUMNS}
+    of_parts = [column for part in layer.PARTS for column in part.COLUMNS]
+    known = {column.NAME: column for column in (DiagonalPairs, *of_parts)}
     name, _, size = text.partition(" ")
     if name not in known or (size and not _DEGREE.fullmatch(size)):
         raise ValueError(f"{quoted(text)}: no kind of layers has such a column; known: {[*known]}")

@@ -22,10 +22,10 @@ REPEATS = 10
 
 def milliseconds(probe: Any, shape: Any, modes: str) -> list[float]:
     """Per layer: F issue, F total, B issue, B total."""
-    from megatron_epp.mcore.calibrate.clocks import HostClock, IssueClock
+    from megatron_epp.mcore.calibrate.clocks import WallClock, IssueClock
 
     best = [float("inf")] * 4
-    clocks = (IssueClock(probe.now), HostClock(probe.now))
+    clocks = (IssueClock(probe.now), WallClock(probe.now))
     for _ in range(REPEATS):
         for at, clock in enumerate(clocks):
             measured = probe.timed_by(clock).layers(shape, modes)

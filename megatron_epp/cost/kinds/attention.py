@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cost.columns import DiagonalPairs
 from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
 
 
@@ -25,7 +24,6 @@ class AttentionPart(Part):
     """Q of all heads, K and V of ``kv_heads``."""
 
     MIXER, DEFAULT, WORD, ALONE = True, True, "heads", "attention"
-    COLUMNS = (DiagonalPairs,)
 
     @classmethod
     def there(cls, shape: Any) -> bool:

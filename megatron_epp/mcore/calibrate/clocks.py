@@ -27,7 +27,7 @@ class Clock(Protocol):
         """Return the seconds since ``start``."""
 
 
-class HostClock:
+class WallClock:
     """Seconds by ``now``, which returns when everything asked for is done; ``before`` runs first.
 
     ``now`` of :class:`Probe`: on a GPU from the first kernel's issue to the last one's end.
@@ -47,7 +47,7 @@ class HostClock:
         return self._now() - start
 
 
-class IssueClock(HostClock):
+class IssueClock(WallClock):
     """Seconds until the host's calls return, on a device that has nothing else to do.
 
     A call that waits for the device, as those do that read a number of it, takes that long.

@@ -21,7 +21,7 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, HostClock
+from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, WallClock
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -133,7 +133,7 @@ class Probe:
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
         self._others = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
         self._random = torch.Generator(device).manual_seed(20250921)
-        self.clock: Clock = HostClock(self.now, self._fill_caches)
+        self.clock: Clock = WallClock(self.now, self._fill_caches)
         if device.type == "cuda":
             self.clock = DeviceClock(self.now)
 
