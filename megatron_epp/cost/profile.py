@@ -451,8 +451,9 @@ def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
 
 def _column(text: str) -> Column:
     """The column of a kind of layers that goes by ``text`` in a file."""
-    of_parts = [column for part in layer.PARTS for column in part.COLUMNS]
-    known = {column.NAME: column for column in (DiagonalPairs, *of_parts)}
+    columns: list[type[Column]] = [DiagonalPairs]
+    columns += [column for part in layer.PARTS for column in part.COLUMNS]
+    known = {column.NAME: column for column in columns}
     name, _, size = text.partition(" ")
     if name not in known or (size and not _DEGREE.fullmatch(size)):
         raise ValueError(f"{quoted(text)}: no kind of layers has such a column; known: {[*known]}")

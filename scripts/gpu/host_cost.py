@@ -22,7 +22,7 @@ REPEATS = 10
 
 def milliseconds(probe: Any, shape: Any, modes: str) -> list[float]:
     """Per layer: F issue, F total, B issue, B total."""
-    from megatron_epp.mcore.calibrate.clocks import WallClock, IssueClock
+    from megatron_epp.mcore.calibrate.clocks import IssueClock, WallClock
 
     best = [float("inf")] * 4
     clocks = (IssueClock(probe.now), WallClock(probe.now))
