@@ -24,7 +24,8 @@ MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--ef
 
 def tune(lengths: str, *others: str, batch: int = 8) -> int:
     size = ("--global-batch-size", str(batch), "--batches", "1")
-    return main(["tune", "--lengths", lengths, *MACHINE, *size, *others])
+    machine = () if "cpu" in others else MACHINE
+    return main(["tune", "--lengths", lengths, *machine, *size, *others])
 
 
 def test_a_survey_in_json_a_script_and_a_dry_run(
@@ -56,6 +57,19 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     assert parsed.rotary_base == 500000 and parsed.padded_vocab_size == 128256
     assert parsed.epp == (first["planner"] == "epp")
     assert parsed.epp_memory_budget_gib == [60] and parsed.epp_effort == 0
+    assert parsed.bf16
+
+
+def test_a_script_for_cpus_trains_in_float32(lengths: str, tmp_path: Path) -> None:
+    """A CPU takes twenty times as long in bf16."""
+    config, script = tmp_path / "config.json", tmp_path / "launch.sh"
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+    config.write_text(json.dumps({"model_type": "llama", **sizes}))
+    machine = ("--model", str(config), "--device", "cpu", "--gpus", "2", "--devices-per-node", "2")
+    more = ("--pp", "2", "--context", "8192", "--script", str(script))
+    assert tune(lengths, *machine, *more) == 0
+    assert not megatrons_parser().parse_args(launched(script)).bf16
 
 
 def test_a_budget_for_every_pipeline_rank_says_how_many_there_are(

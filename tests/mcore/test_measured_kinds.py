@@ -147,6 +147,15 @@ def test_what_a_gpus_host_takes_is_measured_by_small_chunks_and_kept() -> None:
     assert fitted_host_seconds([Readings()]) == {}
 
 
+def test_a_cpu_that_is_slow_in_halves_computes_less_of_them() -> None:
+    probe = MadeUpLayers(("far",))
+    assert measure._most_flops(probe) == measure.CPU_FLOPS
+    probe.config = SimpleNamespace(params_dtype=torch.bfloat16)
+    assert measure._most_flops(probe) == measure.CPU_FLOPS / 20
+    probe.device = torch.device("cuda")
+    assert measure._most_flops(probe) == measure.GPU_FLOPS
+
+
 class OnGpu(MadeUpLayers):
     """Whose backward takes twice as long for pairs inside a slice, and whose host 3 and 4 ms."""
 

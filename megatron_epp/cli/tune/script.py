@@ -102,7 +102,7 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
         *of_model.groups,
         ["--seq-length", str(context), "--max-position-embeddings", str(context)],
         *layout_arguments(choice, of_model.hybrid),
-        *training_flags(documents),
+        *training_flags(documents, bf16=job.arguments.device != "cpu"),
         *expert_flags(job.model, of_model),
         *elastic_flags(choice, job.arguments),
     ]
@@ -136,11 +136,12 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
     return flags
 
 
-def training_flags(documents: int) -> list[list[str]]:
+def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
+    """Return the flags that any model trains with; on CPUs, which are slow in bf16, in float32."""
     return [
         ["--micro-batch-size", "1", "--global-batch-size", str(documents)],
         ["--train-iters", "1000", "--lr", "3e-4", "--min-lr", "3e-5", "--lr-decay-style", "cosine"],
-        ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--bf16"],
+        ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", *["--bf16"] * bf16],
         ["--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer"],
         ["--dist-ckpt-optim-fully-reshardable"],
         ["--overlap-grad-reduce", "--overlap-param-gather"],

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 # What a calibration may compute on one rank: on a CPU about nine seconds of one core at the 110
 # Gflops that a server core of 2023 reaches in float32; on a GPU about three seconds.
 CPU_FLOPS = 1e12
+CPU_SLOWER_IN_HALVES = 20  # times as slow, where a CPU has no units for bf16
 GPU_FLOPS = 1.5e15
 # The median counts. The fastest would be what an op can take, and iterations are made of what ops
 # do take: on a shared host 5% to 10% more.
@@ -144,7 +145,7 @@ def calibrate(
 
     What the errors are on rows that the fit has not seen is added to ``provenance.source``.
     """
-    flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
+    flops = _most_flops(probe)
     of_kinds: dict[str, list[Readings]] = {}
     for kind, layer in model.shapes.items():
         readings, first = Readings(groups.pipeline_rank), not of_kinds
@@ -182,6 +183,13 @@ def calibrate(
             raise ValueError(f"calibration: {refusal}") from refusal
 
     return Profile.from_json(broadcast_result(fitted, groups.control))
+
+
+def _most_flops(probe: Probe) -> float:
+    if probe.device.type == "cuda":
+        return GPU_FLOPS
+    slower = 1 if probe.config.params_dtype.itemsize > 2 else CPU_SLOWER_IN_HALVES
+    return CPU_FLOPS / slower
 
 
 def _conditions(probe: Probe) -> Conditions:

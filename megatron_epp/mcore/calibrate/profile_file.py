@@ -145,6 +145,8 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text := broadcast_result(partial(_kept, args, config, wanted), groups.control):
         return Profile.from_json(text)
     began = time.perf_counter()
+    if groups.control.rank() == 0:
+        logger.info("measuring this device for the cost model, before the first iteration ...")
     with undisturbed(model), full_output_layer(unwrap_model(model)):
         probe, shape = probe_of(args, model, rows), model_shape(args)
         profile = calibrate(
