@@ -85,7 +85,9 @@ def _with_slower_hosts(cost: Cost) -> Cost:
 def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     candidates = _searched(batch, cost, options)
     if not options.whole and not cost.layout.place:
-        candidates.append(infinipipe.draft(batch, cost, options))
+        fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
+        theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
+        candidates += [] if theirs is None else [theirs]
     # With the layers of the stages as they are, and as the best has them.
     moved = min(candidates, key=lambda candidate: candidate.rank, default=None)
     costs = [cost] if moved is None or moved.cost is cost else [cost, moved.cost]
