@@ -117,7 +117,7 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
     if one_f_one_b.is_interleaved(place):
         others.append(one_f_one_b.draft)
     if halves and zb_v.is_v(place):
-        others.append(zb_v.draft)
+        others.append(partial(packing_best.draft, planner=zb_v.draft))
     return others
 
 
