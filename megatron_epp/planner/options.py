@@ -18,7 +18,7 @@ LEVERS = MappingProxyType(
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
-        "persist": "in tight memory, search on for little effort while a plan is far off its bound",
+        "persist": "in tight memory, search on while a plan is far off its bound, or not our own",
         "local": "leave short documents whole to one context-parallel rank each: no all-to-all",
         "hedge": "choose plans that lose little where hosts issue ops slower than was assumed",
         "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
