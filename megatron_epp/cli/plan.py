@@ -131,7 +131,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.host_memory_gib is not None and "offload" not in levers:
         raise UsageError(
             "--host-memory-gib has no effect without the lever offload; expected --levers "
-            "default,offload or all"
+            "default,offload, all or, on a GPU, default"
         )
     lockstep = _lockstep(arguments)
     if "local" in map(str.strip, arguments.levers.split(",")):
@@ -163,7 +163,8 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
         names = [Profile.load(file).provenance.device]
     elif arguments.device:
         names = [device(name).name for name, _ in device_runs(arguments.device)]
-    defaults = map(default_levers, names)
+    known = arguments.host_memory_gib is not None
+    defaults = (default_levers(name, known) for name in names)
     return parse_levers(arguments.levers, frozenset.intersection(*defaults))
 
 

@@ -220,9 +220,10 @@ def survey(
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
     # Where memory is tight, a search that persists is no glance.
-    glance = dataclasses.replace(options, effort=0, levers=options.levers - {"persist"})
+    kept = options.levers - {"offload"}  # which _variants tries for the best
+    glance = dataclasses.replace(options, effort=0, levers=kept - {"persist"})
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
-    sketch = dataclasses.replace(options, effort=effort)
+    sketch = dataclasses.replace(options, effort=effort, levers=kept)
 
     def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> tuple:
         return layout, costs[layout], batches[0], how, planners, partition, vocabulary
@@ -354,7 +355,9 @@ def _with_full_effort(
     """Return ``choice`` and its variants, planned on all batches."""
     evaluated = []
     variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
-    variants = [(*each, ()) for each in _variants(choice, cost, vocabulary)]
+    variants = [
+        (*each, ()) for each in _variants(choice, cost, vocabulary, "offload" in options.levers)
+    ]
     if placement and choice.planner == ELASTIC:
         variants += _placements(choice, cost, batches[0])
     for layers, offload, cut, place in variants:
@@ -411,14 +414,14 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
 
 
 def _variants(
-    choice: Choice, cost: Cost, vocabulary: str
+    choice: Choice, cost: Cost, vocabulary: str, offload: bool
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
     earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
     tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
-    if tight and choice.planner == ELASTIC:
+    if tight and offload and choice.planner == ELASTIC:
         variants.append((choice.layers, True, choice.vocabulary_parallel))
     return variants
 
