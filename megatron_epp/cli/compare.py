@@ -12,7 +12,7 @@ from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
-from megatron_epp.cli.plan import options_of
+from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"Longest time to plan: {seconds_text(slowest.plan_seconds)} ({slowest.planner}, batch "
         f"{slowest.batch}); the first start took {seconds_text(cold)} more."
     )
+    if late := late_text([each for each in outcomes if each.planner == _EPP], cost):
+        _say(f"{_EPP}: {late}")
     for line in (*_verdict(outcomes), *_lockstep_prices(names, outcomes, options.lockstep)):
         _say(line)
     for name, why in failed.items():

@@ -445,7 +445,10 @@ class TunedMachineFlags:
 class TunePlannerFlags:
     TITLE: ClassVar = "planner"
 
-    levers: str = shared_setting("levers", "; offloading is tried where memory is tight")
+    levers: str = shared_setting("levers")
+    host_memory_gib: float | None = shared_setting(
+        "host_memory_gib", "; default: unknown, and nothing is offloaded"
+    )
     effort: int | None = shared_setting("effort", default=None)
     top: int = flag(10, "rows to print (default: 10)", ("N", whole_number(1, 1000)))
 

@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 
 from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
@@ -22,6 +24,7 @@ from megatron_epp.frameworks.settings import require_framework, settings_of
 from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
+from megatron_epp.planner.feasibility import late_plans
 from megatron_epp.planner.options import default_levers
 from megatron_epp.planner.registry import PACKED
 from megatron_epp.planner.tuning.layouts import Layout
@@ -128,7 +131,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.host_memory_gib is not None and "offload" not in levers:
         raise UsageError(
             "--host-memory-gib has no effect without the lever offload; expected --levers "
-            "default,offload or all"
+            "default,offload, all or, on a GPU, default"
         )
     lockstep = _lockstep(arguments)
     if "local" in map(str.strip, arguments.levers.split(",")):
@@ -160,7 +163,8 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
         names = [Profile.load(file).provenance.device]
     elif arguments.device:
         names = [device(name).name for name, _ in device_runs(arguments.device)]
-    defaults = map(default_levers, names)
+    known = arguments.host_memory_gib is not None
+    defaults = (default_levers(name, known) for name in names)
     return parse_levers(arguments.levers, frozenset.intersection(*defaults))
 
 
@@ -217,6 +221,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         *([f"layers      {cost.layout.kinds_text}"] if cost.layout.kinds_text else []),
         *([f"padding     {padding}"] if (padding := padding_text(cost)) else []),
         f"planner     {result.planner}, planned in {seconds_text(result.plan_seconds)}",
+        *([f"            {late}"] if (late := late_text([result], cost)) else []),
         *([f"how         {replica.note}"] if replica.note else []),
         f"iteration   {seconds_text(result.seconds)}; lower bound "
         f"{seconds_text(result.lower_bound_seconds)}, gap {fraction_text(result.gap)}",
@@ -241,6 +246,18 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         *accuracy_lines(cost.layout.profile),
     ]
     return "\n".join(lines) + "\n"
+
+
+def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
+    """Return the line on plans of many replicas that cannot keep up, where they cannot."""
+    slowest = [each.slowest for each in outcomes if len(each.replicas) > 1]
+    if not slowest:
+        return None
+    plan_seconds, seconds = (
+        statistics.median(getattr(each, name) for each in slowest)
+        for name in ("plan_seconds", "seconds")
+    )
+    return late_plans(cost, plan_seconds, seconds)
 
 
 def _lockstep_lines(result: Outcome) -> list[str]:

@@ -1,5 +1,6 @@
 """The peak of a backward, which frees layer by layer while it makes gradients and recomputes."""
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,14 @@ class BackwardPeak:
         works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
         self._work_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
         self._stage = np.arange(layout.stages)
+
+    def part(self, chunks: slice) -> "BackwardPeak":
+        """Return the peaks of some of the chunks."""
+        part = copy.copy(self)
+        part._held, part._by_kind = self._held[:, chunks], self._by_kind[:, chunks]
+        part._less = self._less[0][:, chunks], self._less[1][:, chunks]
+        part._work_KSC = self._work_KSC[..., chunks]
+        return part
 
     def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
         """Return [stages, chunks]: the peak beyond all that the chunk holds from F to B, beyond

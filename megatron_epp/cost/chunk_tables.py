@@ -28,6 +28,7 @@ from megatron_epp.cost.memory import ChunkMemory
 from megatron_epp.cost.seconds import OpSeconds
 from megatron_epp.ir import (
     BACKWARDS,
+    DOCUMENT_ITEMS,
     IN_FLIGHT,
     KEEP,
     OF_LAYERS,
@@ -37,6 +38,13 @@ from megatron_epp.ir import (
     Payload,
     Table,
 )
+
+# Cached properties of tables that are [stages, chunks] by kind or payload.
+_OF_CHUNKS = ("_workspace", "_seconds", "_comm", "_links")
+
+
+def _cut[K](rows: Mapping[K, np.ndarray], chunks: slice) -> dict[K, np.ndarray]:
+    return {key: np.asarray(row)[:, chunks] for key, row in rows.items()}
 
 
 class ChunkTables:
@@ -107,6 +115,31 @@ class ChunkTables:
             workspace_bytes=workspace,
             resident_bytes=memory.states_bytes,
         )
+
+    def parts(self) -> "list[ChunkTables]":
+        """Return a table for each part of joined loads; nothing is computed again."""
+        tables, at, document = [], 0, 0
+        for loads in self.loads.parts:
+            chunks = slice(at, at + loads.chunks)
+            documents = slice(document, document + len(loads.lengths))
+            at, document = chunks.stop, documents.stop
+            part = ChunkTables(
+                self.seconds, self.memory, self.ends, loads, self.forward_only, self.kinds
+            )
+            # In the places of what cached properties keep.
+            vars(part).update(
+                {name: _cut(getattr(self, name), chunks) for name in _OF_CHUNKS},
+                _held={
+                    item: held[:, documents if item in DOCUMENT_ITEMS else chunks]
+                    for item, held in self._held.items()
+                },
+                _backward_peaks={
+                    kind: peak.part(chunks) for kind, peak in self._backward_peaks.items()
+                },
+                _device_backward=self._device_backward[:, chunks],
+            )
+            tables.append(part)
+        return tables
 
     # --- whatever is recomputed ------------------------------------------------------------------
 

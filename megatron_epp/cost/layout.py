@@ -295,6 +295,12 @@ class StageLayout:
             loads.features[self.extra_columns].flags.writeable = False
         return loads.features[self.extra_columns]
 
+    def linear(self, per: np.ndarray, loads: Loads) -> np.ndarray:
+        """[..., chunks]: ``per`` [..., columns] times the features of ``loads``, each part of them
+        for itself, since the last bit of a product depends on its size."""
+        each = [per @ self.features(part) for part in loads.parts]
+        return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)
+
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[columns] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)

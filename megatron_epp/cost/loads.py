@@ -6,7 +6,16 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.ir import CachedDocument, Chunk, Plan, Slices, Span, slices_in, slices_of
+from megatron_epp.ir import (
+    ALL_RANKS,
+    CachedDocument,
+    Chunk,
+    Plan,
+    Slices,
+    Span,
+    slices_in,
+    slices_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +85,11 @@ class Loads:
     def chunks(self) -> int:
         return len(self.tokens)
 
+    @property
+    def parts(self) -> "tuple[Loads, ...]":
+        """The loads that these are joined of; mostly these alone."""
+        return (self,)
+
     def over_chunks(self, amount: np.ndarray) -> np.ndarray:
         """[C] sums of an ``amount`` of every span; of local spans as :func:`over_ranks`."""
         chunk = self.spans[0]
@@ -140,6 +154,62 @@ class Loads:
         documents = self.document[last]
         context[documents] = self.lengths[documents] - self.cut_tokens[last]
         return context
+
+
+@dataclass(frozen=True)
+class JoinedLoads(Loads):
+    """Loads of several chunkings, one after the other; ``joined`` as they were."""
+
+    joined: tuple[Loads, ...]
+
+    @property
+    def parts(self) -> tuple[Loads, ...]:
+        return self.joined
+
+
+def join(loads: Sequence[Loads]) -> JoinedLoads:
+    """Join ``loads`` of documents that keep nothing but what cut ones do."""
+    chunks = np.cumsum([0] + [each.chunks for each in loads])
+    documents = np.cumsum([0] + [len(each.lengths) for each in loads])
+
+    def moved(name: str, by: np.ndarray) -> np.ndarray:
+        every = [getattr(each, name) for each in loads]
+        return np.concatenate(
+            [np.where(row >= 0, row + at, -1) for row, at in zip(every, by[:-1], strict=True)]
+        )
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(each, name) for each in loads])
+
+    local = None
+    ranks = max(1 if each.local is None else each.local.ranks for each in loads)
+    if ranks > 1:
+        rank, tokens = zip(
+            *(
+                (np.full(len(each.spans[0]), ALL_RANKS), np.zeros(each.chunks))
+                if each.local is None
+                else (each.local.rank, each.local.tokens)
+                for each in loads
+            ),
+            strict=True,
+        )
+        local = LocalSpans(np.concatenate(rank), ranks, np.concatenate(tokens))
+    begins = np.repeat(chunks[:-1], [len(each.spans[0]) for each in loads])
+    chunk, start, stop = (
+        np.concatenate(each) for each in zip(*(each.spans for each in loads), strict=True)
+    )
+    return JoinedLoads(
+        tokens=joined("tokens"),
+        pairs=joined("pairs"),
+        cut_tokens=joined("cut_tokens"),
+        document=moved("document", documents),
+        earlier=moved("earlier", chunks),
+        later=moved("later", chunks),
+        lengths=joined("lengths"),
+        spans=(chunk + begins, start, stop),
+        joined=tuple(loads),
+        local=local,
+    )
 
 
 @dataclass(frozen=True)

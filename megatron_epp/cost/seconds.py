@@ -51,7 +51,7 @@ class OpSeconds:
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the device takes for it, alone, without recompute."""
-        taken = self.per(kind) @ self.layout.features(loads)
+        taken = self.layout.linear(self.per(kind), loads)
         if kind in OF_HEAD:  # which exchanges no rows for heads
             return taken
         return taken - _unexchanged(self.exchange_per_token[kind], loads)
@@ -63,7 +63,7 @@ class OpSeconds:
 
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`of`."""
-        exposed = self.communication_per(kind) @ self.layout.features(loads)
+        exposed = self.layout.linear(self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
@@ -178,8 +178,17 @@ class OpSeconds:
 
     # --- recompute, links ------------------------------------------------------------------------
 
+    @cached_property
+    def _recompute_rows(self) -> dict[Choice, np.ndarray]:
+        return {}
+
     def recompute_per(self, choice: Choice) -> np.ndarray:
         """[columns]: seconds that one layer with that choice adds to B or I."""
+        if choice not in self._recompute_rows:
+            self._recompute_rows[choice] = self._recompute_row(choice)
+        return self._recompute_rows[choice]
+
+    def _recompute_row(self, choice: Choice) -> np.ndarray:
         kind, mode = choice
         layout, of = self.layout, self.layout.coefficients[kind]
         if mode == OFFLOAD:
@@ -207,7 +216,7 @@ class OpSeconds:
                     self._by_device[id(each)].recompute(choice, loads), (each.stages, 1)
                 )
             )
-        taken = self.recompute_per(choice) @ self.layout.features(loads)
+        taken = self.layout.linear(self.recompute_per(choice), loads)
         if loads.local is None:
             return taken
         kind, mode = choice

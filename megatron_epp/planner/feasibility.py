@@ -17,6 +17,10 @@ _MANY = 1_000_000
 
 LONGER = 1.1  # times a replica's part of a batch: what a document is said to take from then on
 
+# Cores of a host for planner processes, for each of its devices: hosts of GPUs have more than ten,
+# and training takes half of those that its ranks leave idle (control.planner_pool).
+PLANNING_CORES = 1.0
+
 # Slice counts with which a document is tried alone: finer ones take less workspace.
 _SLICES = (1, 2, 4, 16)
 
@@ -104,6 +108,34 @@ def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> s
         f"batch: replicas wait {1 - 1 / times:.0%} of the time for the one that has it; use "
         f"--context-parallel-size {cp}, with {replicas // factor} replicas, or a larger global "
         "batch"
+    )
+
+
+def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
+    """Return what plans take of a host's planning cores; above 1 training waits for its plans.
+
+    Args:
+        cost: Of a replica; where nothing is known of its hosts the load is 0.
+        plan_seconds: Of a core, for the plan of one replica.
+        seconds: Of the iteration.
+    """
+    layout = cost.layout
+    if layout.network is None:
+        return 0.0
+    host_devices = layout.network.node_devices
+    replicas = max(1.0, host_devices / (layout.placement.ranks * layout.tp * layout.cp))
+    return plan_seconds * replicas / (seconds * host_devices * PLANNING_CORES)
+
+
+def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
+    """Return the line on planning that cannot keep up, where it cannot; see planning_load."""
+    load = planning_load(cost, plan_seconds, seconds)
+    if load <= 1:
+        return None
+    return (
+        f"training would wait for its plans: they take {load:.1f} times what {PLANNING_CORES:g} "
+        "core of a host for each of its devices computes in an iteration; use less --effort, more "
+        "documents in a batch, or larger replicas"
     )
 
 

@@ -14,11 +14,11 @@ LEVERS = MappingProxyType(
         "wsplit": "split backward into I and W where that pays; the W fill bubbles",
         "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
         "selective": "recompute named modules of a layer, not only whole layers",
-        "offload": "lay what layers saved in host memory where memory is tight (not by default)",
+        "offload": "lay what layers saved in host memory where memory is tight (default: if known)",
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
-        "persist": "in tight memory, search on for little effort while a plan is far off its bound",
+        "persist": "in tight memory, search on while a plan is far off its bound, or not our own",
         "local": "leave short documents whole to one context-parallel rank each: no all-to-all",
         "hedge": "choose plans that lose little where hosts issue ops slower than was assumed",
         "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
@@ -34,9 +34,9 @@ FEW = 2048
 SECONDS_OF_EFFORT = 0.2
 SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
-# What the executor can run; `offload` where it is asked for, as copies have run on no GPU yet and
-# free nothing on a host without one. Layers that cannot split a backward do without `wsplit`,
-# which training finds out from its flags (mcore.job.job_cost.unusable_levers).
+# What the executor can run; `offload` where there are GPUs and their host's memory is known
+# (default_levers): it frees nothing on a host without one. Layers that cannot split a backward do
+# without `wsplit`, which training finds out from its flags (mcore.job.job_cost.unusable_levers).
 TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
 # Left out, unless named, where layers are Transformer Engine's, as they are on GPUs: the halves of
 # their backwards are right and have not been timed.
@@ -86,10 +86,14 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
     return replace(options, effort=int(min(wanted, seconds / SECONDS_OF_EFFORT)))
 
 
-def default_levers(device: str) -> frozenset[str]:
-    """Return what training runs by default on a device of that name."""
-    on_a_cpu = device.partition(":")[0] == "cpu"  # "cpu", or "cpu: its processor"
-    return TRAINING_LEVERS if on_a_cpu else TRAINING_LEVERS - UNTIMED_ON_GPUS
+def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
+    """Return what training runs by default on a device of that name.
+
+    ``host_memory``: whether it is known how much of it there is for what is offloaded.
+    """
+    if device.partition(":")[0] == "cpu":  # "cpu", or "cpu: its processor"
+        return TRAINING_LEVERS
+    return TRAINING_LEVERS - UNTIMED_ON_GPUS | ({"offload"} if host_memory else frozenset())
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:

@@ -84,12 +84,12 @@ def test_plan_offloads_where_memory_is_tight(capsys, lengths, tmp_path):
     assert f", offloaded {share}" in printed(capsys, "draw", path, *MACHINE).out
     assert "ok: 7 documents" in printed(capsys, "check", path).out
     little = [*tight, "--host-memory-gib", 1]
-    told = printed(capsys, "plan", *little, "--levers", "default,offload", "-o", other).out
+    told = printed(capsys, "plan", *little, "-o", other).out  # by default
     offloaded = next(line for line in told.splitlines() if line.startswith("offloaded "))
     assert float(offloaded.split()[1].rstrip("%")) < float(share.rstrip("%"))
     assert max(map(float, re.findall(r" (\d+\.\d\d)(?= )", offloaded.split("host")[1]))) <= 1
     assert "--host-memory-gib has no effect without the lever offload" in refused(
-        capsys, "plan", *little
+        capsys, "plan", *little, "--levers", "default,-offload"
     )
     for levers in ("default", "all,-offload"):
         shown = printed(capsys, "plan", *tight, "--levers", levers, "-o", other).out
@@ -223,6 +223,8 @@ def test_the_levers_of_training_are_the_default(capsys, lengths, monkeypatch):
         assert options_of(found).levers == TRAINING_LEVERS - {"wsplit"}
         on_a_cpu = parse([command, *words, "--pp", "2", "--model", "gpt-7b", "--device", "cpu"])
         assert options_of(on_a_cpu).levers == TRAINING_LEVERS
+        known = parse([command, *words, "--pp", "2", *MACHINE, "--host-memory-gib", "9"])
+        assert options_of(known).levers == TRAINING_LEVERS - {"wsplit"} | {"offload"}
         named = parse([command, *words, "--pp", "2", *MACHINE, "--levers", "default,wsplit"])
         assert options_of(named).levers == TRAINING_LEVERS
 
@@ -235,6 +237,10 @@ def test_tune_and_measured_costs_take_the_levers_of_their_device(tmp_path):
         words = ["--nodes", "1", "--lengths", "wlb"]
         found = parse(["tune", "--model", "gpt-7b", "--device", name, *words])
         assert levers_of(found) == TRAINING_LEVERS - without
+        known = parse(
+            ["tune", "--model", "gpt-7b", "--device", name, *words, "--host-memory-gib=9"]
+        )
+        assert ("offload" in levers_of(known)) == (name != "cpu")
         measured = profile(model("gpt-7b"), device(name), logits_held=False)
         measured.save(str(tmp_path / "costs.json"))
         words = ["--cost-model", str(tmp_path / "costs.json"), "--lengths", "wlb", "--pp", "2"]

@@ -20,6 +20,7 @@ from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for
 from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
@@ -272,6 +273,10 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         assert training_levers("default", args) == TRAINING_LEVERS - without
         assert training_levers("all", args) == (TRAINING_LEVERS | {"offload"}) - without
         assert training_levers("default,offload", args) == training_levers("all", args)
+        with monkeypatch.context() as on_gpus:
+            on_gpus.setattr(cpu_host, "has_gpu", lambda: True)
+            assert training_levers("default", args) == (TRAINING_LEVERS | {"offload"}) - without
+            assert "offload" not in training_levers("default,-offload", args)
         assert hash(training_levers("all", args))  # options are values
         assert training_levers("-wsplit", args) == TRAINING_LEVERS - {"wsplit"}
         if unusable_levers(args):

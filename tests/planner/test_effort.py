@@ -1,15 +1,18 @@
 """How hard a search looks where nobody says, by numbers of the batch."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import Options, plan_step
-from megatron_epp.planner.epp import preparation
+from megatron_epp.planner import PLANNERS, Options, plan_step
+from megatron_epp.planner.epp import planner, preparation
 from megatron_epp.planner.options import EFFORT, MANY_EFFORT, with_effort
+from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,32 @@ def test_many_replicas_share_no_effort(efforts: list[int]) -> None:
     batch = open_corpus("wlb", 16384).batch(1, 16)
     plan_step(batch, cost, Options(effort=2), "epp", 8)
     assert set(efforts) == {2}
+
+
+def test_searches_in_earnest_where_a_published_schedule_wins_in_tight_memory(
+    monkeypatch: pytest.MonkeyPatch, efforts: list[int]
+) -> None:
+    """Then the search missed what fits well. Where memory is ample there is nothing to miss."""
+    batch, options = open_corpus("wlb", 32768).batch(3, 40), Options(context=32768, effort=EFFORT)
+    searched = planner._searched
+
+    def weak(batch: Any, cost: Any, options: Options) -> list[ScoredDraft]:
+        """Three times too slow, but for much effort."""
+        times = 1 if options.effort == MANY_EFFORT else 3
+        found = searched(batch, cost, options)
+        return [dataclasses.replace(each, seconds=times * each.seconds) for each in found]
+
+    for budget_gib, tight in ((24, True), (80, False)):
+        cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, memory_budget_gib=budget_gib)
+        right = PLANNERS["epp"](batch, cost, options)
+        assert (right.recompute_ratio > 0) == tight
+        assert MANY_EFFORT not in efforts
+        with monkeypatch.context() as patched:
+            patched.setattr(planner, "_searched", weak)
+            efforts.clear()
+            found = PLANNERS["epp"](batch, cost, options)
+            assert (MANY_EFFORT in efforts) == tight
+            assert (found.seconds <= right.seconds * 1.01) == tight
+            efforts.clear()
+            PLANNERS["epp"](batch, cost, dataclasses.replace(options, effort=1))
+            assert MANY_EFFORT not in efforts, "the user's word"

@@ -12,12 +12,18 @@ from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
 from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.order import list_scheduler
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
-from megatron_epp.planner.order.list_scheduler import list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking_in_flight
+from megatron_epp.planner.order.warmup import (
+    constant,
+    group_by_group,
+    pipelines,
+    shrinking_in_flight,
+)
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
@@ -238,6 +244,25 @@ def test_the_ladder_is_convex() -> None:
     seconds = [cost.seconds.recompute((0, letter), loads).sum() for letter in letters]
     prices = np.diff(seconds) / -np.diff(saved)
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
+
+
+def test_a_strict_order_is_that_of_the_list_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made at once instead of by its loop: ops, times and bytes, the last bit included."""
+    cost = machine(pp=4, room_gib=3, link_seconds=True)
+    batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
+    chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
+    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
+    sizes = chunking.sizes
+    laws = [shrinking_in_flight(sizes, 4), constant(sizes, 4), group_by_group(sizes, 4)]
+    laws += [pipelines(sizes, [2, 5], 4), np.zeros_like(laws[0])]
+    policies = [Policy(law, law, law) for law in laws]
+    at_once = [list_schedule(work, policy) for policy in policies]
+    monkeypatch.setattr(list_scheduler, "strict_orders", lambda *law: (None, None, False))
+    for found, policy in zip(at_once, policies, strict=True):
+        expected = list_schedule(work, policy)
+        for field in dataclasses.fields(expected):
+            ours, right = (np.asarray(getattr(each, field.name)) for each in (found, expected))
+            assert np.array_equal(ours, right) and ours.dtype == right.dtype, field.name
 
 
 @pytest.mark.parametrize(("pp", "cut"), [(4, False), (4, True), (2, True)])

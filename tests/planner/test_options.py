@@ -11,6 +11,7 @@ from megatron_epp.planner import (
     parse_levers,
     planner_of,
 )
+from megatron_epp.planner.options import default_levers
 
 
 def test_levers_are_sets_names_and_exceptions() -> None:
@@ -24,7 +25,9 @@ def test_levers_are_sets_names_and_exceptions() -> None:
     assert "wsplit" in TRAINING_LEVERS
     assert "uneven" not in TRAINING_LEVERS
     assert "offload" in ALL - TRAINING_LEVERS
-    assert "not by default" in LEVERS["offload"]
+    assert default_levers("h100-80g", host_memory=True) - default_levers("h100-80g") == {"offload"}
+    assert "offload" not in default_levers("h100-80g"), "nothing is known of the host's memory"
+    assert "offload" not in default_levers("cpu: its processor", host_memory=True)
     assert "simulation only" in LEVERS["uneven"]
 
 

@@ -1,6 +1,7 @@
 """What a search computes once, or leaves out, and plans are the same."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron_epp.ir import (
 from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.block_table import BlockLoads, tables_of
 from megatron_epp.planner.chunks.block import build_block
+from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.options import TRAINING_LEVERS
@@ -32,6 +34,7 @@ from megatron_epp.planner.order.problem import (
     with_unrecomputed,
 )
 from megatron_epp.planner.order.warmup import shrinking_in_flight
+from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
@@ -74,6 +77,75 @@ def test_tables_by_recompute_are_those_made_anew(name: str, width: int) -> None:
             code = KIND_CODE[kind]
             assert np.array_equal(without.seconds[code], anew.seconds[code])
             assert np.array_equal(without.moved_bytes[code], anew.moved_bytes[code])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tables_of_several_chunkings_at_once_are_those_of_each(name: str) -> None:
+    """Bit for bit, where nothing is recomputed and where something is; of documents that one rank
+    computes alone and of none, and of devices that differ."""
+    model, degrees, vocabulary = MODELS[name]
+    cost = named_cost(model, "a100-80g", **degrees, zero=1).with_vocabulary(vocabulary)
+    if name == "dense":
+        cost = cost.replace(
+            profile=dataclasses.replace(cost.layout.profile, rank_slowness=(1.0, 1.0, 1.2, 1.1))
+        )
+    batch, rates = SortedBatch.of(open_corpus("wlb", 32 * K).batch(3, 40)), rates_of(cost)
+    ranks, local = cost.layout.cp, float(cost.layout.cp > 1)
+    several = [
+        ChunkingParams(12.0, local=local),
+        ChunkingParams(7.0, cut=0.5),
+        ChunkingParams(3.0, local=2 * local, reverse=True),
+    ]
+    chunkings = [
+        build_chunks(each, batch.lengths, rates, 10**9, cost.multiple, ranks) for each in several
+    ]
+    loads = [loads_of(each, batch.lengths, cost.multiple) for each in chunkings]
+    assert {each.local is None for each in loads} == ({True, False} if ranks > 1 else {True})
+    together = ChunkProblems.of_each(cost, chunkings, loads)
+    for problems, chunking, own in zip(together, chunkings, loads, strict=True):
+        alone = ChunkProblems(cost, chunking, own)
+        half = np.tile(cost.layout.kinds.counts[0][:, None] // 2, (1, chunking.count))
+        for counts in ({}, {(0, FULL): half.astype(np.float64)}):
+            work, expected = problems.of(counts), alone.of(counts)
+            for field in expected.ops._fields:
+                found, right = getattr(work.ops, field), getattr(expected.ops, field)
+                assert np.array_equal(found, right), field
+            assert work.ops.seconds.flags.c_contiguous
+            assert np.array_equal(work.backward_order, expected.backward_order)
+
+
+def test_what_is_alike_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks that several parameters lead to; and plans are the same."""
+    cost, batch = named_cost("gpt-13b", "a100-80g", pp=4, cp=8), open_corpus("wlb", 96 * K)
+    prepare, prepared = Search.prepare, []
+    monkeypatch.setattr(
+        Search, "prepare", lambda *args, **how: prepared.append(0) or prepare(*args, **how)
+    )
+
+    def plan() -> tuple[str, int]:
+        prepared.clear()
+        made = PLANNERS["epp"](batch.batch(30, 96), cost, Options(context=96 * K, effort=1))
+        return str(made.plan), len(prepared)
+
+    once, some = plan()
+    numbers = itertools.count()
+    monkeypatch.setattr(Chunking, "contents", property(lambda chunking: (next(numbers),)))
+    anew, every = plan()
+    assert once == anew
+    assert some < every
+
+
+def test_infinipipe_is_given_up_where_it_cannot_win() -> None:
+    """And only there."""
+    for number, pp, documents in ((30, 4, 64), (31, 8, 96), (3, 2, 40)):
+        cost = named_cost("gpt-13b", "a100-80g", pp=pp, cp=8)
+        batch = SortedBatch.of(open_corpus("wlb", 96 * K).batch(number, documents))
+        options = Options(context=96 * K)
+        drafted = infinipipe.draft(batch, cost, options)
+        assert infinipipe.draft_below(batch, cost, options, drafted.seconds / 2) is None
+        for times in (1.001, 1.1):
+            found = infinipipe.draft_below(batch, cost, options, drafted.seconds * times)
+            assert found is not None and found.seconds == drafted.seconds
 
 
 @pytest.mark.parametrize("levers", [TRAINING_LEVERS - {"wsplit"}, ALL])

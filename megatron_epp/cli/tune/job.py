@@ -57,7 +57,8 @@ class TunedJob:
         """Return what the layout costs with even layers."""
         here = argparse.Namespace(
             **{name: getattr(self.arguments, name, None) for name in ASSUMPTIONS},
-            **dict.fromkeys(("cost_model", "layer_kinds", "host_memory_gib")),
+            **dict.fromkeys(("cost_model", "layer_kinds")),
+            host_memory_gib=getattr(self.arguments, "host_memory_gib", None),
             ep=layout.ep or self.arguments.ep,
             zero="1",  # training's
             model=self.model,

@@ -9,6 +9,7 @@ from megatron_epp.cli.compare import COLUMNS, PAYS
 from megatron_epp.cost.overlap import EXPERTS, TENSOR
 from megatron_epp.planner.choose.choice import placement_name
 from megatron_epp.planner.choose.partition import layout_flags
+from megatron_epp.planner.feasibility import PLANNING_CORES
 from megatron_epp.planner.registry import OVERLAPPED, PACKED, STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import text_table
@@ -30,6 +31,10 @@ tokens/s  of the whole job; MFU: the model's own flops, recompute left out, over
           peak of all devices; seconds: of an iteration, the mean over the batches
 GiB       the most that a device holds; tight: within {TIGHT_MEMORY:.0%} of its budget\
 """
+_LATE = (
+    f"late      training would wait for its plans, at {PLANNING_CORES:g} core of a host for each "
+    "device\n"
+)
 
 
 def tuning_lines(
@@ -53,7 +58,7 @@ def tuning_lines(
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
     text += "\n" + text_table(*shown_rows(rows, mfu))
-    text += "\n" + _LEGEND + "\n"
+    text += "\n" + _LEGEND + "\n" + _LATE * any(choice.late for choice in rows)
     for row, ranks in parts.items():
         text += textwrap.fill(_parts_text(row, rows[row], ranks), COLUMNS, subsequent_indent="  ")
         text += "\n"
@@ -111,7 +116,7 @@ def _row(number: int, choice: Choice, mfu: float | None) -> list[str]:
         "" if mfu is None else f"{mfu:.0%}",
         f"{choice.seconds:.4g}",
         f"{choice.peak_bytes / GIB:.1f}",
-        "tight" if choice.tight else "",
+        ", ".join(["tight"] * choice.tight + ["late"] * choice.late),
     ]
 
 

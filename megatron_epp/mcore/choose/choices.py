@@ -16,6 +16,7 @@ from megatron_epp.control.recorded_steps import first_recorded
 from megatron_epp.corpus.blend import TOKENS, document_weights
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
@@ -277,7 +278,12 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
         cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
-    options = Options(args.seq_length, training_levers(config.epp_levers, args))
+    levers = training_levers(config.epp_levers, args)
+    if config.epp_host_memory_gib is None:
+        levers -= {"offload"}  # so does the host's memory
+    else:
+        cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
+    options = Options(args.seq_length, levers)
     return cost.replace(multiple=chunk_multiple(args)), options
 
 

@@ -130,9 +130,16 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
     Left out of both, too, but run where it is named: the split backward of Transformer Engine's
     linears (planner/options.py).
     """
-    from megatron_epp.planner.options import SIMULATION_ONLY, UNTIMED_ON_GPUS, parse_levers
+    from megatron_epp.planner.options import (
+        SIMULATION_ONLY,
+        TRAINING_LEVERS,
+        UNTIMED_ON_GPUS,
+        parse_levers,
+    )
 
-    levers = parse_levers(text)
+    # Of a host with GPUs the memory is known (host_budget_bytes); of others it is the chunks' own.
+    offload = {"offload"} if cpu_host.has_gpu() else frozenset()
+    levers = parse_levers(text, TRAINING_LEVERS | offload)
     unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
     unusable |= unusable_levers(args)
     named = {word.strip() for word in text.split(",")}

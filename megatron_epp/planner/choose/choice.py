@@ -10,6 +10,7 @@ arguments.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ from megatron_epp.planner.choose.partition import (
     stage_layer_seconds,
     with_layers,
 )
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import MANY_EFFORT, Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_replicas
@@ -34,6 +36,9 @@ SKETCH_EFFORT = 1  # of the plans that candidates are compared by
 MOST_TRIED = 10  # partitions that are planned for, over all rounds
 # Fractions of the time that a candidate must save: no cost model is more exact.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
+# Where the plan without vocabulary parallelism takes so many times its bound, or there was none, a
+# search with little effort may have missed it: it is searched for in earnest before it loses.
+DOUBTFUL = 1.25
 PLACEMENT_NAMES = ("interleaved 2", "v")  # besides one stage a rank
 OFF, ON = "off", "on"
 
@@ -102,15 +107,19 @@ def fastest[K: Hashable](
 
 
 def sketched_seconds(
-    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+    cost: Cost,
+    batches: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
+    effort: int = SKETCH_EFFORT,
 ) -> float | None:
-    """Return the seconds of plans with little effort for all ``batches`` of one replica.
+    """Return the seconds of plans with little ``effort`` for all ``batches`` of one replica.
 
     None: one does not fit.
     """
     sketch = dataclasses.replace(
         options,
-        effort=SKETCH_EFFORT if options.effort is None else min(options.effort, SKETCH_EFFORT),
+        effort=effort if options.effort is None else min(options.effort, effort),
         levers=options.levers - {"uneven"},
         open_layers=False,
     )
@@ -292,8 +301,19 @@ def vocabulary_of(
     if ruled_out(cost) is not None:
         return RunChoice(uncut, OFF, {OFF: None})
     held = [heaviest(lengths, uncut) for lengths in batches]
-    candidates = {OFF: uncut, ON: (cut or cost).with_vocabulary(True)}
-    return fastest(
-        ((k, c, sketched_seconds(c, held, options, planner)) for k, c in candidates.items()),
-        VOCABULARY_PAYS,
+    costs = {OFF: uncut, ON: (cut or cost).with_vocabulary(True)}
+    sketches = {key: sketched_seconds(each, held, options, planner) for key, each in costs.items()}
+
+    def choice() -> RunChoice[str]:
+        return fastest(((k, c, sketches[k]) for k, c in costs.items()), VOCABULARY_PAYS)
+
+    bound = sum(
+        lower_bound_seconds(np.sort(lengths)[::-1], uncut, local="local" in options.levers)
+        for lengths in held
     )
+    off = math.inf if (taken := sketches[OFF]) is None else taken
+    if choice().key == ON and off > DOUBTFUL * bound / options.lockstep:
+        again = sketched_seconds(uncut, held, options, planner, MANY_EFFORT)
+        if again is not None:
+            sketches[OFF] = min(off, again)
+    return choice()

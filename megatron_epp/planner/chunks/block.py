@@ -32,6 +32,11 @@ class BlockChunking(Chunking):
 
     members: tuple[Chunking, ...]
 
+    @property
+    def contents(self) -> tuple[bytes, ...]:
+        """Those of all members."""
+        return tuple(part for member in self.members for part in member.contents)
+
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
         """The same chunks with the groups in another order, those of all members alike."""
         own = {field.name: getattr(self, field.name) for field in fields(Chunking)}

@@ -76,6 +76,13 @@ class Chunking:
         """Chunks in the order of their backwards."""
         return backward_order(self.starts)
 
+    @property
+    def contents(self) -> tuple[bytes, ...]:
+        """All that chunks and groups hold, to compare chunkings by."""
+        spans, rank = self.spans, () if self.rank is None else (self.rank,)
+        of = self.starts, self.chunk, spans.document, spans.start, spans.stop, *rank
+        return tuple(each.tobytes() for each in of)
+
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
         """The same chunks with the groups in another order."""
         order = np.asarray(order)

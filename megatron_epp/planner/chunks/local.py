@@ -17,7 +17,7 @@ import numpy as np
 from megatron_epp.ir import ALL_RANKS
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
-from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans, cut_each
+from megatron_epp.planner.chunks.slicing import Cuts, Cutter, Rates, Spans, cut_each
 from megatron_epp.sim.jit import njit
 
 
@@ -55,6 +55,7 @@ def local_chunks(
     most_tokens: int,
     multiple: int,
     ranks: int,
+    cutter: Cutter = cut_each,
 ) -> tuple[Chunking, int]:
     """Chunks of about ``target_seconds`` with the documents from ``first`` on local, and how many
     documents are cut.
@@ -63,7 +64,7 @@ def local_chunks(
     missing      of the last packs, the shares of a chunk that they stay smaller by
     extra_bins   more packs, or fewer, than even filling asks for
     """
-    cuts = cut_each(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
+    cuts = cutter(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
     tails, shorts = len(cuts.tails), len(cuts.shorts)
     sharded = np.concatenate((rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts)))
     alone = rank_seconds(lengths[first:], rates, ranks)

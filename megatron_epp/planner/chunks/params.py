@@ -7,7 +7,7 @@ import numpy as np
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.local import first_local, local_chunks
-from megatron_epp.planner.chunks.slicing import Rates, cut_each
+from megatron_epp.planner.chunks.slicing import Cutter, Rates, cut_each
 
 # Sizes of the packs at an end of the iteration, as shares of the others'. Small packs first fill
 # the pipeline sooner; small packs last drain it sooner.
@@ -95,22 +95,24 @@ def build_chunks(
     most_tokens: int,
     multiple: int = 1,
     ranks: int = 1,
+    cutter: Cutter = cut_each,
 ) -> Chunking:
     """Build the chunks of ``params``: documents cut each for itself, the rest packed longest first.
 
     lengths   sorted, longest first
     ranks     context-parallel ones of a stage
+    cutter    :func:`cut_each`, or what remembers its cuts of these ``lengths``
     """
     if params.local:
         wanted = params.chunks, params.local
         first, target = first_local(lengths, *wanted, rates, most_tokens, ranks)
         packs = params.cut, params.missing, params.extra_bins
         limits = most_tokens, multiple, ranks
-        chunking, tails = local_chunks(lengths, first, target, *packs, rates, *limits)
+        chunking, tails = local_chunks(lengths, first, target, *packs, rates, *limits, cutter)
         return chunking.arranged(forward_turns(params, chunking.groups, tails))
     total = float(rates.document_seconds(lengths).sum())
     target = total / params.chunks
-    cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
+    cuts = cutter(lengths, target * params.cut, rates, most_tokens, multiple)
     loose = float(rates.span_seconds(cuts.tails).sum() + rates.span_seconds(cuts.shorts).sum())
     missing = params.missing
     bins = max(1, round(loose / target + missing.sum()) + params.extra_bins)

@@ -4,6 +4,7 @@ A slice late in its document attends to more, so slices of equal time get shorte
 Documents are handled sorted, longest first: what a planner finds cannot depend on their order.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,6 +195,24 @@ def cut_each(
             break
         inner.append(points[:-1])
     return _cuts(lengths, inner)
+
+
+Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]  # :func:`cut_each`
+
+
+def remembered(cutter: Cutter = cut_each) -> Cutter:
+    """Return ``cutter`` for one batch, which is given its longest documents: each cut once."""
+    known: dict[tuple[int, float], Cuts] = {}
+
+    def cut(
+        lengths: np.ndarray, target_seconds: float, rates: Rates, most_tokens: int, multiple: int
+    ) -> Cuts:
+        key = len(lengths), target_seconds
+        if key not in known:
+            known[key] = cutter(lengths, target_seconds, rates, most_tokens, multiple)
+        return known[key]
+
+    return cut
 
 
 def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:

@@ -19,7 +19,7 @@ from megatron_epp.planner.epp.preparation import PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.options import EFFORT, Options
+from megatron_epp.planner.options import EFFORT, MANY_EFFORT, Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, member_plans
 from megatron_epp.planner.published import (
@@ -83,9 +83,12 @@ def _with_slower_hosts(cost: Cost) -> Cost:
 
 
 def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    candidates = _searched(batch, cost, options)
+    searched = _searched(batch, cost, options)
+    candidates = list(searched)
     if not options.whole and not cost.layout.place:
-        candidates.append(infinipipe.draft(batch, cost, options))
+        fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
+        theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
+        candidates += [] if theirs is None else [theirs]
     # With the layers of the stages as they are, and as the best has them.
     moved = min(candidates, key=lambda candidate: candidate.rank, default=None)
     costs = [cost] if moved is None or moved.cost is cost else [cost, moved.cost]
@@ -95,6 +98,16 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         if drafted is not None:
             candidates.append(drafted)
     best = min(candidates, key=lambda candidate: candidate.rank)
+    effort = EFFORT if options.effort is None else options.effort
+    if (
+        (best.draft.counts or best.over_bytes > 0)
+        and not any(best is each for each in searched)
+        and "persist" in options.levers
+        and EFFORT <= effort < MANY_EFFORT
+    ):
+        # Memory is tight, and a published schedule beats our own search: it missed what fits well.
+        more = _searched(batch, cost, dataclasses.replace(options, effort=MANY_EFFORT))
+        best = min([best, *more], key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
         peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
         if (peaks > np.array(best.cost.device_budget_bytes)).any():
@@ -115,7 +128,7 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
     if one_f_one_b.is_interleaved(place):
         others.append(one_f_one_b.draft)
     if halves and zb_v.is_v(place):
-        others.append(zb_v.draft)
+        others.append(partial(packing_best.draft, planner=zb_v.draft))
     return others
 
 

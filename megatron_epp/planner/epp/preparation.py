@@ -1,7 +1,7 @@
 """Chunkings made ready to be played: with seconds, bytes and recompute choices as arrays."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,9 @@ from megatron_epp.planner.recompute.ilp import Solver
 CHUNKING_OPS = 15_000
 OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
+# Numbers of an array over stages, and chunks or documents, of tables that are made at once: more
+# would save little time and take memory.
+AT_ONCE = 100_000
 # Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second, so
 # that a unit is worth about a tenth of a second.
 OPS_PER_EFFORT = 1_500_000
@@ -122,21 +125,37 @@ class Preparation:
     def _spend_work(self, chunks: int) -> None:
         self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunks)
 
+    def problems(self, chunkings: Sequence[Chunking]) -> list[ChunkProblems]:
+        """Make the work of each of some chunkings."""
+        lengths, multiple = self.batch.lengths, self.cost.multiple
+        loads = [loads_of(each, lengths, multiple) for each in chunkings]
+        numbers = self.cost.layout.stages * (len(lengths) + max(each.count for each in chunkings))
+        some = max(1, AT_ONCE // numbers)
+        return [
+            problems
+            for at in range(0, len(chunkings), some)
+            for problems in ChunkProblems.of_each(
+                self.cost, chunkings[at : at + some], loads[at : at + some], self.halves
+            )
+        ]
+
     def prepare(
         self,
         chunking: Chunking,
         *,
         bare: bool = False,
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
+        problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
         """``chunking`` with just enough recompute for its window law; where ``bare``, or where
         none is enough, for one document at a time; where that is too little too, all of it.
 
         None where something must be recomputed and ``hopeless`` says, of the chunking with nothing
         recomputed, that no plan of it is of interest: finding out what costs more than all else.
+        ``problems`` of the chunking, where they are made already.
         """
-        loads = loads_of(chunking, self.batch.lengths, self.cost.multiple)
-        problems = ChunkProblems(self.cost, chunking, loads, self.halves)
+        problems = problems or self.problems([chunking])[0]
+        loads = problems.loads
         work = self.work(problems, {})
         min_in_flight, parts = self._min_in_flight(chunking, loads, work)
         laws = [min_in_flight] if not bare else []

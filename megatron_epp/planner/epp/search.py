@@ -1,8 +1,9 @@
 """The search of `epp`: chunkings by a few parameters, played by several policies, improved."""
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,14 @@ from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
-from megatron_epp.planner.chunks.slicing import ideal_chunks
+from megatron_epp.planner.chunks.slicing import ideal_chunks, remembered
 from megatron_epp.planner.epp.player import STRICT, Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
 from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import (
-    left_layers,
-    rates_of,
-)
+from megatron_epp.planner.order.problem import ChunkProblems, left_layers, rates_of
 from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.hill_climbing import trimmed
@@ -73,6 +71,9 @@ class Search(Player):
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.shared: PreparedChunkings = {} if shared is None else shared
+        self.built: dict[ChunkingParams, tuple[Chunking, ChunkProblems]] = {}
+        self.alike: dict[Hashable, tuple[PreparedChunking, float]] = {}  # by what chunks hold
+        self.cutter = remembered()
 
     def try_params(self, params: ChunkingParams) -> Candidate:
         if params not in self.known:
@@ -108,21 +109,44 @@ class Search(Player):
     def prepared_of(
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
     ) -> PreparedChunking | None:
-        if params in self.shared:
-            shared, ops = self.shared[params]
-            self.effort.spend(ops)
-            return shared
-        before = self.effort.left
-        arguments = params, self.batch.lengths, self.rates, self.most, self.cost.multiple
-        width = self.options.lockstep
-        if width == 1:
-            chunking: Chunking = build_chunks(*arguments, self.cost.layout.cp)
-        else:
-            chunking = build_block(*arguments, width)
-        fresh = self.prepare(chunking, bare=params.bare, hopeless=hopeless)
-        if fresh is not None:
-            self.shared[params] = fresh, before - self.effort.left
-        return fresh
+        if params not in self.shared and params not in self.built:
+            self.build([params])
+        if params not in self.shared:
+            chunking, problems = self.built.pop(params)
+            alike = (params.bare, *chunking.contents)
+            if alike not in self.alike:
+                before = self.effort.left
+                fresh = self.prepare(
+                    chunking, bare=params.bare, hopeless=hopeless, problems=problems
+                )
+                if fresh is None:
+                    return None
+                self.alike[alike] = self.shared[params] = fresh, before - self.effort.left
+                return fresh
+            self.shared[params] = self.alike[alike]
+        prepared, ops = self.shared[params]
+        self.effort.spend(ops)
+        return prepared
+
+    def build(self, several: Iterable[ChunkingParams]) -> None:
+        """Build the chunks that will be tried, and their work, at once: it takes little longer than
+        of one. It is charged when they are tried."""
+        lengths, layout = self.batch.lengths, self.cost.layout
+        chunkings: dict[ChunkingParams, Chunking] = {}
+        for params in several:
+            if params in self.known or params in self.shared or params in self.built:
+                continue
+            arguments = params, lengths, self.rates, self.most, self.cost.multiple
+            if self.options.lockstep == 1:
+                chunkings[params] = build_chunks(*arguments, layout.cp, self.cutter)
+            else:
+                chunkings[params] = build_block(*arguments, self.options.lockstep)
+        if chunkings:
+            problems = self.problems(list(chunkings.values()))
+            self.built |= {
+                params: (chunkings[params], problem)
+                for params, problem in zip(chunkings, problems, strict=True)
+            }
 
     def run(self) -> Candidate:
         """The best plan of our own; it may not fit."""
@@ -236,10 +260,16 @@ class Search(Player):
         factors = GRID if "chunks" in self.levers else (1.0,)
         effort_left = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
-        for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
-            for params in self._seeds(max(1.0, ideal * factor)):
-                uncut = dataclasses.replace(params, cut=UNCUT)
-                self.try_params(uncut if self.options.whole else params)
+        outwards = sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY)))
+        seeds = [list(self._seeds(max(1.0, ideal * factor))) for factor in outwards]
+        if self.options.whole:
+            seeds = [[dataclasses.replace(each, cut=UNCUT) for each in some] for some in seeds]
+        for number, some in enumerate(seeds):
+            # One alone, as little effort ends there; then more and more at once.
+            if number & (number - 1) == 0:
+                self.build(itertools.chain(*seeds[number : max(1, 2 * number)]))
+            for params in some:
+                self.try_params(params)
             if self.effort.left < effort_left * (1 - GRID_FRACTION):
                 break
         if self._best()[1].prepared.counts:
@@ -283,7 +313,9 @@ class Search(Player):
         best, best_rank = None, self.known[params].rank
         tight = bool(self.known[params].prepared.counts)
         fixed = "chunks" not in self.levers
-        for neighbour in neighbours(params, tight=tight, fixed_count=fixed):
+        around = list(neighbours(params, tight=tight, fixed_count=fixed))
+        self.build(around)
+        for neighbour in around:
             if self.effort.left <= effort_left * (1 - CLIMB_FRACTION):
                 break
             candidate = self.try_params(neighbour)

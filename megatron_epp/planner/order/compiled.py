@@ -473,6 +473,26 @@ def schedule_with(problem, limits):
 
 
 @njit()
+def strict_orders(limit, backward_order, last_of_group):
+    """Return [stages, ops] kinds and chunks where every backward k follows exactly ``limit[s, k]``
+    forwards, and whether each has the forwards then that it needs."""
+    stages, count = limit.shape
+    kinds = np.empty((stages, 2 * count), dtype=np.int8)
+    chunks = np.empty((stages, 2 * count), dtype=np.int32)
+    for s in range(stages):
+        f = 0
+        for b in range(count):
+            while f < min(limit[s, b], count):
+                kinds[s, f + b], chunks[s, f + b] = F, f
+                f += 1
+            c = backward_order[b]
+            if f <= last_of_group[c]:
+                return kinds, chunks, False
+            kinds[s, f + b], chunks[s, f + b] = B, c
+    return kinds, chunks, True
+
+
+@njit()
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     """As replay.replayed says, of arrays: seconds, peaks, start, stop.
 

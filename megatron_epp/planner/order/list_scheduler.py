@@ -15,7 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.compiled import G, PolicyArrays, Problem, schedule_with
+from megatron_epp.planner.order.compiled import (
+    G,
+    PolicyArrays,
+    Problem,
+    replay_of,
+    schedule_with,
+    strict_orders,
+)
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 # Where backwards are whole, G alone fills gaps: so many wait at most, in the mean seconds of one,
@@ -73,6 +80,19 @@ class Schedule:
 def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     """The orders that ``policy`` leads to, and what playing them takes."""
     fixed = policy.least is policy.most and not policy.split
+    if fixed and not work.vocabulary_parallel and not work.place:
+        # Nothing is left to choose, and replaying takes a fraction of the loop below.
+        kinds, chunks, complete = strict_orders(
+            policy.least, work.backward_order, work.last_of_group
+        )
+        if complete:
+            ops = work.ops
+            seconds, peaks, start, stop = replay_of(
+                ops.seconds, ops.link_seconds, ops.latency, ops.moved_bytes, kinds, chunks
+            )
+            over = max(0.0, float((peaks - work.headroom_bytes).max()))
+            stages = np.zeros((len(kinds), 0), np.int32)
+            return Schedule(seconds, peaks, over, kinds, chunks, stages, start, stop)
     held_seconds, patience = policy.held_seconds, policy.patience
     if work.vocabulary_parallel and not policy.split:
         held_seconds = HELD_HEADS * float(work.ops.seconds[G].mean())

@@ -1,13 +1,15 @@
 """A chunking on a machine as arrays: what schedulers and searches compute with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, local_of, over_ranks, padded
+from megatron_epp.cost.loads import Loads, join, local_of, over_ranks, padded
 from megatron_epp.ir import (
     BACKWARDS,
     KEEP,
@@ -167,15 +169,46 @@ class ChunkProblems:
         self._rules = {k: rule for k, rule in every.items() if k in (*kinds, *OF_HEAD)}
         self._tables = tables_of(cost, loads, kinds)
         self._fixed_bytes: np.ndarray | None = None
+        self._kept: OpArrays | None = None  # the ops where nothing is recomputed, if known
+
+    @classmethod
+    def of_each(
+        cls,
+        cost: Cost,
+        chunkings: Sequence[Chunking],
+        loads: Sequence[Loads],
+        split: bool = True,
+    ) -> "list[ChunkProblems]":
+        """Make those of several chunkings at once, which takes little longer than one of them."""
+        every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
+        if len(every) == 1 or any(isinstance(each, BlockLoads) for each in loads):
+            return every
+        joined = cls(cost, chunkings[0], join(loads), split)
+        ops, at = joined._ops({}), 0
+        assert isinstance(joined._tables, ChunkTables) and joined._fixed_bytes is not None
+        for problems, tables in zip(every, joined._tables.parts(), strict=True):
+            chunks = slice(at, at + problems.loads.chunks)
+            at = chunks.stop
+            problems._tables, problems._fixed_bytes = tables, joined._fixed_bytes[..., chunks]
+            problems._kept = ops._replace(
+                seconds=np.ascontiguousarray(ops.seconds[..., chunks]),
+                link_seconds=np.ascontiguousarray(ops.link_seconds[..., chunks]),
+                moved_bytes=np.ascontiguousarray(ops.moved_bytes[..., chunks]),
+                earlier=np.asarray(problems.loads.earlier, np.int64),
+            )
+        return every
+
+    def _ops(self, counts: Counts) -> OpArrays:
+        table = self._tables.of_counts(with_unrecomputed(self.cost, counts, self.loads.chunks))
+        if self._fixed_bytes is None:
+            self._fixed_bytes = moved_bytes(table, self.loads, self._rules, recomputed=False)
+        return op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
 
     def of(self, counts: Counts) -> ScheduleProblem:
         """Return the work where ``counts`` layers are recomputed."""
-        table = self._tables.of_counts(with_unrecomputed(self.cost, counts, self.chunking.count))
-        if self._fixed_bytes is None:
-            self._fixed_bytes = moved_bytes(table, self.loads, self._rules, recomputed=False)
-        ops = op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
+        kept = None if counts else self._kept
         return ScheduleProblem(
-            ops=ops,
+            ops=self._ops(counts) if kept is None else kept,
             backward_order=self.chunking.backward,
             last_of_group=self.chunking.last_of_group,
             headroom_bytes=self.cost.headroom_bytes,

@@ -6,7 +6,7 @@ in simulation, batch by batch: in hindsight, so the baseline is a strong one.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -30,9 +30,13 @@ def packing_lengths(longest: int, context: int) -> Iterator[int]:
 
 
 def draft(
-    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+    batch: SortedBatch,
+    cost: Cost,
+    options: Options,
+    below: float = np.inf,
+    planner: Callable[..., ScoredDraft | None] = packing.draft,
 ) -> ScoredDraft | None:
-    """Return the best plan of :mod:`packing` over :func:`packing_lengths`.
+    """Return the best plan of :mod:`packing`, or of ``planner``, over :func:`packing_lengths`.
 
     None if surely not under ``below`` seconds.
     """
@@ -40,7 +44,7 @@ def draft(
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):
         fits = best is not None and best.over_bytes <= 0
         limit = min(below, best.seconds) if best is not None and fits else below
-        scored = packing.draft(batch, cost, dataclasses.replace(options, context=tokens), limit)
+        scored = planner(batch, cost, dataclasses.replace(options, context=tokens), limit)
         if scored is not None and (best is None or scored.rank < best.rank):
             best = scored
     return best

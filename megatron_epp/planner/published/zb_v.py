@@ -1,16 +1,22 @@
 """ZB-V (`zb-v`, arXiv 2401.10241), for a V placement alone.
 
-Whole documents packed to the context, backwards split, as many forwards in flight as 1F1B holds.
+Whole documents packed to the context, backwards split, as many forwards in flight as 1F1B holds;
+also in the paper's own order of ops, which is free of bubbles where F, I and W take as long.
 """
+
+from collections import Counter
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.compiled import F, I, W
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.published.one_f_one_b import held_policies
 from megatron_epp.planner.published.packing import packed
-from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
+from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uniform_draft
 
 
 def draft(
@@ -19,8 +25,37 @@ def draft(
     """Return its schedule; None if surely not under ``below`` seconds."""
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
-    policies = list(held_policies(cost, chunking.count, warm, split=True))
+    policies: list[NotedPolicy] = list(held_policies(cost, chunking.count, warm, split=True))
+    if not cost.layout.vocabulary_parallel:  # of which the paper knows nothing
+        policies.append((papers_order(chunking, cost.layout.place), "ZB-V's order"))
     return uniform_draft(batch, chunking, policies, cost, options, note, below=below)
+
+
+def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
+    """Return the paper's order of the ops of every rank of a V; its times are not computed.
+
+    Source: arXiv 2401.10241, section 6. Fewer chunks than fill the V leave out what is missing.
+    """
+    ranks, count = len(place) // 2, chunking.count
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for down in range(ranks):
+        up, after = 2 * ranks - 1 - down, ranks - down
+        both = [(F, down), (I, down), (W, down), (F, up), (I, up), (W, up)]
+        steps = [(F, down)] * (2 * after - 1) + [(F, up), (F, down)] * down
+        steps += both[3:] * after + both * (max(count, 2 * ranks - 1) - ranks)
+        steps += [(I, down), (I, up)] * down + [(I, down), (W, down)] * after
+        steps += [(W, up)] * down + [(W, down)] * down
+        ran: Counter[tuple[int, int]] = Counter()
+        for kind, stage in steps:
+            number = ran[kind, stage]
+            ran[kind, stage] += 1
+            if number < count:
+                chunk = number if kind == F else int(chunking.backward[number])
+                rows[place[down]].append((kind, chunk, stage))
+    kinds, chunks, stages = np.array(rows).transpose(2, 0, 1)
+    nothing, times = np.zeros(ranks), np.zeros(kinds.shape)
+    ops = kinds.astype(np.int8), chunks.astype(np.int32), stages.astype(np.int32)
+    return Schedule(np.inf, nothing, 0.0, *ops, times, times)
 
 
 def is_v(place: tuple[int, ...]) -> bool:

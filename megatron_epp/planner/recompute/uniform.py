@@ -14,8 +14,9 @@ from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policies
 from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of
+from megatron_epp.planner.order.replay import replayed
 
-NotedPolicy = tuple[Policy, str]  # and a text on it
+NotedPolicy = tuple[Policy | Schedule, str]  # a policy, or an order; and a text on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,10 @@ def best_schedule(
 ) -> tuple[Schedule, str]:
     """Play ``policies``; return the best schedule, and the text on its policy."""
     work = problems.of(counts)
-    played = ((list_schedule(work, policy), said) for policy, said in policies)
+    played = (
+        (replayed(work, how) if isinstance(how, Schedule) else list_schedule(work, how), said)
+        for how, said in policies
+    )
     return min(played, key=lambda each: (each[0].over_bytes, each[0].seconds))
 
 
@@ -97,7 +101,7 @@ def uniform_draft(
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
         return None
-    split = any(policy.split for policy, _ in policies)
+    split = any(isinstance(how, Schedule) or how.split for how, _ in policies)
     problems = ChunkProblems(cost, chunking, loads, split)
 
     def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:

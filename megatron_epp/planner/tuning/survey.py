@@ -14,6 +14,7 @@ cut over all where that is asked for, or pays.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import batched
@@ -43,6 +44,7 @@ from megatron_epp.planner.choose.partition import (
     with_layers,
 )
 from megatron_epp.planner.epp.planner import can_be_local
+from megatron_epp.planner.feasibility import planning_load
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import OVERLAPPED, PLANNERS, STOCK, planner_and_cost
@@ -82,6 +84,8 @@ class Choice:
     place               the rank of every stage; () where stage i lies on rank i
     packing_tokens      that documents are packed to, of every batch planned; () where they are cut
     multiple            tokens that chunks are padded to a multiple of
+    planning_load       of the hosts' cores for planning, by CPU seconds as measured: it depends on
+                        this machine, and nothing on it
     plan, cost          of the replica whose stage is the fullest of all batches planned
     """
 
@@ -103,6 +107,7 @@ class Choice:
     place: tuple[int, ...] = ()
     packing_tokens: tuple[int, ...] = ()
     multiple: int = 1
+    planning_load: float = dataclasses.field(default=0.0, repr=False, compare=False)
     plan: Plan | None = dataclasses.field(default=None, repr=False, compare=False)
     cost: Cost | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -115,6 +120,11 @@ class Choice:
     def tight(self) -> bool:
         """Return whether the fullest device has less than TIGHT_MEMORY of its budget to spare."""
         return self.peak_bytes > (1 - TIGHT_MEMORY) * self.budget_bytes > 0
+
+    @property
+    def late(self) -> bool:
+        """Return whether training would wait for its plans."""
+        return self.planning_load > 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -131,7 +141,7 @@ class Choice:
 
     def facts(self) -> dict:
         """For JSON; seconds and bytes are plain numbers."""
-        hidden = ("plan", "cost")
+        hidden = ("plan", "cost", "planning_load")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         if self.ep == 1:
             del own["ep"]
@@ -147,6 +157,7 @@ class Choice:
             "layers": list(self.layers),
             "shares": self.shares,
             "tight": self.tight,
+            **({"late": self.late} if self.late else {}),
         }
 
 
@@ -209,9 +220,10 @@ def survey(
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
     # Where memory is tight, a search that persists is no glance.
-    glance = dataclasses.replace(options, effort=0, levers=options.levers - {"persist"})
+    kept = options.levers - {"offload"}  # which _variants tries for the best
+    glance = dataclasses.replace(options, effort=0, levers=kept - {"persist"})
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
-    sketch = dataclasses.replace(options, effort=effort)
+    sketch = dataclasses.replace(options, effort=effort, levers=kept)
 
     def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> tuple:
         return layout, costs[layout], batches[0], how, planners, partition, vocabulary
@@ -343,7 +355,9 @@ def _with_full_effort(
     """Return ``choice`` and its variants, planned on all batches."""
     evaluated = []
     variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
-    variants = [(*each, ()) for each in _variants(choice, cost, vocabulary)]
+    variants = [
+        (*each, ()) for each in _variants(choice, cost, vocabulary, "offload" in options.levers)
+    ]
     if placement and choice.planner == ELASTIC:
         variants += _placements(choice, cost, batches[0])
     for layers, offload, cut, place in variants:
@@ -400,14 +414,14 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
 
 
 def _variants(
-    choice: Choice, cost: Cost, vocabulary: str
+    choice: Choice, cost: Cost, vocabulary: str, offload: bool
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
     earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
     tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
-    if tight and choice.planner == ELASTIC:
+    if tight and offload and choice.planner == ELASTIC:
         variants.append((choice.layers, True, choice.vocabulary_parallel))
     return variants
 
@@ -483,7 +497,11 @@ def choice_of(
         even = with_placement(even, Placement(place, layers))
     cost = even.replace(layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
-    results = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
+    results, taken = [], []
+    for lengths in batches:
+        began = time.process_time()
+        results.append(heaviest_plan(lengths, cost, options, planner))
+        taken.append(time.process_time() - began)
     exposed = [each for _, each, _ in results]
     seconds = [planned.seconds + each for planned, each, _ in results]
     tokens = sum(sum(lengths) for lengths in batches)
@@ -512,6 +530,10 @@ def choice_of(
         place=place,
         packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
         multiple=cost.multiple,
+        # The first plans of a process may have compiled; with no effort they are a glance.
+        planning_load=planning_load(cost, min(taken), float(np.mean(seconds)))
+        if planner == ELASTIC and options.effort != 0
+        else 0.0,
         plan=fullest.plan,
         cost=cost,
     )

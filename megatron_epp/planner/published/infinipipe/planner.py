@@ -19,6 +19,7 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -75,7 +76,33 @@ def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
+    drafted = draft_below(batch, cost, options, np.inf, method)
+    assert drafted is not None, "every plan is of interest"
+    return drafted
+
+
+def draft_below(
+    batch: SortedBatch,
+    cost: Cost,
+    options: Options,
+    below: float,
+    method: Method | None = None,
+) -> ScoredDraft | None:
+    """Return :func:`draft`'s plan; None where it is surely not under ``below`` seconds.
+
+    Its programs are not solved where no chunking can be, nor further where the chosen one is not.
+    """
     method = method or Method(chunkings)
+
+    def bound(chunking: Chunking) -> float:
+        loads = loads_of(chunking, batch.lengths, cost.multiple)
+        return ordered_bound_seconds(chunking, loads, cost)
+
+    if np.isfinite(below) and all(
+        bound(chunking) >= below
+        for chunking, _ in method.chunkings(batch, cost, options, rates_of(cost))
+    ):
+        return None
     full_headroom = cost.headroom_bytes
     headroom, solver = full_headroom, Solver()
     best: GroupedChunking | None = None
@@ -86,10 +113,14 @@ def draft(
             counts = None if best is None else best.ilps.counts(best.cuts, headroom)
         if best is None or counts is None:
             break
+        if np.isfinite(below) and bound(best.ilps.chunking) >= below:
+            return None
         note = f"{best.note}, predicted {best.seconds:.6g} s"
         played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
+        if played.seconds >= below:
+            return None  # more recompute takes no less
         headroom = headroom - np.maximum(peaks - full_headroom, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
