@@ -28,10 +28,10 @@ def words_of(script: str, folder: Path, **variables: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """The text of this package, a file a document."""
+    """The text of a part of this package, a file a document."""
     prefix = tmp_path_factory.mktemp("text") / "text"
     words = ("--glob", "*.py", "--vocab-size", 512, "--workers", 1, "--quiet", "-o", prefix)
-    done = python(ROOT / "scripts" / "prepare_corpus.py", ROOT / "megatron_epp", *words)
+    done = python(ROOT / "scripts" / "prepare_corpus.py", ROOT / "megatron_epp" / "mcore", *words)
     assert done.returncode == 0, done.stderr
     return prefix
 

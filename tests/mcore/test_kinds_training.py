@@ -19,6 +19,7 @@ COMMON = {
     "train_iters": 3,
     "epp_cost_model": None,
     "epp": True,
+    "epp_effort": 1,
 }
 DENSE_FIRST = {
     "num_experts": 8,
