@@ -38,7 +38,9 @@ ALIKE = {
 
 @pytest.mark.parametrize(
     # Slow: the steps left out are those of ALIKE.
-    "left_out", [ALIKE, pytest.param((), marks=pytest.mark.slow)], ids=["but those alike", "all"]
+    "left_out",
+    [ALIKE, pytest.param((), marks=pytest.mark.slow)],
+    ids=["but those alike", "all"],
 )
 def test_every_step_of_the_day_ends_well(left_out, tmp_path) -> None:
     page = tmp_path / "page.md"
