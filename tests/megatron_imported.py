@@ -10,6 +10,7 @@ import queue
 from argparse import ArgumentParser
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from megatron_epp.mcore.patching import preloaded  # noqa: F401  # first: it keeps GPUs out
 
@@ -57,7 +58,7 @@ filesystem_async._results_queue = queue.Queue()
 
 # A calibration empties the caches before every op that it times, a third of its time; whoever
 # measures in earnest starts afresh.
-probe._CACHE_BYTES = 0
+patch.object(probe, "_CACHE_BYTES", 0).start()
 
 gc.collect()
 gc.freeze()  # what is here stays, and need not be looked through in every process
