@@ -3,7 +3,8 @@
 #
 # Tests run in as many processes as there are cores, 2 to 4 (EPP_TEST_WORKERS sets another number, 0 none).
 # What needs a GPU runs, where there is none, over a reference of Transformer Engine's kernels (megatron_epp/te_reference), in a second
-# run of pytest; the last lines say what is skipped. Tests marked slow, half an hour of two cores more, run with --slow.
+# run of pytest beside the first, by half as many processes: where a test waits, the other run computes. The last lines say what is
+# skipped. Tests marked slow run with --slow.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
@@ -21,19 +22,25 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2) 
 workers=${EPP_TEST_WORKERS:-$((cores < 2 ? 2 : cores > 4 ? 4 : cores))}
 # A file stays in one process: its fixtures, some of which start a training run, are then built once.
 # Files keep the order of tests/conftest.py, longest first, or one process ends long after the others.
-failed=5  # pytest's own for: no test
-run() {
-    local status=0
-    "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
-        --durations 40 --durations-min 5 "$@" || status=$?
-    if ((failed == 5 || (failed == 0 && status != 5))); then failed=$status; fi
-}
+pytest=("${EPP_VENV:-.venv}/bin/python" -m pytest --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5)
 
 if nvidia-smi >/dev/null 2>&1; then
-    run "$@"
-else
-    run -m "not gpu" "$@"
-    (($#)) || set -- tests/gpu tests/te_reference
-    EPP_TE_ON_CPU=h100 run -m gpu "$@"
+    exec "${pytest[@]}" -n "$workers" "$@"
+fi
+over_reference=("$@")
+(($#)) || over_reference=(tests/gpu tests/te_reference)
+said=$(mktemp)
+EPP_TE_ON_CPU=h100 "${pytest[@]}" -n "$(((workers + 1) / 2))" -m gpu "${over_reference[@]}" >"$said" 2>&1 &
+reference=$!
+trap 'kill "$reference" 2>/dev/null || true; rm -f "$said"' EXIT
+trap 'exit 130' INT TERM
+failed=0 second=0
+"${pytest[@]}" -n "$workers" -m "not gpu" "$@" || failed=$?
+wait "$reference" || second=$?
+trap 'rm -f "$said"' EXIT
+cat "$said"
+# 5 is pytest's own for: no test. Of both runs, the first that failed otherwise.
+if ((failed == 0 || failed == 5)); then
+    if ((second != 5)); then failed=$second; fi
 fi
 exit "$failed"

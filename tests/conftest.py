@@ -16,33 +16,57 @@ NO_GPU, SLOW = "needs a GPU", "is slow"
 # Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which):
 # those of the run over the reference, then of the other, whose first mostly stands and waits.
 LONGEST = (
-    "te_reference/test_dry_run.py",
     "te_reference/test_certificate.py",
+    "te_reference/test_dry_run.py",
     "te_reference/test_fp8_certificate.py",
+    "gpu/test_gradients.py",
+    "gpu/test_multi_gpu.py",
+    "gpu/test_kernels.py",
+    "gpu/test_split.py",
     "rehearsal/test_two_hosts.py",
     "mcore/test_certify_kinds.py",
     "mcore/test_experts.py",
     "planner/test_planners.py",
-    "mcore/test_training.py",
     "planner/test_levers_have_effect.py",
-    "examples/test_launch_scripts.py",
-    "planner/test_offload.py",
-    "mcore/test_lockstep.py",
+    "mcore/loops/test_certify_loops.py",
+    "mcore/test_ending.py",
     "cli/test_cli.py",
+    "mcore/test_placed.py",
     "mcore/test_kinds_training.py",
-    "mcore/test_latents.py",
-    "mcore/test_hybrid.py",
     "mcore/test_certify.py",
+    "mcore/test_lockstep.py",
+    "mcore/test_training.py",
     "mcore/test_out_of_memory.py",
+    "planner/test_golden.py",
+    "planner/test_offload.py",
+    "mcore/test_vocabulary_parallel.py",
+    "device/test_runtime.py",
+    "examples/test_launch_scripts.py",
+    "mcore/test_others_lines.py",
+    "planner/test_judges.py",
+    "mcore/test_trees.py",
+    "mcore/loops/test_four_ranks.py",
+    "mcore/test_ledger.py",
+    "cli/test_tune.py",
+    "planner/test_tuning.py",
+    "attack/test_attack.py",
+    "planner/test_lockstep.py",
+    "mcore/test_host.py",
+    "mcore/test_context_parallel.py",
+    "mcore/test_profile.py",
+    "cli/test_tune_screens.py",
+    "mcore/test_fallbacks.py",
+    "mcore/loops/test_two_stages.py",
+    "mcore/test_partition.py",
+    "mcore/loops/test_one_variable.py",
+    "device/test_reductions.py",
+    "mcore/test_new_kind.py",
+    "docs/test_commands.py",
+    "planner/test_tuning_parts.py",
+    "examples/test_prove_it.py",
+    "scripts/test_gpu_day.py",
     "rehearsal/test_fake_gpu.py",
     "mcore/test_refusals.py",
-    "mcore/test_partition.py",
-    "mcore/test_context_parallel.py",
-    "examples/test_prove_it.py",
-    "planner/test_judges.py",
-    "mcore/test_host.py",
-    "planner/test_golden.py",
-    "planner/test_lockstep.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONGEST), "a slow test has moved"
 
@@ -74,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> tuple[int, bool]:
     """With several processes what takes longest comes first: LONGEST, then training runs."""
-    name = "/".join(item.path.parts[-2:])
+    name = str(item.path.relative_to(Path(__file__).parent))
     place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     return place, "mcore" not in item.path.parts
 

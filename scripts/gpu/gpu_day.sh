@@ -64,6 +64,13 @@ add() {
     of_step+=("$(printf '%q ' "$@" ${words[@]+"${words[@]}"})")
 }
 
+lines_of() { # of a step's log, by name and pattern, for the page
+    # 4 blanks: text as it is, whatever it holds
+    # The command stands first; a list of arguments, with dots, says nothing.
+    { tail -n +2 "$results/$1.log" | grep -avE ' \.{3,} ' | grep -aE "$2" || tail -n 5 "$results/$1.log"; } |
+        tail -n 40 | sed 's|/[^ ]*/site-packages/||g' | cut -c1-320 | sed 's/^/    /'
+}
+
 summary() { # the page
     {
         printf '# A day with GPUs%s\n\n' "$($dry && echo ': dry run')"
@@ -86,10 +93,9 @@ summary() { # the page
             eval "set -- $entry"
             [[ -s $results/$1.log ]] || continue
             printf '\n## %s\n\n' "$1"
-            # 4 blanks: text as it is, whatever it holds
-            # The command stands first; a list of arguments, with dots, says nothing.
-            { tail -n +2 "$results/$1.log" | grep -avE ' \.{3,} ' | grep -aE "$5" || tail -n 5 "$results/$1.log"; } |
-                tail -n 40 | sed 's|/[^ ]*/site-packages/||g' | cut -c1-320 | sed 's/^/    /'
+            # Made once of every log: after each step the page is written anew, for all steps.
+            [[ $results/$1.lines -nt $results/$1.log ]] || lines_of "$1" "$5" >"$results/$1.lines"
+            printf '%s\n' "$(<"$results/$1.lines")"
         done
     } >"$results/README.md"
     [[ -z $page ]] || cp "$results/README.md" "$page"

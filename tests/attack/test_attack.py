@@ -8,9 +8,12 @@ from tests.attack.damaged_files import damaged
 from tests.attack.jobs import Job, Logged, require_same
 
 
-def test_a_few_lines_hold(material, tmp_path) -> None:
+# Slow: twice as many.
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_few_lines_hold(material, tmp_path, every: int) -> None:
     """All of them, as of the damaged files: ``python -m tests.attack``."""
-    some = [*lines.odd_numbers(material)][::12] + [*lines.odd_words(material)][::3]
+    some = [*lines.odd_numbers(material)][:: 12 * every]
+    some += [*lines.odd_words(material)][:: 3 * every]
     lines.run_lines(some, tmp_path)
 
 

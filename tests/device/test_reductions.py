@@ -49,7 +49,7 @@ from megatron_epp.runtime.memory_meter import NoMeter  # noqa: E402
 from tests.device.fakes import Group, coalescing, run_on  # noqa: E402
 from tests.device.memory import CUDA  # noqa: E402
 from tests.device.pipeline import ROWS, WIDTH, drawn  # noqa: E402
-from tests.device.queues import HERE, ORDERS, Order, World  # noqa: E402
+from tests.device.queues import HALVES, HERE, ORDERS, Order, World, half_of  # noqa: E402
 
 LAYERS, WORDS, RATE, BLOCK = 2, 5, 0.01, 5
 
@@ -382,9 +382,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
-def test_random_plans_in_every_order(order: Order) -> None:
-    for case in CASES:
+def test_random_plans_in_every_order(order: Order, half: int) -> None:
+    for case in half_of(CASES, order, half):
         assert_right(case, execute(case, order))
 
 

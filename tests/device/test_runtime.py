@@ -24,7 +24,7 @@ from megatron_epp.runtime.memory_meter import NoMeter
 from tests.device.fakes import CudaEvent, Group, run_on
 from tests.device.memory import CUDA
 from tests.device.pipeline import Stage, drawn, drawn_letters, reference, shape_of
-from tests.device.queues import ORDERS, Order, Stuck, World
+from tests.device.queues import HALVES, ORDERS, Order, Stuck, World, half_of
 from tests.plans import two_ahead
 
 PARTS = ("link", "executor", "clock", "host_store", "ulysses", "linear")
@@ -174,12 +174,13 @@ PLACED = [
 ]
 
 
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
-def test_random_plans_in_every_order(order: Order) -> None:
+def test_random_plans_in_every_order(order: Order, half: int) -> None:
     """Executor, links over NCCL and through the host's memory, H and G, offloaded layers, the early
     head, replicas in lockstep, several stages on a rank: to the bit what a host computes op by
     op."""
-    for case in (*CASES, *STAGED, *BLOCKS, *PLACED):
+    for case in half_of((*CASES, *STAGED, *BLOCKS, *PLACED), order, half):
         assert_right(case, execute(case, order))
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mcore.runs import ROOT, Run, train
-from tests.programs import BASH, python, run, stand_in
+from tests.mcore.runs import ROOT, Run, train, trained
+from tests.programs import BASH, run, stand_in
 
 # What two cores can train; later flags win over the script's.
 SMALL = """
@@ -28,11 +28,12 @@ def words_of(script: str, folder: Path, **variables: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """The text of this package, a file a document."""
+    """The text of a part of this package, a file a document."""
     prefix = tmp_path_factory.mktemp("text") / "text"
-    words = ("--glob", "*.py", "--vocab-size", 512, "--workers", 1, "--quiet", "-o", prefix)
-    done = python(ROOT / "scripts" / "prepare_corpus.py", ROOT / "megatron_epp", *words)
-    assert done.returncode == 0, done.stderr
+    words = ("--glob", "*.py", "--vocab-size", "512", "--workers", "1", "--quiet")
+    script = str(ROOT / "scripts" / "prepare_corpus.py")
+    files = (str(ROOT / "megatron_epp" / "mcore"), *words, "-o", str(prefix))
+    trained(list(files), processes=0, program=(script,))
     return prefix
 
 

@@ -2,6 +2,7 @@
 
 import re
 
+from tests.examples.forked import run_forked
 from tests.programs import ROOT, python
 
 EXAMPLE = ROOT / "examples" / "prove_it.py"
@@ -34,6 +35,6 @@ def test_the_plan_is_equal_to_the_plain_model() -> None:
 def test_a_lost_gradient_is_noticed(tmp_path) -> None:
     program = tmp_path / "forgetful.py"
     program.write_text(FORGETFUL)
-    done = python(program)
-    assert done.returncode != 0
-    assert "NOT equal" in done.stdout
+    done = run_forked(program)
+    assert done.status != 0
+    assert "NOT equal" in done.output

@@ -5,7 +5,7 @@ Transformer Engine's kernels it is the stand-in of its API (tests/stand_ins).
 """
 
 import importlib.util
-import os
+from pathlib import Path
 
 import pytest
 
@@ -14,10 +14,11 @@ from megatron_epp.te_reference import reference_switch
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_multi_gpu import require_gpus
 from tests.gpu.test_training import corpus, words  # noqa: F401
-from tests.mcore.runs import ROOT, train
+from tests.mcore.runs import PROGRAM, ROOT, train
 
 pytestmark = pytest.mark.gpu
 
+WITH_STAND_IN = (str(ROOT / "tests" / "mcore" / "with_deep_ep.py"),)
 EXPERTS = {
     "num_experts": 4,
     "moe_router_topk": 2,
@@ -43,12 +44,13 @@ BUFFERS = {"deepep": "Buffer", "hybridep": "HybridEPBuffer"}  # of the package
 def losses(corpus, tmp_path_factory):
     """Losses of a training by that exchange, over two replicas that share the experts."""
 
-    def of(exchange: str, **environment: str) -> list[float]:
+    def of(exchange: str, noted: Path | None = None) -> list[float]:
         flags = words(corpus, train_iters=2, **EXPERTS, **EXCHANGES[exchange])
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            run = train(flags, processes=2, seconds=200, afresh=bool(environment))
+            if noted is not None:
+                patch.setenv("EPP_STAND_IN", str(noted))
+            program = PROGRAM if noted is None else WITH_STAND_IN
+            run = train(flags, processes=2, seconds=200, program=program)
         assert run.status == 0, run.output
         assert "these flags have no effect" not in run.output, run.output
         return run.losses
@@ -64,16 +66,15 @@ def plain(losses) -> list[float]:
 @pytest.mark.parametrize("backend", BUFFERS)
 def test_losses_are_those_of_alltoall(losses, plain, backend, engine, tmp_path) -> None:
     require_gpus(2)
-    by_stand_in = {}
+    noted = None
     if reference_switch.is_wanted():
         if backend == "deepep":
             pytest.skip("needs a GPU; over its stand-in: tests/mcore/test_flex.py")
-        path = filter(None, [str(ROOT / "tests" / "stand_ins"), os.environ.get("PYTHONPATH")])
-        by_stand_in = {"PYTHONPATH": os.pathsep.join(path), "EPP_STAND_IN": str(tmp_path / "noted")}
+        noted = tmp_path / "noted"
     elif importlib.util.find_spec("deep_ep") is None:
         pytest.skip("needs GPUs and deep_ep")
     elif not hasattr(importlib.import_module("deep_ep"), BUFFERS[backend]):
         pytest.skip(f"needs a deep_ep with {BUFFERS[backend]}")
-    assert losses(backend, **by_stand_in) == pytest.approx(plain, rel=0.01)
-    if by_stand_in:
-        assert f"{BUFFERS[backend]} 0" in (tmp_path / "noted").read_text()
+    assert losses(backend, noted) == pytest.approx(plain, rel=0.01)
+    if noted is not None:
+        assert f"{BUFFERS[backend]} 0" in noted.read_text()

@@ -197,7 +197,7 @@ def _forked(words: list[str], processes: int, program: tuple[str, ...], seconds:
             while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
                 wait([rank.sentinel for rank in ranks if rank.exitcode is None], 0.5)
                 if any(rank.exitcode for rank in ranks):
-                    time.sleep(POLL_SECONDS)
+                    _wait_for_all(ranks, POLL_SECONDS)
                     break
             for rank in ranks:
                 rank.terminate()
@@ -212,6 +212,14 @@ def _forked(words: list[str], processes: int, program: tuple[str, ...], seconds:
     statuses = tuple(rank.exitcode for rank in ranks)
     failed = next((status for status in statuses if status), 0)
     return Run(failed if processes <= 1 else int(failed != 0), said, statuses)
+
+
+def _wait_for_all(ranks: list[Any], seconds: float) -> None:
+    """Until all of them have ended by themselves, or the time is over."""
+    end = time.monotonic() + seconds
+    while living := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+        if not wait(living, max(0.0, end - time.monotonic())):
+            break
 
 
 def _kill_with_all_it_started(rank: Any) -> None:

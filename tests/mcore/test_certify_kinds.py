@@ -161,8 +161,14 @@ TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
 }
 
 
-# Whose modules other trials go through, too.
-AT_LENGTH = {"MLA over tensor-parallel stages", "SSM over tensor-parallel ranks"}
+# Whose modules other trials go through, too: MLA over tensor-parallel ranks and with MoE under DSA,
+# SSM over stages and context-parallel ranks, this hybrid in test_vocabulary_parallel.py.
+AT_LENGTH = {
+    "MLA over tensor-parallel stages",
+    "MLA and MoE",
+    "SSM over tensor-parallel ranks",
+    "hybrid, tensor-parallel stages",
+}
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,14 @@ def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, spea
     assert job_exit._may_report()[0] is speaks
 
 
-@pytest.mark.parametrize("group", [False, True])
-def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group):
+@pytest.mark.parametrize(
+    ("group", "afresh"),
+    # Slow: torchrun itself ends jobs in the two tests of signals below.
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow)],
+)
+def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group, afresh):
     program = REFUSE.format(group=group, late=(1, 0), refused=(0, 1), error="ValueError")
-    done = start(tmp_path, program, afresh=not group)
+    done = start(tmp_path, program, afresh)
     assert done.errors == ["megatron_epp: error: rank 0 was given a bad plan"]
     started = re.findall(r"rank \d started (\d+)", done.output)
     assert len(started) == 2

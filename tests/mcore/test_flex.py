@@ -2,17 +2,17 @@
 alltoall, rows as its buffers want them, and what does not run, by name."""
 
 import argparse
-import os
 import re
+from pathlib import Path
 
 import pytest
 
 from megatron_epp.ir import Step
 from megatron_epp.mcore.kinds.moe import limits
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
-from tests.mcore.runs import ROOT, flags, trained, write_corpus
+from tests.mcore.runs import flags, trained, write_corpus
 
-STAND_INS = ROOT / "tests" / "stand_ins"
+PROGRAM = (str(Path(__file__).with_name("with_deep_ep.py")),)
 # A token goes to one expert: whatever brings it there and back, nothing is added up.
 SPREAD = {
     "num_experts": 4,
@@ -45,8 +45,6 @@ def runs(tmp_path_factory):
     corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        path = filter(None, [str(STAND_INS), os.environ.get("PYTHONPATH")])
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
         for name, exchange in {
             "alltoall": {"moe_token_dispatcher_type": "alltoall"},
             "deepep": FLEX,
@@ -55,7 +53,7 @@ def runs(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             patch.setenv("EPP_STAND_IN", str(folder / "noted"))
             words = flags(corpus, epp_record=folder / "records", **SPREAD, **exchange)
-            run = trained(words, afresh=True)
+            run = trained(words, program=PROGRAM)
             noted = folder / "noted"
             lines = noted.read_text().splitlines() if noted.exists() else []
             steps = [Step.parse(one.read_text()) for one in sorted(folder.glob("records/*.step"))]

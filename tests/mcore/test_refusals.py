@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,8 @@ from megatron_epp.mcore.capabilities.refusals import (
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
 from megatron_epp.mcore.job.job_cost import planner_cores
-from tests.mcore.runs import ROOT, command, environment, flags, train
+from tests.mcore import runs
+from tests.mcore.runs import flags, train
 from tests.waiting import LAST_RESORT_SECONDS
 
 LENGTHS = [30, 40, 50, 60] * 5
@@ -460,48 +460,40 @@ def test_ranks_that_hold_different_plans(corpus, tmp_path, monkeypatch):
     refused(words, "digest", processes=2, program=elsewhere)
 
 
-def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(corpus, tmp_path):
-    """In the midst of an iteration: of so many documents nearly all of it is the pipeline."""
-    words = flags(corpus, train_iters=100000, epp=True, epp_planner="packing", global_batch_size=48)
-    with subprocess.Popen(
-        command(words, 2, ("-m", "megatron_epp.pretrain_gpt")),
-        cwd=ROOT,
-        env=environment(2),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as job:
-        lines = []
-        for line in job.stdout:
-            lines.append(line)
-            if re.search(r"iteration +5/", line):
-                break
-        victim = _child_of(job.pid, rank=1)
-        os.kill(victim, signal.SIGKILL)
-        output, _ = job.communicate(timeout=LAST_RESORT_SECONDS)
-    said = "".join(lines) + output
-    assert job.returncode != 0
+KILLED = """
+import os, signal
+from megatron_epp.mcore.patching import cpu_host
+cpu_host.install_cpu_host()
+from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.mcore.trainer import entry, hooks
+made = []
+class Killed(ModelStage):
+    def forward(self, chunk, received):
+        if os.environ["RANK"] == "1" and len(made) > 1 and chunk > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(chunk, received)
+def make_stage(*arguments, **others):
+    made.append(None)
+    return Killed(*arguments, **others)
+if __name__ == "__main__":
+    entry.main(hooks=hooks.TrainerHooks(make_stage=make_stage))
+"""
+
+
+def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(
+    corpus, tmp_path, monkeypatch
+):
+    """In the midst of iteration 2; by itself, however long its launcher leaves it alone (that a
+    launcher ends it: test_ending.py)."""
+    monkeypatch.setattr(runs, "POLL_SECONDS", LAST_RESORT_SECONDS)
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    killed = train(flags(corpus, epp=True, epp_planner="packing"), program=(str(program),))
+    assert killed.statuses == (1, -signal.SIGKILL), killed.output
     # As soon as the link is lost, and not when the groups' time is up.
-    assert "given up" not in output and "Timed out" not in output
-    assert re.search(r"pipeline rank 0, (stage 0, )?iteration \d+: waited for ", output), said[
-        -3000:
-    ]
-
-
-def _child_of(parent: int, rank: int) -> int:
-    """The process that torchrun started as ``rank``."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            status = (entry / "stat").read_text()
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        its_parent = int(status.rsplit(")", 1)[1].split()[1])
-        if its_parent == parent and f"RANK={rank}".encode() in variables:
-            return int(entry.name)
-    raise AssertionError(f"torchrun {parent} has no rank {rank}")
+    assert "given up" not in killed.output and "Timed out" not in killed.output
+    said = r"pipeline rank 0, (stage 0, )?iteration 2: waited for "
+    assert re.search(said, killed.output), killed.output[-3000:]
 
 
 def test_what_latents_keep_is_nothing_where_there_are_none() -> None:

@@ -110,6 +110,12 @@ def test_packs_are_run_as_many_documents(one_rank, monkeypatch) -> None:
     assert kernel.ran[-4:] == [(25, 25)] * 4
 
 
+def test_the_largest_pack_is_as_asked() -> None:
+    """Over the reference of the kernels: no pack of more tokens than a document may have."""
+    asked = [max(call.keys for call in calls(64, True, packs_to=most)) for most in (64, None)]
+    assert asked == [64, module.PACKS_TO]
+
+
 def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> None:
     monkeypatch.setattr(module, "SECONDS", -1.0)
     assert warm_up(VarlenAttention(Engine()), HEADS, HEADS, 40, CPU) == 0

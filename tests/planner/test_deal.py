@@ -19,20 +19,21 @@ def heavy_tailed(seed: int, count: int) -> list[int]:
 def test_a_step_deals_everything_and_plans_each_replica(planner, replicas) -> None:
     lengths = heavy_tailed(1, 60)
     cost = machine(pp=3, room_gib=20)
-    made = plan_step(lengths, cost, Options(effort=1), planner, replicas)
+    options = Options(effort=0)
+    made = plan_step(lengths, cost, options, planner, replicas)
     assert made.step.lengths == tuple(lengths)
     assert Step.parse(str(made.step)) == made.step
     assert made.seconds == max(planned.seconds for planned in made.planned)
     assert [p.plan for p in made.planned] == list(made.step.plans)
-    again = plan_step(lengths, cost, Options(effort=1), planner, replicas)
+    again = plan_step(lengths, cost, options, planner, replicas)
     assert again.step.digest == made.step.digest
     # Who plans for one replica alone plans the same for it: as for its documents by themselves.
     for replica in {0, replicas - 1}:
-        part = plan_part(lengths, cost, Options(effort=1), planner, replicas, replica)
+        part = plan_part(lengths, cost, options, planner, replicas, replica)
         assert part.plans == made.step.part(replica).plans
         assert part.assignments == made.step.part(replica).assignments
         own = [lengths[document] for document in part.assignments[0]]
-        alone = str(PLANNERS[planner](own, cost, Options(effort=1)).plan)
+        alone = str(PLANNERS[planner](own, cost, options).plan)
         mine = str(part.plans[0]).replace(f"replica {replica} of {replicas}", "replica 0 of 1")
         assert mine == alone
 

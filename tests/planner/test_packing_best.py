@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.__main__ import main
@@ -27,6 +27,7 @@ def test_a_batch_shorter_than_two_contexts_is_not_one_micro_batch() -> None:
 
 
 @given(st.lists(st.integers(64, 20_000), min_size=1, max_size=24), st.integers(0, 40_000))
+@settings(max_examples=40)
 def test_it_is_the_best_of_its_lengths_and_epp_is_no_slower(lengths, context) -> None:
     options = Options(context=context, effort=0)
     found = PLANNERS[STOCK](lengths, COST, options)

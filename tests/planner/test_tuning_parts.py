@@ -107,7 +107,7 @@ def test_experts_are_tried_inside_a_stage_and_over_replicas() -> None:
     # States of all experts on every device fit nowhere; over replicas they do.
     wanted = JobRequest(tp=1, cp=1, pp=2)
     both = list(layouts(mixture, 16, 8, 16, wanted))
-    result = survey(both, [LENGTHS * 2], cost_for, Options(32 * K, effort=0), top=2)
+    result = survey(both, [LENGTHS], cost_for, Options(32 * K, frozenset(), 0), top=2)
     assert Layout(1, 1, 2, 8) in result.refused
     best = result.choices[0]
     assert best.layout.ep == best.ep == 8 and "ep 8" in best.facts()["layout"]

@@ -59,14 +59,17 @@ def _bucket(tokens: int) -> int:
     return bucket(tokens, FIRST)
 
 
-def calls(context: int, alone: bool, before: int | None = None) -> Iterator[WarmUpCall]:
+def calls(
+    context: int, alone: bool, before: int | None = None, packs_to: int | None = None
+) -> Iterator[WarmUpCall]:
     """One for every graph that documents of up to ``context`` inputs may need: whole documents
     first, packed into chunks that are longer than any of them, too; with ``alone`` also those that
     one rank computes, which are never cut; then slices, from short contexts to long ones, of which
-    a window shows the ``before`` inputs in front; then packs of very many documents."""
-    sizes = buckets(context)
+    a window shows the ``before`` inputs in front; then packs of very many documents. ``packs_to``:
+    tokens of the largest pack (None: PACKS_TO)."""
+    sizes, packs = buckets(context), buckets(PACKS_TO if packs_to is None else packs_to)
     sized = [WarmUpCall(size, size) for size in sizes]
-    for size in buckets(PACKS_TO):
+    for size in packs:
         if size > context:
             sized.append(WarmUpCall(size, size, documents=-(-size // context)))
     yield from sized
@@ -77,25 +80,30 @@ def calls(context: int, alone: bool, before: int | None = None) -> Iterator[Warm
             if queries < keys and (before is None or keys <= _bucket(queries + before)):
                 yield WarmUpCall(queries, keys)
     for count in PACKED[1:]:
-        for size in buckets(PACKS_TO):
+        for size in packs:
             if count <= size <= count * context:
                 yield WarmUpCall(size, size, documents=count)
 
 
 def warm_up(
-    attention: Attention, heads: Heads, all_heads: Heads, context: int, device: torch.device
+    attention: Attention,
+    heads: Heads,
+    all_heads: Heads,
+    context: int,
+    device: torch.device,
+    packs_to: int | None = None,
 ) -> int:
     """Run forward and backward of :func:`calls` once each; how many were run in time.
 
     ``heads`` of this rank, and the ``all_heads`` of its tensor-parallel rank's. Nothing happens
     where kernels have no graphs of their own. The device's random state is afterwards what it was:
     Transformer Engine draws with every call, dropout or not. Windows and sinks: ``attention``'s
-    (``of_layer``).
+    (``of_layer``). ``packs_to``: as :func:`calls` takes it.
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
     began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
-    wanted = list(calls(context, all_heads != heads, attention.before))
+    wanted = list(calls(context, all_heads != heads, attention.before, packs_to))
     try:
         for call in wanted:
             if time.monotonic() - began > SECONDS:

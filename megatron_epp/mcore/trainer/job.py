@@ -50,6 +50,7 @@ from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
 from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.watcher import Watcher
+from megatron_epp.te_reference import reference_switch
 
 
 class Job:
@@ -116,9 +117,11 @@ class Job:
         """Return the attention of the model, after its kernels have run once for every view."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
         heads, all_heads = heads_of(config), heads_of(config, context=1)
+        # The reference of the kernels compiles nothing: large packs take it seconds in vain.
+        packs_to = self.args.seq_length if reference_switch.is_started() else None
         for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
-            warm_up(seeing, heads, all_heads, self.args.seq_length, device)
+            warm_up(seeing, heads, all_heads, self.args.seq_length, device, packs_to)
         return attention
 
     def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:
