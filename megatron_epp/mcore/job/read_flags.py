@@ -19,7 +19,8 @@ from megatron_epp.mcore.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.job.job_exit import reason
 from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, patch_points
+from megatron_epp.mcore.patching.uneven_batches import plain_evaluation, undivided_evaluation
 from megatron_epp.mcore.placing import virtual_flags
 
 
@@ -48,12 +49,14 @@ def read_flags() -> Namespace:
         refusals.require_parts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
+            patch_points.allow_uneven_batches()
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted) | kind_defaults(wanted))
                 parser.set_defaults(**placeholder(wanted))
+                undivided_evaluation(parser)
             return parser
 
         # Megatron warns of a default that is overridden, so only where it will be used.
@@ -64,6 +67,8 @@ def read_flags() -> Namespace:
             if wanted.epp:  # what --epp does not run at all comes before what it would have to be
                 refusals.refuse_by_name(parse_args(prepare))
             raise
+        if args.epp:
+            plain_evaluation(args)
         require_data_flags(args)
         require_local(args)
         require_complete(args)
