@@ -262,7 +262,7 @@ def plan_loads(
         earlier=np.array(slices.earlier, np.int64),
         later=np.array(slices.later, np.int64),
         # Chunks without a cut document have index -1, which is to be there without documents, too.
-        lengths=np.array(list(documents) or [0.0], np.float64),
+        lengths=np.array(list(documents) or [0], np.float64),
         spans=(of, start, stop),
         local=local,
     )

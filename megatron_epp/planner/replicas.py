@@ -379,8 +379,8 @@ def _evaluation_parts(
     planned = {}
     for block in blocks:
         held = [lengths[document] for document in assigned[block]]
-        made = evaluation_plans(_with_stand_ins(held, options), cost, options, most)
-        planned[block] = _without_stand_ins(*made, len(held))
+        stood_in = evaluation_plans(_with_stand_ins(held, options), cost, options, most)
+        planned[block] = _without_stand_ins(*stood_in, len(held))
     return _parts(assigned, planned, replicas)
 
 

@@ -20,7 +20,7 @@ from megatron_epp.mcore.job.job_exit import reason
 from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 from megatron_epp.mcore.patching import cpu_host, patch_points
-from megatron_epp.mcore.patching.uneven_batches import plain_evaluation, undivided_evaluation
+from megatron_epp.mcore.patching.uneven_batches import restore_evaluation, undivided_evaluation
 from megatron_epp.mcore.placing import virtual_flags
 
 
@@ -68,7 +68,7 @@ def read_flags() -> Namespace:
                 refusals.refuse_by_name(parse_args(prepare))
             raise
         if args.epp:
-            plain_evaluation(args)
+            restore_evaluation(args)
         require_data_flags(args)
         require_local(args)
         require_complete(args)

@@ -28,19 +28,18 @@ class MicroBatches(int):
         return self
 
     def __mul__(self, factor: int) -> int:
+        """Return the exact product."""
         return mean_micro_batches(self.documents * factor, self.replicas)
 
     __rmul__ = __mul__
 
     def __rtruediv__(self, other: float) -> float:
+        """Return the exact quotient."""
         return other * self.replicas / self.documents
-
-    def __reduce__(self) -> Any:
-        return MicroBatches, (self.documents, self.replicas)
 
 
 def mean_micro_batches(documents: int, replicas: int) -> int:
-    """Return the mean number of documents of a replica, a plain number where it is whole."""
+    """Return the mean number of documents of a replica, where it is an integer as an ``int``."""
     if documents % replicas:
         return MicroBatches(documents, replicas)
     return documents // replicas
@@ -72,12 +71,16 @@ class _Undivided(int):
     """A number of which every other is a divisor."""
 
     def __mod__(self, divisor: int) -> int:
+        """Return no remainder."""
         return 0
 
 
 def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
-    """Have ``parser`` give an --eval-global-batch-size that passes Megatron's check of it, which
-    stands between hundreds of others in one function; :func:`plain_evaluation` undoes it."""
+    """Have ``parser`` give an --eval-global-batch-size that passes Megatron's check of it.
+
+    The check stands between hundreds of others in one function, of which no patch point is made.
+    :func:`restore_evaluation` undoes it.
+    """
     parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -91,8 +94,8 @@ def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def plain_evaluation(args: Any) -> None:
-    """Make the number of :func:`undivided_evaluation` a plain one, as checkpoints keep it."""
+def restore_evaluation(args: Any) -> None:
+    """Make the number of :func:`undivided_evaluation` an ordinary one, as checkpoints keep it."""
     args.eval_global_batch_size = int(args.eval_global_batch_size)
 
 
@@ -100,6 +103,7 @@ class SampleCount:
     """Comparison of the samples that Megatron counts with the documents that were read."""
 
     def __init__(self) -> None:
+        """Begin with the first iteration that is checked."""
         self._source: Any = None
         self._ahead = 0
 
