@@ -3,6 +3,7 @@
 Megatron clips no gradients in it: ``--clip-grad 0``.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,8 @@ def training_log(
 ) -> bool:
     result = log(losses, total, rate, iteration, *rest, **named)
     for loss in losses.values():
-        print(f"\nexact: iteration {iteration} {float(loss)!r}", flush=True)
+        # At once, as other ranks write, too.
+        os.write(1, f"\nexact: iteration {iteration} {float(loss)!r}\n".encode())
     return result
 
 

@@ -213,6 +213,12 @@ def _meeting_place() -> Any:
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
+    return torchrun_store()
+
+
+def torchrun_store() -> Any:
+    """Return the store that torchrun keeps. RuntimeError: there is none."""
+    distributed = torch.distributed
     if os.environ.get(_AGENT_STORE) != "True":
         raise RuntimeError("not started by torchrun: there is no store yet")
     store = distributed.TCPStore(

@@ -10,9 +10,9 @@ import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_epp.mcore.flags import config, replaced
 from megatron_epp.mcore.hybrid.segments import SEGMENTS
@@ -23,9 +23,14 @@ from megatron_epp.mcore.patching import cpu_host, patch_points
 from megatron_epp.mcore.patching.uneven_batches import restore_evaluation, undivided_evaluation
 from megatron_epp.mcore.placing import virtual_flags
 
+if TYPE_CHECKING:  # it reads flags itself
+    from megatron_epp.mcore.choose.layouts import ChosenLayout
 
-def read_flags() -> Namespace:
+
+def read_flags(layout: ChosenLayout | None = None) -> Namespace:
     """Megatron's flags and ours, validated and made Megatron's global arguments.
+
+    ``layout``: what stands in for the degrees that were typed.
 
     ValueError: a flag that is unknown, or that Megatron or this host refuses.
     """
@@ -41,7 +46,8 @@ def read_flags() -> Namespace:
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
-        wanted = parse_args(prepare_parser)
+        laid_out = prepare_parser if layout is None else partial(_laid_out, layout)
+        wanted = parse_args(laid_out)
         if cpu_host.is_cpu_host():
             refusals.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
@@ -52,7 +58,7 @@ def read_flags() -> Namespace:
             patch_points.allow_uneven_batches()
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
-            parser = prepare_parser(parser)
+            parser = laid_out(parser)
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted) | kind_defaults(wanted))
                 parser.set_defaults(**placeholder(wanted))
@@ -78,6 +84,10 @@ def read_flags() -> Namespace:
         if start is not None:
             start(args)
         return args
+
+
+def _laid_out(layout: ChosenLayout, parser: ArgumentParser) -> ArgumentParser:
+    return layout.watch(prepare_parser(parser))
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
