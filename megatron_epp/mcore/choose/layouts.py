@@ -13,18 +13,22 @@ import socket
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_epp.mcore.choose.kept import LAYOUT_KEY, kept_layout, resumes
-from megatron_epp.mcore.job.job_exit import torchrun_store
+from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
-EVERY_SECONDS = 0.5
+EVERY_SECONDS, PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
 _DEGREES = "tp", "pp", "cp", "ep"
 
@@ -198,16 +202,36 @@ def choose_layout() -> ChosenLayout | None:
             answer = chosen.to_json()
         finally:
             if devices > 1:
-                torchrun_store().set(key, answer)
+                meeting_store().set(key, answer)
         print(chosen.line(wanted.epp_layouts), flush=True)
     else:
-        answer = torchrun_store().get(key).decode()
+        answer = meeting_store().get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
         chosen = ChosenLayout.from_json(answer)
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
+
+
+@cache
+def meeting_store() -> Any:
+    """Return the store at which all ranks of a start meet: torchrun's, or what rank 0 keeps.
+
+    Where torchrun keeps none (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 has one at the port at
+    which the process group is going to ask for it, and gets the same.
+    """
+    if os.environ.get(AGENT_STORE) == "True":
+        return torchrun_store()
+    return torch.distributed.TCPStore(
+        host_name=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        world_size=None,
+        is_master=os.environ["RANK"] == "0",
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
 
 
 def choice(
@@ -371,15 +395,16 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
         f"has no place for it among {chosen.devices} devices",
         flush=True,
     )
-    store, key = torchrun_store(), _end_of(chosen)
-    while not store.check([key]):
-        time.sleep(EVERY_SECONDS)
+    store, key = meeting_store(), _end_of(chosen)
+    with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
+        while not store.check([key]):
+            time.sleep(EVERY_SECONDS)
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:
     """Have spares end, on rank 0 of those that trained."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
-        torchrun_store().set(_end_of(chosen), "ended")
+        meeting_store().set(_end_of(chosen), "ended")
 
 
 def _end_of(chosen: ChosenLayout) -> str:
