@@ -6,7 +6,8 @@ Every row trains a small model in float64 over gloo, on "nodes" of two processes
 of torchrun of its own. At a random iteration one node is killed outright; torchrun restarts the
 others, and the job goes on from its last checkpoint with the layout that --epp-layouts has for
 them; then another node is killed; then all come back. Losses are compared with those of an
-undisturbed run: at most 1e-12 apart. A row that is done is kept in the folder, so that a second call goes on.
+undisturbed run: at most 1e-12 apart. A row that is done is kept, so that a second call
+goes on.
 """
 
 import argparse

@@ -10,9 +10,9 @@ import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from megatron_epp.mcore.flags import config, replaced
 from megatron_epp.mcore.hybrid.segments import SEGMENTS
@@ -23,14 +23,17 @@ from megatron_epp.mcore.patching import cpu_host, patch_points
 from megatron_epp.mcore.patching.uneven_batches import restore_evaluation, undivided_evaluation
 from megatron_epp.mcore.placing import virtual_flags
 
-if TYPE_CHECKING:  # it reads flags itself
-    from megatron_epp.mcore.choose.layouts import ChosenLayout
+type Watch = Callable[[ArgumentParser], ArgumentParser]
 
 
-def read_flags(layout: ChosenLayout | None = None) -> Namespace:
+def _as_typed(parser: ArgumentParser) -> ArgumentParser:
+    return parser
+
+
+def read_flags(watch: Watch = _as_typed) -> Namespace:
     """Megatron's flags and ours, validated and made Megatron's global arguments.
 
-    ``layout``: what stands in for the degrees that were typed.
+    ``watch``: has the parser give other values than those that were typed.
 
     ValueError: a flag that is unknown, or that Megatron or this host refuses.
     """
@@ -46,8 +49,7 @@ def read_flags(layout: ChosenLayout | None = None) -> Namespace:
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
-        laid_out = prepare_parser if layout is None else partial(_laid_out, layout)
-        wanted = parse_args(laid_out)
+        wanted = parse_args(lambda parser: watch(prepare_parser(parser)))
         if cpu_host.is_cpu_host():
             refusals.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
@@ -58,7 +60,7 @@ def read_flags(layout: ChosenLayout | None = None) -> Namespace:
             patch_points.allow_uneven_batches()
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
-            parser = laid_out(parser)
+            parser = watch(prepare_parser(parser))
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted) | kind_defaults(wanted))
                 parser.set_defaults(**placeholder(wanted))
@@ -84,10 +86,6 @@ def read_flags(layout: ChosenLayout | None = None) -> Namespace:
         if start is not None:
             start(args)
         return args
-
-
-def _laid_out(layout: ChosenLayout, parser: ArgumentParser) -> ArgumentParser:
-    return layout.watch(prepare_parser(parser))
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:

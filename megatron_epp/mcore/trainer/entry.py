@@ -96,7 +96,7 @@ def train(
     layout = choose_layout()
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
-    args = read_flags(layout)
+    args = read_flags() if layout is None else read_flags(layout.watch)
     _require_kind(args.hybrid_layer_pattern, hybrid)
     _require_iterations(args)
     if args.inprocess_restart:
