@@ -124,9 +124,10 @@ def job(words: Sequence[str], nodes: Sequence[int], kills: Sequence[int], log: P
         try:
             for _ in range(nodes[0]):
                 agents.append(agent(words, most, port, file))
+                until(lambda: listening(port), agents)  # the first keeps the store
             for iteration, count in zip(kills, nodes[1:], strict=False):
                 until(lambda at=iteration: max(losses(log.read_text()), default=0) >= at, agents)
-                while len(agents) > count:  # the first keeps the store
+                while len(agents) > count:
                     os.killpg(agents.pop().pid, signal.SIGKILL)
                 while len(agents) < count:
                     agents.append(agent(words, most, port, file))
@@ -151,6 +152,12 @@ def agent(words: Sequence[str], most: int, port: int, file) -> subprocess.Popen:
     return subprocess.Popen(
         [*command, PROGRAM, *words], env=env, stdout=file, stderr=file, start_new_session=True
     )
+
+
+def listening(port: int) -> bool:
+    """Return whether a process accepts connections."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def until(reached, agents: Sequence[subprocess.Popen]) -> None:
