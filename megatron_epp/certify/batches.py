@@ -37,6 +37,8 @@ class Frame:
     plans            plan of a replica's documents, in the place of arbitrary ones
     alone            in half of the batches every document is a chunk of its own, of a multiple of
                      so many inputs: what is computed together is what the plain model has; 0: none
+    documents        of every batch, each on any replica, so that some have none; 0: some more than
+                     there are replicas, one on each at least
     """
 
     vocabulary: int
@@ -52,6 +54,7 @@ class Frame:
     trees: bool = False
     plans: Callable[[Sequence[int]], Plan] | None = None
     alone: int = 0
+    documents: int = 0
 
     def is_alone(self, number: int) -> bool:
         """Whether every document of batch ``number`` is a chunk of its own."""
@@ -140,7 +143,9 @@ class UntargetedCounts:
 def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     """Batch ``number``: the same on every process that asks for it."""
     random = Random(f"{seed} {number}")
-    lengths = _lengths(number, random, frame.replicas)
+    lengths = _lengths(number, random, frame.documents or frame.replicas)
+    if frame.documents:
+        del lengths[frame.documents :]
     if frame.is_alone(number):
         lengths = [-(-length // frame.alone) * frame.alone for length in lengths]
         lengths = [min(length, CONTEXT - frame.alone) for length in lengths]
@@ -150,7 +155,8 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
     # None, some or all backwards are split.
     fraction = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
-    assignments = _assignments(len(lengths), frame.replicas, random)
+    least = 0 if frame.documents else 1
+    assignments = _assignments(len(lengths), frame.replicas, random, least)
     plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
     local = frame.ranks > 1 and not frame.whole
     if local and number % 3:  # of every third batch all documents are spread
@@ -287,11 +293,13 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
             return [random.randint(20, LONGEST) for _ in range(count)]
 
 
-def _assignments(documents: int, replicas: int, random: Random) -> tuple[tuple[int, ...], ...]:
-    """Every document to a random replica, at least one to each."""
+def _assignments(
+    documents: int, replicas: int, random: Random, least: int
+) -> tuple[tuple[int, ...], ...]:
+    """Every document to a random replica, at least ``least`` to each: 0 or 1."""
     order = random.sample(range(documents), documents)
-    assignments = [[document] for document in order[:replicas]]
-    for document in order[replicas:]:
+    assignments = [order[replica : replica + least] for replica in range(replicas)]
+    for document in order[replicas * least :]:
         random.choice(assignments).append(document)
     return tuple(map(tuple, assignments))
 
@@ -312,7 +320,8 @@ class StepCoverage:
     offloaded   layers of all chunks and stages, which are not among those recomputed
     packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
     halved      backwards run as I and W             selective   those of them in part
-    empty       chunks without a document, of replicas in lockstep
+    empty       chunks without a document, of replicas in lockstep or without any document
+    idle        replicas without any document
     local       documents that one context-parallel rank computes alone; mixed: chunks that hold
                 such ones beside what is spread
     branches    documents that continue others; beside: in one chunk with what they continue
@@ -336,6 +345,7 @@ class StepCoverage:
     halved: int
     window: int
     empty: int = 0
+    idle: int = 0
     local: int = 0
     mixed: int = 0
     branches: int = 0
@@ -366,6 +376,7 @@ class StepCoverage:
                 for ran in plan.rank_orders
             ),
             empty=kinds.count("empty"),
+            idle=sum(not plan.documents for plan in step.plans),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.sharded_tokens > 0 for p in step.plans for c in p.chunks),
             branches=sum(p is not None for plan in step.plans for p in plan.prefixes),
@@ -388,7 +399,9 @@ class StepCoverage:
         def total(name: str, of: str = "") -> int:
             return sum(getattr(getattr(one, of) if of else one, name) for one in every)
 
-        empty = f", {total('empty')} empty in lockstep" * (total("empty") > 0)
+        lockstep, idle = total("empty") - total("idle"), total("idle")
+        empty = f", {lockstep} empty in lockstep" * (lockstep > 0)
+        empty += f", {idle} of replicas without a document" * (idle > 0)
         local = (
             f", {total('local')} documents local to a rank, in {total('mixed')} chunks beside "
             "spread rows"

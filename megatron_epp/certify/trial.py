@@ -109,6 +109,11 @@ class Trial:
     models: tuple[tuple[str, ...], ...]
     batches: int = flag(20, "global batches (default: 20)")
     seed: int = flag(1234, "of documents, plans and weights")
+    documents: int | None = flag(
+        None,
+        "documents of every batch, each on any replica, so that some have none (default: more than "
+        "there are replicas, at least one on each)",
+    )
     overlap: bool = flag(False, "reduce gradients while backward runs, sharded over the replicas")
     lora_rank: int = flag(
         0,
@@ -161,6 +166,8 @@ class Trial:
         degrees, least = self.degrees, {"batches": 1, "seed": 0, "lora_rank": 0, "timeout": 1}
         values = {name: getattr(self, name) for name in least}
         values |= {name: getattr(degrees, name) for name in ("pp", "tp", "dp", "cp")}
+        if self.documents is not None:
+            values["documents"] = self.documents
         for name, value in values.items():
             if value < least.get(name, 1):
                 raise ValueError(f"{flag_of(name)} {value}: expected at least {least.get(name, 1)}")
@@ -184,6 +191,11 @@ class Trial:
             raise ValueError(
                 "--trees: an encoder sees documents whole, so they share nothing; leave out "
                 f"--loop-model {ENCODER}"
+            )
+        if self.documents is not None and self.loop is not None:
+            raise ValueError(
+                f"--documents {self.documents}: of Megatron's trainer, as loops give every replica "
+                "micro-batches of their own; leave --loop out"
             )
         if self.planner is not None and (self.trees or self.loop is not None):
             raise ValueError(

@@ -224,7 +224,7 @@ class PlannedSteps:
                 zip(plan.predicted.peak_gib, self.cost.device_budget_bytes, strict=True)
             ):
                 if peak * GIB > budget * (1 + _ROUNDING):
-                    longest = max(plan.documents)
+                    longest = max(plan.documents, default=0)
                     raise PlanError(
                         f"pipeline rank {rank} needs {peak:.4g} GiB in the best plan found "
                         f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "

@@ -331,7 +331,8 @@ def plan_loads(
         document=np.array(slices.document, np.int64),
         earlier=np.array(slices.earlier, np.int64),
         later=np.array(slices.later, np.int64),
-        lengths=np.array(documents, np.float64),
+        # Chunks without a cut document have index -1, which is to be there without documents, too.
+        lengths=np.array(list(documents) or [0], np.float64),
         spans=(of, start, stop),
         local=local,
     )

@@ -16,7 +16,7 @@ class Chunk:
     Packed: whole short documents. Split: one slice of a long document. Hybrid: one slice of a
     long document beside whole short ones. A document appears at most once in a chunk. Empty, ``-``
     in text: it has its ops like any other, and computes nothing of its replica's documents; for
-    replicas in lockstep of which another has more chunks (ir.step).
+    replicas in lockstep of which another has more chunks (ir.step), and for one without documents.
 
     Over context-parallel ranks a chunk has the same number of rows on each: its share of the spans
     that are spread, behind them its local documents, behind them padding.

@@ -17,7 +17,9 @@
 default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. A plan with
 vocabulary parallelism has ``H0`` and ``G0`` in its orders, of every chunk on every stage. What the
 letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
-(``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
+(``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`), and a
+replica without documents (``documents -``) has one such chunk, by which it takes part in all that
+replicas do together.
 ``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
 ``prefix 3: 0[0:4000]``, behind ``documents``: document 3 continues these inputs of document 0, as
@@ -43,7 +45,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron_epp.ir.chunk import Chunk
+from megatron_epp.ir.chunk import EMPTY, Chunk
 from megatron_epp.ir.errors import PlanError, quoted, shortened
 from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.placement import Placement
@@ -126,9 +128,9 @@ class Plan:
     _kinds: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        if not (self.documents and self.layers and self.chunks):
-            raise PlanError("a plan needs at least one document, one stage and one chunk")
-        if min(self.documents) < 1:
+        if not (self.layers and self.chunks):
+            raise PlanError("a plan needs at least one stage and one chunk")
+        if min(self.documents, default=1) < 1:
             raise PlanError(f"a document of {min(self.documents)} inputs; expected at least 1")
         if not all(0 <= layers <= MOST_LAYERS for layers in self.layers):
             raise PlanError(f"{max(self.layers)} layers on a stage; expected at most {MOST_LAYERS}")
@@ -318,7 +320,7 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         yield "plan v1"
         yield f"replica {self.replica} of {self.replicas}"
-        yield f"documents {' '.join(map(str, self.documents))}"
+        yield f"documents {' '.join(map(str, self.documents)) or EMPTY}"
         yield from prefix_lines(self.prefixes).values()
         yield f"layers {' '.join(map(str, self.layers))}"
         if self.place:
@@ -423,7 +425,7 @@ class _Reader:
     def plan(self) -> Plan:
         self.expect(["plan", "v1"])
         replica, replicas = self.replica()
-        documents = self.numbers("documents")
+        documents = self.numbers("documents", none=EMPTY)
         prefixes = self.prefixes(documents)
         layers = self.numbers("layers")
         if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
@@ -486,8 +488,10 @@ class _Reader:
             self.fail("expected 'replica N of M'", self.last)
         return self.number(words[0]), self.number(words[2])
 
-    def numbers(self, key: str) -> tuple[int, ...]:
+    def numbers(self, key: str, none: str = "") -> tuple[int, ...]:
         words = self.words(key)
+        if none and words == [none]:
+            return ()
         if not words:
             here = self.line if words is None else self.last
             self.fail(f"expected '{key}' and whole numbers", here)

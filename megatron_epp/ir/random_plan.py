@@ -48,6 +48,7 @@ def arbitrary_plan(
     stay ``never_cut``, the rest is packed, some of it beside a slice; neither where all are
     ``alone``. The orders are one random walk of all stages through what is ready. ``prefixes``: of
     documents that continue others, which then lie in chunks behind these or in one with them.
+    Without documents it has one empty chunk.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
@@ -55,6 +56,7 @@ def arbitrary_plan(
         else arbitrary_chunks(
             lengths, random, never_cut=never_cut or alone, packed=0.0 if alone else 0.7
         )
+        or (Chunk(()),)
     )
     bare = Plan(
         documents=tuple(lengths),
@@ -105,7 +107,7 @@ def arbitrary_block(
     place     the rank of every stage, default stage i on rank i
     """
     drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
-    count = max(map(len, drawn)) + random.randint(0, 1)
+    count = max(1, max(map(len, drawn)) + random.randint(0, 1))
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas
     again = [mode for mode in modes if mode in MLP_RECOMPUTED]

@@ -3,7 +3,7 @@
 step v1
 lockstep 2                           # left out where every replica runs for itself
 deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
-deal 1: 1
+deal 1: 1                            # deal 1: - where the batch has no document for replica 1
 plan v1
 replica 0 of 2
 ...
@@ -23,6 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_epp.ir.chunk import EMPTY
 from megatron_epp.ir.errors import PlanError, quoted
 from megatron_epp.ir.plan import Plan, lines_of
 from megatron_epp.ir.span import NUMBER
@@ -31,7 +32,7 @@ _PLAN = re.compile(r"\s*plan\s+v1\s*(#.*)?")
 _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
 _DIVISION = re.compile(r"division ([0-9a-f]+)")
-_ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
+_ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*|{EMPTY})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class Step:
 
     def __post_init__(self):
         assigned = sorted(document for assignment in self.assignments for document in assignment)
-        if not self.assignments or not all(self.assignments):
-            raise PlanError("a replica is dealt no document; expected at least one for each")
+        if not assigned:
+            raise PlanError("no replica is dealt a document; expected at least one")
         if assigned != list(range(len(assigned))):
             raise PlanError("a document of the batch is dealt twice or never")
         if len(self.plans) != len(self.assignments):
@@ -198,7 +199,7 @@ def _text(
     assignments: Sequence[Sequence[int]], plans: Sequence[Plan], lockstep: int, first: int
 ) -> str:
     lines = (
-        f"deal {replica}: {' '.join(map(str, assignment))}\n"
+        f"deal {replica}: {' '.join(map(str, assignment)) or EMPTY}\n"
         for replica, assignment in enumerate(assignments, first)
     )
     line = f"lockstep {lockstep}\n" if lockstep > 1 else ""
@@ -236,7 +237,8 @@ def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ..
         match = _ASSIGNMENT.fullmatch(line)
         if match is None or int(match[1]) != replica:
             raise PlanError(f"{quoted(line)}: expected 'deal {replica}: DOCUMENT ...'")
-        assignments.append(tuple(map(int, match[2].split())))
+        numbers = match[2] if match[2] != EMPTY else ""
+        assignments.append(tuple(map(int, numbers.split())))
     return tuple(assignments), lockstep
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Plan, PlanError, Step, StepPart
+from megatron_epp.ir import Chunk, Plan, PlanError, Step, StepPart
 from megatron_epp.planner.chunks.local import first_local
 from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.planner import can_be_local
@@ -50,7 +50,7 @@ def balance_replicas(
     seconds    of every document's own work; None: as of one that all context-parallel ranks share
     """
     documents = len(lengths)
-    if not 1 <= replicas * least <= documents:
+    if not min(1, least) <= replicas * least <= documents:
         raise ValueError(
             f"{documents} documents for {replicas * least} replicas: expected at least one for "
             "each; raise the global batch size or lower the data-parallel degree"
@@ -61,7 +61,7 @@ def balance_replicas(
     order = sorted(range(documents), key=lambda d: -lengths[d])
     start = [0.0] * replicas if overhead is None else list(overhead)
     assignments: list[list[int]] = [[] for _ in range(replicas)]
-    # The longest documents go one to each, so that no replica stays empty.
+    # The longest documents go to each in turn, so that no replica stays empty.
     for number, document in enumerate(order[: replicas * least]):
         replica = number % replicas
         assignments[replica].append(document)
@@ -78,6 +78,20 @@ def balance_replicas(
     return tuple(tuple(sorted(held)) for held in assignments)
 
 
+def balance_blocks(
+    lengths: Sequence[int],
+    cost: Cost,
+    blocks: int,
+    lockstep: int,
+    overhead: Sequence[float] | None = None,
+    seconds: np.ndarray | None = None,
+) -> Assignments:
+    """Balance documents over ``blocks`` of replicas in lockstep: one for each replica where there
+    are enough, else none for some."""
+    least = lockstep if len(lengths) >= blocks * lockstep else 0
+    return balance_replicas(lengths, cost, blocks, overhead, least, seconds)
+
+
 def plan_step(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str = "epp", replicas: int = 1
 ) -> PlannedStep:
@@ -90,7 +104,7 @@ def plan_step(
     balanced over the blocks, and within a block dealt so that chunks at one position are alike.
     """
     began = time.perf_counter()
-    plan = _unit_planner(planner, options.whole)
+    plan = block_planner(planner, options.whole)
     assigned, blocks = _planned(lengths, cost, options, plan, replicas, planner)
     planned = [replica_plan for block in blocks for replica_plan in block.planned]
     if len({replica_plan.plan.layers for replica_plan in planned}) > 1:
@@ -136,10 +150,10 @@ def plan_part(
         replica: the number of one.
         stands_in_for: the planner that the other replicas have, and documents are divided for.
     """
-    block, plan = replica // options.lockstep, _unit_planner(planner, options.whole)
+    block, plan = replica // options.lockstep, block_planner(planner, options.whole)
     others, units = stands_in_for or planner, replicas // options.lockstep
     if _balanced_twice(units, options):
-        alike = _unit_planner(others, options.whole)
+        alike = block_planner(others, options.whole)
         assigned, blocks = _planned(lengths, cost, options, alike, replicas, others)
     else:
         assigned, blocks = divide_documents(lengths, cost, options, replicas, others), []
@@ -164,7 +178,7 @@ def divide_documents(
     if replicas % width:
         raise ValueError(f"lockstep {width}: expected a divisor of the {replicas} replicas")
     seconds = _document_seconds(lengths, cost, options, replicas // width, planner)
-    return balance_replicas(lengths, cost, replicas // width, None, width, seconds)
+    return balance_blocks(lengths, cost, replicas // width, width, None, seconds)
 
 
 def _document_seconds(
@@ -206,7 +220,7 @@ def _parts(
     ]
 
 
-def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
+def block_planner(planner: str, full_documents: bool) -> BlockFunction:
     """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
     for which it may look as hard as for each of its replicas."""
     row = planner_of(planner, full_documents)
@@ -215,9 +229,45 @@ def _unit_planner(planner: str, full_documents: bool) -> BlockFunction:
         if options.effort is not None:
             effort = min(options.effort * options.lockstep, MOST_EFFORT)
             options = dataclasses.replace(options, effort=effort)
-        return row.plan_block(lengths, cost, options)
+        block = row.plan_block(_with_stand_ins(lengths, options), cost, options)
+        plans = [replica_plan.plan for replica_plan in block.planned]
+        assignments, plans = _without_stand_ins(block.assignments, plans, len(lengths))
+        return PlannedBlock(
+            assignments,
+            tuple(
+                dataclasses.replace(replica_plan, plan=own)
+                for replica_plan, own in zip(block.planned, plans, strict=True)
+            ),
+        )
 
     return plan
+
+
+def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
+    """Return ``lengths`` and those of the shortest documents for replicas that have none: planners
+    want a document for each, and an empty chunk takes about as long."""
+    return [*lengths, *[1] * (options.lockstep - len(lengths))]
+
+
+def _without_stand_ins(
+    assignments: Assignments, plans: Sequence[Plan], documents: int
+) -> tuple[Assignments, list[Plan]]:
+    """Return both with the first ``documents`` of the block alone; the others leave an empty chunk,
+    or their place in one with other documents."""
+    if documents >= len(plans):
+        return assignments, list(plans)
+    kept = [sum(document < documents for document in held) for held in assignments]
+    return tuple(held[:count] for held, count in zip(assignments, kept, strict=True)), [
+        dataclasses.replace(
+            plan,
+            documents=plan.documents[:count],
+            chunks=tuple(
+                Chunk(tuple(span for span in chunk.spans if span.document < count))
+                for chunk in plan.chunks
+            ),
+        )
+        for plan, count in zip(plans, kept, strict=True)
+    ]
 
 
 def _with_layers(
@@ -275,7 +325,7 @@ def _planned(
         end * width - float(seconds[list(held)].sum())
         for held, end in zip(assigned, ends, strict=True)
     ]
-    again = balance_replicas(lengths, cost, units, overhead, width, seconds)
+    again = balance_blocks(lengths, cost, units, width, overhead, seconds)
     if again == assigned:
         return assigned, blocks
     return min((assigned, blocks), (again, planned(again)), key=lambda each: _slowest(each[1]))
@@ -326,10 +376,11 @@ def _evaluation_parts(
     most: int | None,
 ) -> list[StepPart]:
     assigned = divide_documents(lengths, cost, options, replicas, "")
-    planned = {
-        block: evaluation_plans([lengths[d] for d in assigned[block]], cost, options, most)
-        for block in blocks
-    }
+    planned = {}
+    for block in blocks:
+        held = [lengths[document] for document in assigned[block]]
+        stood_in = evaluation_plans(_with_stand_ins(held, options), cost, options, most)
+        planned[block] = _without_stand_ins(*stood_in, len(held))
     return _parts(assigned, planned, replicas)
 
 

@@ -20,6 +20,7 @@ from megatron_epp.ir import (
     Step,
     Timed,
     Transfer,
+    check,
     format_records,
     parse_records,
 )
@@ -220,6 +221,14 @@ def test_a_bad_plan_line_is_named(text: str, error: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_replica_without_documents() -> None:
+    idle = Plan.parse("plan v1\ndocuments -\nlayers 2\nchunk 0: -\nstage 0: F0 B0\n")
+    assert idle.documents == () and Plan.parse(str(idle)) == idle and "documents -\n" in str(idle)
+    check(idle)
+    with pytest.raises(PlanError, match="document 0; there are 0"):
+        Plan.parse("plan v1\ndocuments -\nlayers 2\nchunk 0: 0[0:1]\nstage 0: F0 B0\n")
+
+
 @pytest.mark.parametrize(
     ("head", "error"),
     [
@@ -227,6 +236,9 @@ def test_a_bad_plan_line_is_named(text: str, error: str) -> None:
         ("step v1\ndeal 0: 0\ndeal 2: 1\n", "'deal 2: 1': expected 'deal 1: DOCUMENT ...'"),
         ("step v1\ndeal 0: 0\ndeal 1: 0\n", "dealt twice or never"),
         ("step v1\ndeal 0: 0 1\ndeal 1: 2\n", "replica 0 is dealt 2 documents"),
+        ("step v1\ndeal 0: 0\ndeal 1: -\n", "replica 1 is dealt 0 documents"),
+        ("step v1\ndeal 0: 0\ndeal 1: - 1\n", "expected 'deal 1: DOCUMENT ...'"),
+        ("step v1\ndeal 0: -\ndeal 1: -\n", "no replica is dealt a document"),
         ("step v1\ndeal 0: 0\n", "2 plans for 1 replicas"),
     ],
 )

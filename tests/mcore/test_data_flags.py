@@ -149,18 +149,16 @@ class Numbered:
 
 
 @pytest.mark.parametrize(
-    ("documents", "size", "replicas", "sizes"),
-    [(10, 4, 2, [3, 3, 4]), (8, 4, 2, [4, 4]), (3, 4, 2, [3]), (7, 3, 3, [3, 4])],
+    ("documents", "size", "sizes"),
+    [(10, 4, [3, 3, 4]), (8, 4, [4, 4]), (3, 4, [3]), (7, 3, [2, 2, 3])],
 )
-def test_a_pass_has_every_document_once(documents, size, replicas, sizes) -> None:
-    passes = FullPasses(Numbered(documents), size, replicas)
+def test_a_pass_has_every_document_once(documents, size, sizes) -> None:
+    passes = FullPasses(Numbered(documents), size)
     for _ in range(2):
         batches = [next(passes) for _ in range(passes.batches)]
         assert [len(batch.samples) for batch in batches] == sizes
         assert numpy.concatenate([b.samples for b in batches]).tolist() == list(range(documents))
         assert batches[0].lengths.tolist() == list(range(1, sizes[0] + 1))
-    with pytest.raises(ValueError, match="--full-validation: 1 documents for 2 data-parallel"):
-        FullPasses(Numbered(1), size, 2)
 
 
 def test_full_validation_is_the_loss_over_the_whole_set(tmp_path: Path) -> None:

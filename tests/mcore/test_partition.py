@@ -216,8 +216,8 @@ def test_a_document_longer_than_a_replicas_part_is_said_at_start(
 ) -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, cp=2, dp=4)
     batches = [[4096] * 8, [262_144, *[2048] * 63]]
-    monkeypatch.setattr(job_choices, "_cost_and_options", lambda args, layers: (cost, None))
-    monkeypatch.setattr(job_choices, "_first_batches", lambda args: batches)
+    monkeypatch.setattr(job_choices, "cost_and_options", lambda args, layers: (cost, None))
+    monkeypatch.setattr(job_choices, "first_batches", lambda args: batches)
     for other in ("choose_blend", "choose_row_multiple", "choose_vocabulary"):
         monkeypatch.setattr(job_choices, other, lambda *args: None)
     monkeypatch.setattr(job_choices, "choose_placement", lambda args: (None, None))

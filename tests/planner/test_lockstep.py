@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.ir import Step, check, check_op_templates
+from megatron_epp.ir import Step, StepPart, check, check_op_templates
 from megatron_epp.planner import (
     ALL,
     COMPARED,
     TRAINING_LEVERS,
     Options,
     evaluation_step,
+    plan_part,
     plan_step,
 )
 from megatron_epp.planner.block_table import block_seconds
@@ -76,9 +77,30 @@ def test_nobody_is_without_a_document(documents) -> None:
         require_runs(evaluation_step(lengths, machine(pp=2), options, 2), lengths, 2)
 
 
-def test_too_few_documents_or_odd_blocks() -> None:
-    with pytest.raises(ValueError, match="3 documents for 4 replicas"):
-        plan_step([5, 1, 1], machine(), Options(lockstep=2), "epp", 4)
+@pytest.mark.parametrize("lengths", [[9000], [5, 9000], [5, 1, 1]])
+@pytest.mark.parametrize(("width", "replicas"), [(1, 4), (2, 4), (4, 4)])
+def test_fewer_documents_than_replicas(lengths, width, replicas) -> None:
+    """Those without any run empty chunks; lockstep groups with and without some are balanced."""
+    cost = machine(pp=2)
+    for planner in COMPARED:
+        options = Options(effort=0, lockstep=width)
+        step = plan_step(lengths, cost, options, planner, replicas).step
+        evaluation = evaluation_step(lengths, cost, options, replicas)
+        for one in (step, evaluation):
+            assert one.lengths == tuple(lengths) and one.lockstep == width
+            assert sum(map(bool, one.assignments)) == len(lengths)
+            assert Step.parse(str(one)) == one
+            check_op_templates(one)
+            for replica, (plan, held) in enumerate(zip(one.plans, one.assignments, strict=True)):
+                check(plan)
+                assert plan.chunks and (held or not any(chunk.spans for chunk in plan.chunks))
+                part = one.part(replica)
+                assert StepPart.parse(str(part)) == part
+        part = plan_part(lengths, cost, options, planner, replicas, replicas - 1)
+        assert part.plans == step.part(replicas - 1).plans
+
+
+def test_odd_blocks() -> None:
     with pytest.raises(ValueError, match="lockstep 2: expected a divisor of the 3 replicas"):
         plan_step([5, 1, 1], machine(), Options(lockstep=2), "epp", 3)
     with pytest.raises(ValueError, match="lockstep 2: expected a divisor of the 3 replicas"):

@@ -26,8 +26,9 @@ class PlansOf:
         from megatron_epp.cost.build import named_cost
         from megatron_epp.cost.cost import Cost
         from megatron_epp.cost.layout import StageLayout
-        from megatron_epp.planner import Options, planner_of
+        from megatron_epp.planner import Options
         from megatron_epp.planner.options import TRAINING_LEVERS
+        from megatron_epp.planner.replicas import block_planner
 
         profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).layout.profile
         layout = StageLayout(
@@ -36,4 +37,5 @@ class PlansOf:
         cost = Cost(layout, (STAGE_BYTES,) * layout.placement.ranks)
         levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
         options = Options(CONTEXT, levers, whole=self.whole)
-        return planner_of(self.planner, self.whole)(lengths, cost, options).plan
+        (planned,) = block_planner(self.planner, self.whole)(lengths, cost, options).planned
+        return planned.plan

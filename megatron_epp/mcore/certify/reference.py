@@ -131,6 +131,7 @@ class ReferenceModel:
             trees=self.trial.trees,
             plans=plans,
             alone=self.rows * exact if self.trial.dtype == FLOAT64 else 0,
+            documents=self.trial.documents or 0,
         )
         if self.trial.trees:
             require_shared(small.elastic, "--trees")

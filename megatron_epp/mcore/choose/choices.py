@@ -22,7 +22,13 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import vocabulary_refusal
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.choose.kept import kept_blend, kept_placement, kept_vocabulary, resumes
+from megatron_epp.mcore.choose.kept import (
+    keeps_layout,
+    kept_blend,
+    kept_placement,
+    kept_vocabulary,
+    resumes,
+)
 from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.global_batches import scheduled_sizes
 from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ranks
@@ -85,8 +91,8 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
     if not args.epp or replicas == 1 or (parts is not None and parts.items is not None):
         return None
     try:
-        cost, _ = _cost_and_options(args, even_layers(args.num_layers, stages))
-        batches = _first_batches(args)
+        cost, _ = cost_and_options(args, even_layers(args.num_layers, stages))
+        batches = first_batches(args)
     except (OSError, ValueError):
         return None
     lines = (overlong_for_replica(cost, lengths, replicas) for lengths in batches)
@@ -105,7 +111,7 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
         return None
     ranks = row_ranks(args)
     try:
-        batches = _first_batches(args)
+        batches = first_batches(args)
     except (OSError, ValueError):  # of lengths that nobody knows
         return None
     stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
@@ -173,7 +179,7 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
     if args.epp_plan is not None:
         planned = first_recorded(args.epp_plan).vocabulary_parallel
         return (ON if planned else OFF), "as the plans of --epp-plan have it"
-    if resumes(args):
+    if resumes(args) and keeps_layout(args):
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
     if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
         return OFF, "--pipeline-model-parallel-layout has placed the output layer"
@@ -187,10 +193,10 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
     if args.epp_partition != PARTITION_AUTO:
         layers = tuple(stage_layers(args, len(layers), None))
     try:
-        cost, options = _cost_and_options(args, layers)
+        cost, options = cost_and_options(args, layers)
         if (refusal := ruled_out(cost)) is not None:
             return OFF, refusal
-        choice = vocabulary_of(cost, _first_batches(args), options, args.epp_planner)
+        choice = vocabulary_of(cost, first_batches(args), options, args.epp_planner)
     except (OSError, ValueError) as unknown:
         return OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"
     return choice.key, f"{choice.comparison} by {_source_of_costs(args)} (simulated)"
@@ -210,13 +216,15 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
     if stages == 1:
         return None, f"{flag} has no effect with one stage"
     even = even_layers(args.num_layers, stages)
-    if resumes(args):
+    if resumes(args) and keeps_layout(args):
         kept = kept_placement(args)
         placement = kept or Placement(tuple(range(stages)), even)
         whence = "its flags made it even" if kept is None else "kept next to it"
         why = f"the checkpoint's, as it resumes ({whence})"
     else:
         placement, why = _placement_by_time(args, even)
+        if resumes(args):
+            why = f"chosen anew, as the checkpoint's run had another layout; {why}"
     values = placed_values(
         placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
     )
@@ -242,8 +250,8 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
         place, layers = plan.place or tuple(range(plan.stages)), plan.layers
         why = "as the plans of --epp-plan have it"
     else:
-        cost, options = _cost_and_options(args, even)
-        plans = _first_batches(args), options, args.epp_planner
+        cost, options = cost_and_options(args, even)
+        plans = first_batches(args), options, args.epp_planner
         if both:
             placed = placement_of(cost, *plans)
             cost, why = placed.cost, f"{placed.comparison} by"
@@ -265,7 +273,7 @@ def _source_of_costs(args: Any) -> str:
     return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
 
 
-def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
     """Return the job's cost with ``layers`` of the stages, and the options of its planner.
 
     ValueError, OSError: the cost model cannot be read.
@@ -287,7 +295,7 @@ def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options
     return cost.replace(multiple=chunk_multiple(args)), options
 
 
-def _first_batches(args: Any) -> list[list[int]]:
+def first_batches(args: Any) -> list[list[int]]:
     """Return the document lengths of the first global batches, on average over the corpora.
 
     ValueError: there are none to read.

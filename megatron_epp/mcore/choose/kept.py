@@ -21,6 +21,7 @@ CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
+LAYOUT_KEY = "epp_layout"  # on Megatron's args, too: what --epp-layouts chose
 
 
 def resumes(args: Any) -> bool:
@@ -45,6 +46,8 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
     choices = {VOCABULARY_KEY: args.epp_vocab_parallel, BLEND_KEY: args.epp_blend}
     if placement is not None:
         choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
+    if (layout := getattr(args, LAYOUT_KEY, None)) is not None:
+        choices[LAYOUT_KEY] = layout
     write_atomically(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
     return models
 
@@ -63,6 +66,30 @@ def resumable_line(args: Any) -> str:
         if getattr(args, "non_persistent_ckpt_type", None) != "local":  # which does not know it
             more = f"; with {flag}, given now, they resume with any"
     return f"--save {args.save}: checkpoints resume with {degrees}{more}"
+
+
+def kept_layout(args: Any) -> dict[str, Any] | None:
+    """Return the layout of the checkpoint's run, None where --epp-layouts did not choose it.
+
+    ValueError: the file is damaged.
+    """
+    path, choices = _kept(args, LAYOUT_KEY)
+    layout = None if choices is None else choices.get(LAYOUT_KEY)
+    if layout is not None and not isinstance(layout, dict):
+        raise _damaged(path, "expected an object", LAYOUT_KEY, args)
+    return layout
+
+
+def keeps_layout(args: Any) -> bool:
+    """Return whether this start has the layout of the run that it resumes.
+
+    Where --epp-layouts does not choose, flags say the layout, and what was kept has to fit them.
+    """
+    chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
+    degrees = ("tp", "pp", "cp", "ep")
+    return chosen is None or (
+        kept is not None and all(chosen[name] == kept.get(name) for name in degrees)
+    )
 
 
 def kept_vocabulary(args: Any) -> bool:

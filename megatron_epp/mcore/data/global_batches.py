@@ -213,20 +213,12 @@ class GlobalBatches:
 class FullPasses(GlobalBatches):
     """Passes over all documents, again and again, each in the same ``batches`` batches.
 
-    --full-validation: every pass has each document once.
-
-    size       documents of a batch, at most where the replicas allow
-    replicas   which each get a document of every batch
+    --full-validation: every pass has each document once, at most ``size`` in a batch.
     """
 
-    def __init__(self, documents: DocumentSource, size: int, replicas: int) -> None:
+    def __init__(self, documents: DocumentSource, size: int) -> None:
         total = len(documents)
-        self.batches = min(-(-total // size), total // replicas)
-        if not self.batches:
-            raise ValueError(
-                f"--full-validation: {total} documents for {replicas} data-parallel replicas; "
-                "expected one for each at least; give validation more documents"
-            )
+        self.batches = -(-total // size)
         self._bounds = [total * batch // self.batches for batch in range(self.batches + 1)]
         self._drawn = 0
         super().__init__(documents, size, 0)

@@ -56,6 +56,13 @@ class Config:
         "the documents' lengths differ) or a folder as --epp-record wrote it.",
         metavar="PATH",
     )
+    epp_layouts: str | None = flag(
+        None,
+        "File of allowed layouts, one a line (tp 1 pp 2 cp 1 ep 1 layers 4 4): each start takes "
+        "the fastest of those that most of its devices fill, in the place of the degree flags; "
+        "ranks that are left wait as spares.",
+        metavar="FILE",
+    )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
         " (default: a GPU less a margin; on a CPU 0.8 of the available memory, shared by the local "

@@ -36,7 +36,7 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+AGENT_STORE = "TORCHELASTIC_USEAGENT_STORE"
 # What Megatron says, in part, and what to do in the place of what it asks for.
 _REMEDIES = {
     "sharding type": "The optimizer's states were saved for one layout; save with "
@@ -168,7 +168,7 @@ def require_launcher() -> None:
 
     The thread that watches it (launcher.py) cannot know that it was there before.
     """
-    if os.environ.get(_AGENT_STORE) != "True":
+    if os.environ.get(AGENT_STORE) != "True":
         return
     try:
         _meeting_place()
@@ -213,7 +213,13 @@ def _meeting_place() -> Any:
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
-    if os.environ.get(_AGENT_STORE) != "True":
+    return torchrun_store()
+
+
+def torchrun_store() -> Any:
+    """Return the store that torchrun keeps. RuntimeError: there is none."""
+    distributed = torch.distributed
+    if os.environ.get(AGENT_STORE) != "True":
         raise RuntimeError("not started by torchrun: there is no store yet")
     store = distributed.TCPStore(
         host_name=os.environ["MASTER_ADDR"],

@@ -19,12 +19,21 @@ from megatron_epp.mcore.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.job.job_exit import reason
 from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, patch_points
+from megatron_epp.mcore.patching.uneven_batches import restore_evaluation, undivided_evaluation
 from megatron_epp.mcore.placing import virtual_flags
 
+type Watch = Callable[[ArgumentParser], ArgumentParser]
 
-def read_flags() -> Namespace:
+
+def _as_typed(parser: ArgumentParser) -> ArgumentParser:
+    return parser
+
+
+def read_flags(watch: Watch = _as_typed) -> Namespace:
     """Megatron's flags and ours, validated and made Megatron's global arguments.
+
+    ``watch``: has the parser give other values than those that were typed.
 
     ValueError: a flag that is unknown, or that Megatron or this host refuses.
     """
@@ -40,7 +49,7 @@ def read_flags() -> Namespace:
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
-        wanted = parse_args(prepare_parser)
+        wanted = parse_args(lambda parser: watch(prepare_parser(parser)))
         if cpu_host.is_cpu_host():
             refusals.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
@@ -48,12 +57,14 @@ def read_flags() -> Namespace:
         refusals.require_parts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
+            patch_points.allow_uneven_batches()
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
-            parser = prepare_parser(parser)
+            parser = watch(prepare_parser(parser))
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted) | kind_defaults(wanted))
                 parser.set_defaults(**placeholder(wanted))
+                undivided_evaluation(parser)
             return parser
 
         # Megatron warns of a default that is overridden, so only where it will be used.
@@ -64,6 +75,8 @@ def read_flags() -> Namespace:
             if wanted.epp:  # what --epp does not run at all comes before what it would have to be
                 refusals.refuse_by_name(parse_args(prepare))
             raise
+        if args.epp:
+            restore_evaluation(args)
         require_data_flags(args)
         require_local(args)
         require_complete(args)

@@ -24,6 +24,7 @@ import torch
 
 from megatron_epp.layers.norms import ZERO_CENTERED
 from megatron_epp.mcore.patching.releases import NEWEST, STABLE, release_of
+from megatron_epp.mcore.patching.uneven_batches import build_calculator
 
 _MARK = "__megatron_epp_seam__"
 
@@ -391,6 +392,29 @@ ROW_LINEAR = _patch_point(
 )(_multiply_as_configured)
 
 
+MICRO_BATCHES = _patch_point(
+    "micro-batches",
+    "megatron.core.num_microbatches_calculator._build_num_microbatches_calculator",
+    "epp",
+    "it refuses batches that replicas do not divide; plans balance seconds, not counts",
+    "megatron.core.num_microbatches_calculator.ConstantNumMicroBatchesCalculator",
+    "megatron.core.num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator",
+)(build_calculator)
+
+
+def allow_uneven_batches() -> None:
+    """Have Megatron take batches that the replicas do not divide, before it counts any.
+
+    ValueError: as ``check_patch_points``.
+    """
+    if not is_patched(MICRO_BATCHES):
+        return install([MICRO_BATCHES])
+    from megatron.core import num_microbatches_calculator
+
+    check_patch_points([])  # the version
+    num_microbatches_calculator.choose_builder(MICRO_BATCHES.replacement)
+
+
 def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> PatchPoint:
     """The seam through which Megatron's trainer and its evaluation find their schedule.
 
@@ -432,7 +456,7 @@ ALWAYS_PATCH_POINTS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER
 CPU_HOST_PATCH_POINTS = (
     NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE, MTP_LAYERS,
 )  # fmt: skip
-EPP_PATCH_POINTS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
+EPP_PATCH_POINTS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR, MICRO_BATCHES)
 ALL_PATCH_POINTS = (
     *ALWAYS_PATCH_POINTS,
     *CPU_HOST_PATCH_POINTS,

@@ -52,6 +52,7 @@ STABLE = Release(
         "fusion warm-up": "30490ca40d0b9299",
         "column linear": "3b1ac5c4df57a0c4",
         "row linear": "8007ed2c87e73988",
+        "micro-batches": "89ce88584483e174",
         "schedule": "c80b46ffc27a0017",
     },
 )

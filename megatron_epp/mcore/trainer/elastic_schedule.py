@@ -23,7 +23,9 @@ from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
+from megatron_epp.mcore.patching.uneven_batches import MicroBatches, SampleCount
 from megatron_epp.mcore.placing.embedding_copies import add_up_embedding_gradients
+from megatron_epp.mcore.trainer.job_data import progress_of
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase
 
@@ -46,6 +48,7 @@ class ElasticSchedule:
         self.steps, self.runner, self.retry, self.observer = steps, runner, retry, observer
         self.validate, self.current_op = validate, runner.programs.current_op
         self.ran: StageRun
+        self._samples = SampleCount()
 
     def __call__(
         self,
@@ -68,7 +71,7 @@ class ElasticSchedule:
         """One iteration over the next global batch of documents.
 
         ``data_iterator`` gives :class:`Batch` after Batch, one per call; ``num_microbatches`` and
-        the shapes are Megatron's counters and play no part. Returns, on the last stage, one
+        the shapes are Megatron's counters and decide nothing. Returns, on the last stage, one
         report: each entry summed over the tokens of this replica.
         """
         if collect_non_loss_data:
@@ -81,6 +84,9 @@ class ElasticSchedule:
         batch: Batch = next(data_iterator)
         source = _batches(data_iterator)
         iteration = _iteration()
+        if isinstance(num_microbatches, MicroBatches) and not forward_only:
+            began = source.consumed - len(batch.samples)
+            self._samples.check(source, began, progress_of(get_args()).consumed_train_samples)
         self.current_op.iteration = iteration
         self.observer.resume(iteration)
         if config.timers is not None:

@@ -86,13 +86,17 @@ def train(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore.choose.choices import choose
+    from megatron_epp.mcore.choose.layouts import choose_layout, release_spares, wait_as_spare
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
-    args = read_flags()
+    layout = choose_layout()
+    if layout is not None and rank() >= layout.ranks:
+        return wait_as_spare(layout)
+    args = read_flags() if layout is None else read_flags(layout.watch)
     _require_kind(args.hybrid_layer_pattern, hybrid)
     _require_iterations(args)
     if args.inprocess_restart:
@@ -112,14 +116,17 @@ def train(
         fix_layer_spec(model)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
-    pretrain(
-        configuration,
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        store=store,
-        get_embedding_ranks=megatron_gpt.embedding_ranks,
-    )
+    try:
+        pretrain(
+            configuration,
+            datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            get_embedding_ranks=megatron_gpt.embedding_ranks,
+        )
+    finally:
+        release_spares(layout)
 
 
 def _require_iterations(args: Any) -> None:

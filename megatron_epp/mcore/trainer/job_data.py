@@ -25,14 +25,14 @@ from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 def consumed_in_phase(args: Any) -> int:
     """Return the training samples consumed, of the phase of --phase-transition-iterations."""
-    progress = _progress(args)
+    progress = progress_of(args)
     if not args.phase_transition_iterations:
         return progress.consumed_train_samples
     begun = max(at for at in (0, *args.phase_transition_iterations) if at <= progress.iteration)
     return (progress.iteration - begun) * args.global_batch_size
 
 
-def _progress(args: Any) -> Any:
+def progress_of(args: Any) -> Any:
     """Return what counts iterations and samples: in later Megatrons (#7447) a state of its own."""
     return getattr(global_vars, "get_train_state", lambda: args)()
 
@@ -68,19 +68,19 @@ class JobData:
         training, validation, test = self._documents(args, wanted, group)
         megatron_gpt.require_validation(args, validation is not None)
         make, of_evaluation = self._hooks.make_batches, args.eval_global_batch_size
-        before = _progress(args).consumed_train_samples - start  # in earlier phases
+        before = progress_of(args).consumed_train_samples - start  # in earlier phases
         batches: list[GlobalBatches | None] = [None, None, None]
         if training is not None:
             batches[0] = make(training, lambda consumed: of_training(before + consumed), start)
             self._describe(training, args)
         for place, documents, consumed in (
-            (1, validation, _progress(args).consumed_valid_samples),
+            (1, validation, progress_of(args).consumed_valid_samples),
             (2, test, 0),
         ):
             if documents is None or not len(documents):
                 continue
             if args.full_validation:
-                batches[place] = FullPasses(documents, of_evaluation, args.data_parallel_size)
+                batches[place] = FullPasses(documents, of_evaluation)
             else:
                 batches[place] = make(documents, of_evaluation, consumed)
         if isinstance(passes := batches[1], FullPasses):

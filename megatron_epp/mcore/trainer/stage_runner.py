@@ -134,6 +134,10 @@ class StageRunner:
         return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
-        """Where the whole documents of ``plan`` begin and end: [documents + 1] int64."""
-        boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
+        """Where the whole documents of ``plan`` begin and end: [documents + 1] int64.
+
+        Without documents, those of one without tokens: Megatron's sum over the ranks is one that
+        all of them take part in, and whoever counts no document leaves it out.
+        """
+        boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
         return torch.from_numpy(boundaries).to(self.programs.device)

@@ -30,7 +30,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import MANY_EFFORT, Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
-from megatron_epp.planner.replicas import balance_replicas
+from megatron_epp.planner.replicas import balance_blocks
 
 SKETCH_EFFORT = 1  # of the plans that candidates are compared by
 MOST_TRIED = 10  # partitions that are planned for, over all rounds
@@ -140,7 +140,7 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
-    assignments = balance_replicas(lengths, cost, cost.layout.dp // lockstep, least=lockstep)
+    assignments = balance_blocks(lengths, cost, cost.layout.dp // lockstep, lockstep)
     of_replicas = [[lengths[document] for document in assignment] for assignment in assignments]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 

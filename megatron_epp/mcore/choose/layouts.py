@@ -1,0 +1,411 @@
+"""Layout of a start: of those that --epp-layouts allows, the fastest for the devices that are left.
+
+Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
+store. Ranks that the layout has no place for are spares: they join no process group, and wait until
+the training ends or torchrun ends them.
+"""
+
+import copy
+import io
+import json
+import os
+import socket
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.mcore.choose.kept import LAYOUT_KEY, kept_layout, resumes
+from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
+from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.planner.choose.partition import layout_text
+from megatron_epp.safe_files import bounded_text
+
+EVERY_SECONDS, PATIENCE_SECONDS = 0.5, 1800.0
+MOST_LAYOUTS = 256
+_DEGREES = "tp", "pp", "cp", "ep"
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedLayout:
+    """A line of the file: degrees of parallelism, and layers by stage; none: as the flags say."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    layers: tuple[int, ...] = ()
+    line: int = 0
+
+    def __str__(self) -> str:
+        """Return the line of a file."""
+        layers = f" layers {' '.join(map(str, self.layers))}" * bool(self.layers)
+        return " ".join(f"{name} {getattr(self, name)}" for name in _DEGREES) + layers
+
+    def least_ranks(self, expert_tp: int | None) -> int:
+        """Return the least number of ranks, of which those of a job are a multiple."""
+        stage = self.tp * self.cp
+        return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
+
+    def set_on(self, args: Any) -> None:
+        """Override the degrees of ``args``, which are not validated yet."""
+        args.tensor_model_parallel_size, args.context_parallel_size = self.tp, self.cp
+        args.pipeline_model_parallel_size, args.expert_model_parallel_size = self.pp, self.ep
+        args.sequence_parallel = args.sequence_parallel and self.tp > 1
+        if self.layers:
+            args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
+            even, mtp = len(set(self.layers)) == 1, args.mtp_num_layers or 0
+            text = None if even and not mtp else layout_text(self.layers, mtp)
+            args.pipeline_model_parallel_layout, args.epp_partition = text, "flags"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLayout:
+    """A layout for ``devices``, of which ``ranks`` train; the others are spares.
+
+    ``seconds`` of an iteration are predicted; 0: lengths or costs are not known.
+    """
+
+    layout: AllowedLayout
+    devices: int
+    ranks: int
+    seconds: float
+
+    @property
+    def has_spares(self) -> bool:
+        """Whether some ranks wait."""
+        return self.ranks < self.devices
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what is kept next to the checkpoint."""
+        own = {name: getattr(self.layout, name) for name in _DEGREES}
+        return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
+
+    def line(self, path: str) -> str:
+        """Return what rank 0 prints."""
+        waiting = [str(rank) for rank in range(self.ranks, self.devices)]
+        spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
+        seconds = (
+            f"predicted {self.seconds:.4g} s an iteration"
+            if self.seconds
+            else "lengths or costs not known"
+        )
+        return (
+            f"--epp-layouts {path}: {self.layout} on {self.ranks} of {self.devices} devices, "
+            f"{seconds}{spares}"
+        )
+
+    def to_json(self) -> str:
+        """Return the text that :meth:`from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "ChosenLayout":
+        """Read what rank 0 chose."""
+        entries = json.loads(text)
+        of_layout = entries.pop("layout")
+        layers = tuple(of_layout.pop("layers"))
+        return cls(AllowedLayout(**of_layout, layers=layers), **entries)
+
+    def watch(self, parser: ArgumentParser) -> ArgumentParser:
+        """Have ``parser`` give this layout in the place of the degrees that were typed."""
+        parse = parser.parse_args
+
+        def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            args = parse(words, namespace)
+            self.layout.set_on(args)
+            setattr(args, LAYOUT_KEY, self.facts)
+            return args
+
+        parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+        return parser
+
+
+# ------------------------------------------------------------------ the file
+
+
+def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
+    """Return the layouts of a file, one a line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
+
+    What a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
+
+    ValueError: the line that is none, with its number.
+    """
+    layouts = []
+    text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
+    for number, line in enumerate(text.split("\n"), 1):
+        if words := line.split("#")[0].split():
+            try:
+                layouts.append(_layout(words, number))
+            except ValueError as error:
+                raise ValueError(f"--epp-layouts {path}:{number}: {error}") from None
+    if not 1 <= len(layouts) <= MOST_LAYOUTS:
+        raise ValueError(
+            f"--epp-layouts {path}: {len(layouts)} layouts; expected 1 to {MOST_LAYOUTS}, one a "
+            "line"
+        )
+    return tuple(layouts)
+
+
+def _layout(words: Sequence[str], line: int) -> AllowedLayout:
+    degrees: dict[str, int] = {}
+    layers: tuple[int, ...] = ()
+    rest = iter(words)
+    for word in rest:
+        if word == "layers":
+            layers = tuple(_number(word, text) for text in rest)
+        elif word in _DEGREES and word not in degrees:
+            degrees[word] = _number(word, next(rest, ""))
+        else:
+            raise ValueError(f"{word[:40]!r}: expected each of {', '.join(_DEGREES)} once, layers")
+    if layers and degrees.setdefault("pp", len(layers)) != len(layers):
+        raise ValueError(f"layers of {len(layers)} stages; expected those of pp {degrees['pp']}")
+    return AllowedLayout(**degrees, layers=layers, line=line)
+
+
+def _number(word: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:7]) <= 10**5 and len(text) < 7):
+        raise ValueError(f"{word} {text[:40]!r}: expected a number from 1 on")
+    return int(text)
+
+
+# ------------------------------------------------------------------ the choice
+
+
+def choose_layout() -> ChosenLayout | None:
+    """Return the layout of this start; None without --epp-layouts.
+
+    Every rank of torchrun calls it, and those that train see their own number from then on.
+
+    ValueError: the file cannot be used, or no layout fits; nothing was written.
+    """
+    from megatron.training.arguments import parse_args
+
+    with refusals_as_value_errors():
+        wanted = parse_args(prepare_parser)
+    if not wanted.epp or wanted.epp_layouts is None:
+        return None
+    rank, devices = wanted.rank, wanted.world_size
+    key = f"layout of {devices}"
+    if rank == 0:
+        answer = ""
+        try:
+            chosen = choice(wanted, devices, predicted_seconds)
+            answer = chosen.to_json()
+        finally:
+            if devices > 1:
+                meeting_store().set(key, answer)
+        print(chosen.line(wanted.epp_layouts), flush=True)
+    else:
+        answer = meeting_store().get(key).decode()
+        if not answer:
+            raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
+        chosen = ChosenLayout.from_json(answer)
+    if rank < chosen.ranks:
+        os.environ["WORLD_SIZE"] = str(chosen.ranks)
+    return chosen
+
+
+@cache
+def meeting_store() -> Any:
+    """Return the store at which all ranks of a start meet: torchrun's, or what rank 0 keeps.
+
+    Where torchrun keeps none (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 has one at the port at
+    which the process group is going to ask for it, and gets the same.
+    """
+    if os.environ.get(AGENT_STORE) == "True":
+        return torchrun_store()
+    return torch.distributed.TCPStore(
+        host_name=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        world_size=None,
+        is_master=os.environ["RANK"] == "0",
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def choice(
+    wanted: Namespace,
+    devices: int,
+    seconds_of: Callable[[Namespace, AllowedLayout], float | None],
+) -> ChosenLayout:
+    """Return the fastest layout that fits, of those that most of the ``devices`` fill.
+
+    Args:
+        wanted: Megatron's flags, not validated.
+        devices: the number of ranks that there are.
+        seconds_of: predicts an iteration of validated flags; None where plans do not fit.
+
+    Raises:
+        ValueError: a line cannot be run at all, or no layout fits.
+    """
+    path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
+    filled: dict[AllowedLayout, int] = {}
+    validated: dict[AllowedLayout, Namespace] = {}
+    impossible: dict[AllowedLayout, str] = {}
+    for layout in read_layouts(path):
+        least = layout.least_ranks(expert_tp)
+        filled[layout] = devices - devices % least
+        try:
+            validated[layout] = _validated(wanted, layout, filled[layout] or least)
+        except ValueError as error:
+            impossible[layout] = str(error)
+    if len(set(impossible.values())) == 1 and len(impossible) == len(filled) > 1:
+        raise ValueError(next(iter(impossible.values())))  # of other flags
+    for layout, why in impossible.items():
+        raise ValueError(f"--epp-layouts {path}:{layout.line}: {layout}: {why}")
+    least = min(layout.least_ranks(expert_tp) for layout in filled)
+    if least > devices:
+        raise ValueError(
+            f"--epp-layouts {path}: no layout fits the {devices} devices that are there; expected "
+            f"at least {least}, or a line with smaller degrees"
+        )
+    refused: list[str] = []
+    for ranks in sorted({count for count in filled.values() if count}, reverse=True):
+        able = [layout for layout, count in filled.items() if count == ranks]
+        predicted = {}
+        for layout in able:
+            if (reason := _resume_refusal(validated[layout], layout)) is not None:
+                refused.append(f"{layout}: {reason}")
+            elif (seconds := seconds_of(validated[layout], layout)) is None:
+                refused.append(f"{layout}: its plans need more memory than there is")
+            else:
+                predicted[layout] = seconds
+        if predicted:
+            best = min(predicted, key=lambda layout: predicted[layout])
+            return ChosenLayout(best, devices, ranks, predicted[best])
+    raise ValueError(
+        f"--epp-layouts {path}: no layout fits {devices} devices ({'; '.join(refused[:3])}); "
+        "expected more devices, or a line with other degrees"
+    )
+
+
+def _validated(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
+    """Return the flags with ``layout`` as Megatron and --epp take them. ValueError: they do not."""
+    from megatron.training.arguments import (
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
+
+    from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.flags.config import elastic_defaults
+    from megatron_epp.mcore.kinds.registry import kind_defaults
+    from megatron_epp.mcore.patching.uneven_batches import undivided_evaluation
+    from megatron_epp.mcore.placing.placeholder import placeholder
+
+    laid_out = copy.copy(wanted)
+    layout.set_on(laid_out)
+
+    def prepare(parser: ArgumentParser) -> ArgumentParser:
+        parser = prepare_parser(parser)
+        parser.set_defaults(**elastic_defaults(laid_out) | kind_defaults(laid_out))
+        parser.set_defaults(**placeholder(laid_out))
+        return undivided_evaluation(parser)
+
+    with redirect_stdout(io.StringIO()), refusals_as_value_errors():
+        args = parse_args(prepare)
+        layout.set_on(args)
+        args.rank, args.world_size = 1, ranks  # rank 0 alone prints
+        if sum(layout.layers) not in (0, args.num_layers):
+            raise ValueError(f"layers of {args.num_layers} in all are expected")
+        refusals.require_equal_stages(args)
+        validate_args(args)
+        core_transformer_config_from_args(args)  # which checks heads and experts
+        refusals.refuse(args)
+        args.rank = 0
+    return args
+
+
+def _resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
+    """Return why the checkpoint does not load with ``layout``; None: it does."""
+    kept = kept_layout(args) if resumes(args) else None
+    if kept is None or args.no_load_optim or kept.get("ep") in (None, layout.ep):
+        return None
+    return f"the optimizer's states of experts load with ep {kept['ep']} alone (--no-load-optim)"
+
+
+def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
+    """Return the seconds of the first batches' plans, on average; 0 where they are not known.
+
+    None: they need more memory than there is. Costs are those measured next to the checkpoint, else
+    of --epp-cost-model, else by the device's name.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    from megatron_epp.cost.build import even_layers
+    from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
+    from megatron_epp.mcore.flags.config import layers_by_time
+    from megatron_epp.mcore.model.shape import stage_layers
+    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
+
+    args = copy.copy(args)
+    if args.step_batch_size_schedule:  # as large as they get
+        sizes = (part.split(":")[1] for part in args.step_batch_size_schedule.split())
+        args.global_batch_size, args.step_batch_size_schedule = max(map(int, sizes)), None
+    stages = args.pipeline_model_parallel_size
+    args.epp_row_multiple = args.epp_row_multiple or 1
+    with redirect_stdout(io.StringIO()):
+        build_tokenizer(args)  # which sets the size of the vocabulary
+    for source in _cost_models(args):
+        args.epp_cost_model = source
+        try:
+            if layout.layers:
+                layers = layout.layers
+            elif layers_by_time(args):
+                layers = even_layers(args.num_layers, stages)
+            else:
+                layers = tuple(stage_layers(args, stages, None))
+            batches = first_batches(args)
+            cost, options = cost_and_options(args, layers)
+        except (OSError, ValueError):
+            continue
+        held = [heaviest(lengths, cost) for lengths in batches]
+        seconds = sketched_seconds(cost, held, options, args.epp_planner)
+        return None if seconds is None else seconds / len(held)
+    return 0.0
+
+
+def _cost_models(args: Namespace) -> Iterator[str | None]:
+    from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
+
+    if args.epp_cost_model is None and args.load and (Path(args.load) / FILE_NAME).exists():
+        yield str(Path(args.load) / FILE_NAME)
+    yield args.epp_cost_model
+
+
+# ------------------------------------------------------------------ spares
+
+
+def wait_as_spare(chosen: ChosenLayout) -> None:
+    """Wait until the training of the other ranks ends."""
+    rank = os.environ["RANK"]
+    print(
+        f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
+        f"has no place for it among {chosen.devices} devices",
+        flush=True,
+    )
+    store, key = meeting_store(), _end_of(chosen)
+    with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
+        while not store.check([key]):
+            time.sleep(EVERY_SECONDS)
+
+
+def release_spares(chosen: ChosenLayout | None) -> None:
+    """Have spares end, on rank 0 of those that trained."""
+    if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
+        meeting_store().set(_end_of(chosen), "ended")
+
+
+def _end_of(chosen: ChosenLayout) -> str:
+    return f"end of {chosen.ranks} of {chosen.devices}"

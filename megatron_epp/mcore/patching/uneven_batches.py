@@ -1,0 +1,128 @@
+"""Global batches that the replicas do not divide, in Megatron's own counts.
+
+Megatron counts the samples of a batch as replicas x micro-batch size x micro-batches of a replica.
+With --epp a micro-batch is a document and a replica has as many as balance its seconds, so that
+the last factor is a mean, and need not be a whole number.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class MicroBatches(int):
+    """The mean number of micro-batches of a replica: rounded up as a number, exact in products.
+
+    Three replicas have ``MicroBatches(7, 3)`` of 7 documents: 3, and 7 times three.
+    """
+
+    documents: int
+    replicas: int
+
+    def __new__(cls, documents: int, replicas: int) -> MicroBatches:
+        """Return the mean over ``replicas`` of a batch of ``documents``."""
+        self = super().__new__(cls, -(-documents // replicas))
+        self.documents, self.replicas = documents, replicas
+        return self
+
+    def __mul__(self, factor: int) -> int:
+        """Return the exact product."""
+        return mean_micro_batches(self.documents * factor, self.replicas)
+
+    __rmul__ = __mul__
+
+    def __rtruediv__(self, other: float) -> float:
+        """Return the exact quotient."""
+        return other * self.replicas / self.documents
+
+
+def mean_micro_batches(documents: int, replicas: int) -> int:
+    """Return the mean number of documents of a replica, where it is an integer as an ``int``."""
+    if documents % replicas:
+        return MicroBatches(documents, replicas)
+    return documents // replicas
+
+
+def build_calculator(
+    build: Callable[..., Any],
+    rank: int,
+    global_batch_size: int | None,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool,
+    *schedule: Any,
+) -> Any:
+    """Build Megatron's calculator as for one replica, and count micro-batches of a replica.
+
+    Who asks for smaller batches instead (--decrease-batch-size-if-needed) gets them as ever.
+    """
+    sizes = rank, global_batch_size, micro_batch_size
+    if decrease_batch_size_if_needed:
+        return build(*sizes, data_parallel_size, True, *schedule)
+    calculator = build(*sizes, 1, False, *schedule)
+    batches = calculator.get
+    calculator.get = lambda: mean_micro_batches(batches(), data_parallel_size)
+    return calculator
+
+
+class _Undivided(int):
+    """A number of which every other is a divisor."""
+
+    def __mod__(self, divisor: int) -> int:
+        """Return no remainder."""
+        return 0
+
+
+def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
+    """Have ``parser`` give an --eval-global-batch-size that passes Megatron's check of it.
+
+    The check stands between hundreds of others in one function, of which no patch point is made.
+    :func:`restore_evaluation` undoes it.
+    """
+    parse = parser.parse_args
+
+    def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        args = parse(words, namespace)
+        size = args.eval_global_batch_size
+        size = args.global_batch_size if size is None else size
+        args.eval_global_batch_size = None if size is None else _Undivided(size)
+        return args
+
+    parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+    return parser
+
+
+def restore_evaluation(args: Any) -> None:
+    """Make the number of :func:`undivided_evaluation` an ordinary one, as checkpoints keep it."""
+    args.eval_global_batch_size = int(args.eval_global_batch_size)
+
+
+class SampleCount:
+    """Comparison of the samples that Megatron counts with the documents that were read."""
+
+    def __init__(self) -> None:
+        """Begin with the first iteration that is checked."""
+        self._source: Any = None
+        self._ahead = 0
+
+    def check(self, source: Any, began: int, counted: int) -> None:
+        """Check at the start of an iteration of uneven batches.
+
+        Args:
+            source: the global batches, of one phase of the training.
+            began: documents of it before this iteration.
+            counted: Megatron's consumed samples.
+
+        Raises:
+            RuntimeError: Megatron's trainer counts otherwise than the ones that were read.
+        """
+        if source is not self._source:
+            self._source, self._ahead = source, counted - began
+        if counted - began != self._ahead:
+            raise RuntimeError(
+                f"Megatron counts {counted} consumed samples where {began + self._ahead} documents "
+                "were read: this Megatron's trainer does not take the batch size as replicas times "
+                "micro-batches; give a --global-batch-size that the data-parallel size divides"
+            )
