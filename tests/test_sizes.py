@@ -27,7 +27,7 @@ LONG_CLASSES = {
     "LoopRank": 308,
     "MicroBatchStage": 392,
     "ModelStage": 312,
-    "Search": 498,
+    "Search": 496,
     "SliceStage": 563,
     "StageLayout": 307,
 }

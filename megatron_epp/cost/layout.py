@@ -295,12 +295,6 @@ class StageLayout:
             loads.features[self.extra_columns].flags.writeable = False
         return loads.features[self.extra_columns]
 
-    def linear(self, per: np.ndarray, loads: Loads) -> np.ndarray:
-        """[..., chunks]: ``per`` [..., columns] times the features of ``loads``, each part of them
-        for itself, since the last bit of a product depends on its size."""
-        each = [per @ self.features(part) for part in loads.parts]
-        return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)
-
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[columns] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
@@ -350,3 +344,10 @@ class StageLayout:
         return min(
             (each.saved_bytes[FULL] for each in self.coefficients), key=lambda b: b.per_token
         )
+
+
+def weighted_features(layout: StageLayout, per: np.ndarray, loads: Loads) -> np.ndarray:
+    """[..., chunks]: ``per`` [..., columns] times the features of ``loads``, each part of them for
+    itself, since the last bit of a product depends on its size."""
+    each = [per @ layout.features(part) for part in loads.parts]
+    return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)

@@ -167,7 +167,7 @@ class JoinedLoads(Loads):
         return self.joined
 
 
-def join(loads: Sequence[Loads]) -> JoinedLoads:
+def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
     """Join ``loads`` of documents that keep nothing but what cut ones do."""
     chunks = np.cumsum([0] + [each.chunks for each in loads])
     documents = np.cumsum([0] + [len(each.lengths) for each in loads])

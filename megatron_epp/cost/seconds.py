@@ -27,7 +27,7 @@ from megatron_epp.cost.communication import (
 )
 from megatron_epp.cost.ends import Ends, ends_of
 from megatron_epp.cost.layer_kinds import Choice, Counts
-from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.layout import StageLayout, weighted_features
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
@@ -51,7 +51,7 @@ class OpSeconds:
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the device takes for it, alone, without recompute."""
-        taken = self.layout.linear(self.per(kind), loads)
+        taken = weighted_features(self.layout, self.per(kind), loads)
         if kind in OF_HEAD:  # which exchanges no rows for heads
             return taken
         return taken - _unexchanged(self.exchange_per_token[kind], loads)
@@ -63,7 +63,7 @@ class OpSeconds:
 
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`of`."""
-        exposed = self.layout.linear(self.communication_per(kind), loads)
+        exposed = weighted_features(self.layout, self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
@@ -216,7 +216,7 @@ class OpSeconds:
                     self._by_device[id(each)].recompute(choice, loads), (each.stages, 1)
                 )
             )
-        taken = self.layout.linear(self.recompute_per(choice), loads)
+        taken = weighted_features(self.layout, self.recompute_per(choice), loads)
         if loads.local is None:
             return taken
         kind, mode = choice

@@ -11,7 +11,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import EXPERTS, LLAMA, Trial, read
 from megatron_epp.ir import Step
 from megatron_epp.mcore.patching import patch_points
-from megatron_epp.mcore.patching.uneven_batches import MicroBatches, SampleCount
+from megatron_epp.mcore.patching.uneven_batches import UnevenMicroBatches, SampleCount
 from tests.mcore.certified import certified, models
 from tests.mcore.runs import Run, flags, trained, write_corpus
 
@@ -54,7 +54,7 @@ def test_megatrons_products_are_the_documents_of_a_batch() -> None:
     try:
         for size in (1, 2, 7, 8):
             found = micro_batches(size, 3)
-            assert isinstance(found, MicroBatches) and found >= 1
+            assert isinstance(found, UnevenMicroBatches) and found >= 1
             assert 3 * 1 * found == found * 1 * 3 * 1 == size  # train(); train_step()
             assert type(3 * 1 * found) is int and 1 / found == pytest.approx(3 / size)
         assert type(micro_batches(6, 3)) is int and micro_batches(6, 3) == 2

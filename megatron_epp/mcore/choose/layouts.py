@@ -28,7 +28,7 @@ from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
-EVERY_SECONDS, PATIENCE_SECONDS = 0.5, 1800.0
+SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
 _DEGREES = "tp", "pp", "cp", "ep"
 
@@ -180,7 +180,7 @@ def _number(word: str, text: str) -> int:
 # ------------------------------------------------------------------ the choice
 
 
-def choose_layout() -> ChosenLayout | None:
+def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
     Every rank of torchrun calls it, and those that train see their own number from then on.
@@ -228,7 +228,7 @@ def meeting_store() -> Any:
         port=int(os.environ["MASTER_PORT"]),
         world_size=None,
         is_master=os.environ["RANK"] == "0",
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        timeout=timedelta(seconds=SPARE_PATIENCE_SECONDS),
         wait_for_workers=False,
         multi_tenant=True,
     )
@@ -398,7 +398,7 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
     store, key = meeting_store(), _end_of(chosen)
     with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
         while not store.check([key]):
-            time.sleep(EVERY_SECONDS)
+            time.sleep(SPARE_POLL_SECONDS)
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class MicroBatches(int):
+class UnevenMicroBatches(int):
     """The mean number of micro-batches of a replica: rounded up as a number, exact in products.
 
-    Three replicas have ``MicroBatches(7, 3)`` of 7 documents: 3, and 7 times three.
+    Three replicas have ``UnevenMicroBatches(7, 3)`` of 7 documents: 3, and 7 times three.
     """
 
     documents: int
     replicas: int
 
-    def __new__(cls, documents: int, replicas: int) -> MicroBatches:
+    def __new__(cls, documents: int, replicas: int) -> UnevenMicroBatches:
         """Return the mean over ``replicas`` of a batch of ``documents``."""
         self = super().__new__(cls, -(-documents // replicas))
         self.documents, self.replicas = documents, replicas
@@ -41,7 +41,7 @@ class MicroBatches(int):
 def mean_micro_batches(documents: int, replicas: int) -> int:
     """Return the mean number of documents of a replica, where it is an integer as an ``int``."""
     if documents % replicas:
-        return MicroBatches(documents, replicas)
+        return UnevenMicroBatches(documents, replicas)
     return documents // replicas
 
 

@@ -23,7 +23,7 @@ from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
-from megatron_epp.mcore.patching.uneven_batches import MicroBatches, SampleCount
+from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
 from megatron_epp.mcore.placing.embedding_copies import add_up_embedding_gradients
 from megatron_epp.mcore.trainer.job_data import progress_of
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
@@ -84,7 +84,7 @@ class ElasticSchedule:
         batch: Batch = next(data_iterator)
         source = _batches(data_iterator)
         iteration = _iteration()
-        if isinstance(num_microbatches, MicroBatches) and not forward_only:
+        if isinstance(num_microbatches, UnevenMicroBatches) and not forward_only:
             began = source.consumed - len(batch.samples)
             self._samples.check(source, began, progress_of(get_args()).consumed_train_samples)
         self.current_op.iteration = iteration

@@ -86,14 +86,18 @@ def train(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore.choose.choices import choose
-    from megatron_epp.mcore.choose.layouts import choose_layout, release_spares, wait_as_spare
+    from megatron_epp.mcore.choose.layouts import (
+        choose_allowed_layout,
+        release_spares,
+        wait_as_spare,
+    )
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
-    layout = choose_layout()
+    layout = choose_allowed_layout()
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
     args = read_flags() if layout is None else read_flags(layout.watch)

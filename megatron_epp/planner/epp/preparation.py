@@ -47,7 +47,7 @@ OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
 # Numbers of an array over stages, and chunks or documents, of tables that are made at once: more
 # would save little time and take memory.
-AT_ONCE = 100_000
+NUMBERS_AT_ONCE = 100_000
 # Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second, so
 # that a unit is worth about a tenth of a second.
 OPS_PER_EFFORT = 1_500_000
@@ -130,7 +130,7 @@ class Preparation:
         lengths, multiple = self.batch.lengths, self.cost.multiple
         loads = [loads_of(each, lengths, multiple) for each in chunkings]
         numbers = self.cost.layout.stages * (len(lengths) + max(each.count for each in chunkings))
-        some = max(1, AT_ONCE // numbers)
+        some = max(1, NUMBERS_AT_ONCE // numbers)
         return [
             problems
             for at in range(0, len(chunkings), some)
@@ -191,7 +191,7 @@ class Preparation:
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
-        steps = self._ladders(loads)
+        steps = self.ladders(loads)
 
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
@@ -253,7 +253,7 @@ class Preparation:
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
-    def _ladders(self, loads: Loads) -> Ladders:
+    def ladders(self, loads: Loads) -> Ladders:
         if "selective" in self.levers:
             return ladders(self.cost, loads)
         return full_layers(self.cost)

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks, remembered
-from megatron_epp.planner.epp.player import STRICT, Candidate, Player
+from megatron_epp.planner.epp.player import Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
+from megatron_epp.planner.epp.uniform_search import uniform_recompute
 from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import ChunkProblems, left_layers, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, rates_of
 from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.hill_climbing import trimmed
@@ -42,7 +42,6 @@ GRID_FRACTION = 0.35  # of the effort, for the grid
 CLIMB_FRACTION = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
 LOCAL = 1.0  # of a chunk's time, that one rank may take for a document at first
-ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
 
 
 class Search(Player):
@@ -157,7 +156,8 @@ class Search(Player):
             start = best
             if "trim" in self.levers:
                 best = self._trimmed(best)
-            alike = min(self._alike(best), key=lambda option: option.rank, default=best)
+            options = uniform_recompute(self, best, self._others(best))
+            alike = min(options, key=lambda option: option.rank, default=best)
             if alike.rank < best.rank:
                 best = self._best_of_many(alike)
         return best
@@ -166,63 +166,15 @@ class Search(Player):
         many = self.best_policy(candidate.prepared, candidate.name, many=True)
         return min(candidate, many, key=lambda option: option.rank)
 
-    def _alike(self, best: Candidate) -> Iterator[Candidate]:
-        """Uniform recompute on the best chunkings: one letter for so many layers of every stage
-        and chunk, as far as they are not offloaded. As few as the window law needs, or the orders
-        found; and fewer, where forwards wait for memory."""
+    def _others(self, best: Candidate) -> list[Candidate]:
+        """Return the best of other chunks than ``best`` has."""
         tokens = best.prepared.chunking.tokens
         others = (
             candidate
             for candidate in self.known.values()
             if not np.array_equal(candidate.prepared.chunking.tokens, tokens)
         )
-        for candidate in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
-            steps = "".join(modes[1:] for modes in self._ladders(candidate.prepared.loads))
-            for mode in dict.fromkeys(steps):
-                named = dataclasses.replace(candidate, name=f"{candidate.name}, {mode} alike")
-                by_limit = self._least_alike(
-                    named, mode, lambda prepared, of: self.play(prepared, STRICT, of.name)
-                )
-                own = self._least_alike(named, mode, lambda prepared, of: self.replay(prepared, of))
-                if by_limit is None or own is None:
-                    return
-                yield by_limit
-                yield own
-                least = _most_layers(by_limit.prepared.counts, mode)
-                for layers in sorted({math.ceil(least * fraction) for fraction in ALIKE}):
-                    played = self.recomputed(named, self._uniform(candidate, mode, layers))
-                    if played is None:
-                        return
-                    yield played
-
-    def _least_alike(
-        self,
-        candidate: Candidate,
-        mode: str,
-        play: Callable[[PreparedChunking, Candidate], Candidate],
-    ) -> Candidate | None:
-        """``candidate`` with ``mode`` for the fewest layers that fit when played so, all where none
-        does; None where the effort is spent."""
-        low, high = 1, max(self.cost.layout.layers)
-        best: Candidate | None = None
-        while low <= high:
-            middle = (low + high) // 2
-            prepared = self.recounted(candidate.prepared, self._uniform(candidate, mode, middle))
-            if prepared is None:
-                return None
-            played = play(prepared, candidate)
-            if best is None or played.over_bytes <= 0 or best.over_bytes > 0:
-                best = played
-            if played.over_bytes > 0:
-                low = middle + 1
-            else:
-                high = middle - 1
-        return best
-
-    def _uniform(self, candidate: Candidate, mode: str, layers: int) -> Counts:
-        offloaded = offload.offload_of(candidate.prepared.counts)
-        left = left_layers(self.cost, offloaded, candidate.prepared.chunking.count)
-        return {**offloaded, **self.first_layers(left, mode, layers)}
+        return sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]
 
     def _trimmed(self, candidate: Candidate) -> Candidate:
         slot = np.empty(candidate.prepared.chunking.count, dtype=np.int64)
@@ -244,16 +196,11 @@ class Search(Player):
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
             if (prepared := self.prepare(chunking)) is not None
         ]
+        stages = self.cost.layout.stages
         if "chunks" not in self.levers:
-            options = [min(options, key=lambda option: self._predicted(option[0]))]
+            options = [min(options, key=lambda option: _by_eq_13(option[0], stages))]
         played = [self.best_policy(prepared, note) for prepared, note in options]
         return min(played, key=lambda candidate: candidate.rank)
-
-    def _predicted(self, prepared: PreparedChunking) -> float:
-        """Eq. 13 with the work itself: what the paper chooses K by."""
-        work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
-        total = float(work.mean(axis=0).sum())
-        return total * (1 + (self.cost.layout.stages - 1) / prepared.work.chunks)
 
     def _grid(self) -> Candidate:
         ideal = ideal_chunks(self.total, self.rates, self.cost.layout.placement.ranks)
@@ -324,10 +271,10 @@ class Search(Player):
         return best
 
 
-def _most_layers(counts: Counts, mode: str) -> int:
-    """With that letter, of all kinds, in any stage and chunk."""
-    grids = [grid for choice, grid in counts.items() if choice[1] == mode]
-    return int(np.max(np.sum(grids, axis=0))) if grids else 0
+def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
+    """Seconds by equation 13 with the work itself: what the paper chooses K by."""
+    work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
+    return float(work.mean(axis=0).sum()) * (1 + (stages - 1) / prepared.work.chunks)
 
 
 def neighbours(

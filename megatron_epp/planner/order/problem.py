@@ -9,7 +9,7 @@ from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, join, local_of, over_ranks, padded
+from megatron_epp.cost.loads import Loads, join_loads, local_of, over_ranks, padded
 from megatron_epp.ir import (
     BACKWARDS,
     KEEP,
@@ -183,7 +183,7 @@ class ChunkProblems:
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
         if len(every) == 1 or any(isinstance(each, BlockLoads) for each in loads):
             return every
-        joined = cls(cost, chunkings[0], join(loads), split)
+        joined = cls(cost, chunkings[0], join_loads(loads), split)
         ops, at = joined._ops({}), 0
         assert isinstance(joined._tables, ChunkTables) and joined._fixed_bytes is not None
         for problems, tables in zip(every, joined._tables.parts(), strict=True):
