@@ -11,7 +11,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import EXPERTS, LLAMA, Trial, read
 from megatron_epp.ir import Step
 from megatron_epp.mcore.patching import patch_points
-from megatron_epp.mcore.patching.uneven_batches import UnevenMicroBatches, SampleCount
+from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
 from tests.mcore.certified import certified, models
 from tests.mcore.runs import Run, flags, trained, write_corpus
 
