@@ -13,7 +13,7 @@ from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
-from megatron_epp.cli.progress import bar
+from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlaps
@@ -50,13 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     work = ((number, name) for number in numbers for name in names)
     done, status = 0, 0
     try:
-        for number, name in bar(work, len(numbers) * len(names), "planning"):
-            job = number, batches[number], costs[name], options, name, arguments.dp
-            try:
-                outcomes.append(outcome(*job, priced=True))
-            except ValueError as error:
-                failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
-            done += name == names[-1]
+        with Workers() as workers:
+            for number, name in bar(work, len(numbers) * len(names), "planning"):
+                job = number, batches[number], costs[name], options, name, arguments.dp
+                try:
+                    outcomes.append(outcome(*job, priced=True, run=workers))
+                except ValueError as error:
+                    failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
+                done += name == names[-1]
     except KeyboardInterrupt:
         if not done:
             raise

@@ -21,6 +21,7 @@ from megatron_epp.planner import (
 )
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.runner import Runner, in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +96,22 @@ def outcome(
     planner: str,
     replicas: int,
     priced: bool = False,
+    run: Runner = in_turn,
 ) -> Outcome:
     """Plan one batch with the planner of that name; a ValueError where it cannot.
 
     priced   plan replicas in lockstep as free ones, too, for the price of lockstep
+    run      plans the replicas, in processes where there are several
     """
     results: tuple[PlannerResult, ...]
     free = None
     maker, cost = planner_and_cost(planner, cost)
     if maker in PLANNERS:
-        planned = plan_step(lengths, cost, options, maker, replicas)
+        planned = plan_step(lengths, cost, options, maker, replicas, run)
         results, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
             alone = replace(options, lockstep=1)
-            others = plan_step(lengths, cost, alone, maker, replicas).planned
+            others = plan_step(lengths, cost, alone, maker, replicas, run).planned
             free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(

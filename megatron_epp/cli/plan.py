@@ -14,6 +14,7 @@ from megatron_epp.cli.layout import chosen_costs, layout_cost
 from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
+from megatron_epp.cli.progress import Workers
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.catalogue.devices import device, device_runs
 from megatron_epp.cost.catalogue.public import accuracy_lines
@@ -45,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
-    result = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
+    job = arguments.batch, lengths, cost, options, planner, arguments.dp
+    with Workers() as workers:
+        result = outcome(*job, priced=True, run=workers.watched("replicas"))
     text = _text(result.step)
     if arguments.framework is not None:
         assert result.step is not None, "packing is a pipeline's"

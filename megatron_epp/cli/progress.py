@@ -48,6 +48,10 @@ class Workers:
             for each in multiprocessing.active_children():
                 each.terminate()
 
+    def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
+        """Return these workers with a bar over the tasks of each call."""
+        return lambda function, tasks: bar(self(function, tasks), len(tasks), what)
+
     def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
         """Yield the results in the order of the tasks."""
         rest = deque(tasks)

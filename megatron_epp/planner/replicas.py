@@ -21,6 +21,7 @@ from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedStep
+from megatron_epp.planner.runner import Runner, in_turn
 
 # As few replicas are balanced in two rounds, the second with what the plans of the first take, and
 # only where replicas end further apart than this share of the iteration: everybody who plans for
@@ -93,7 +94,12 @@ def balance_blocks(
 
 
 def plan_step(
-    lengths: Sequence[int], cost: Cost, options: Options, planner: str = "epp", replicas: int = 1
+    lengths: Sequence[int],
+    cost: Cost,
+    options: Options,
+    planner: str = "epp",
+    replicas: int = 1,
+    run: Runner = in_turn,
 ) -> PlannedStep:
     """Balance documents over ``replicas``, and plan each by the planner of that name.
 
@@ -102,10 +108,10 @@ def plan_step(
 
     Replicas in lockstep (``options.lockstep``) are planned together, block by block: documents are
     balanced over the blocks, and within a block dealt so that chunks at one position are alike.
+    ``run``: plans the blocks, in processes where there are several.
     """
     began = time.perf_counter()
-    plan = block_planner(planner, options.whole)
-    assigned, blocks = _planned(lengths, cost, options, plan, replicas, planner)
+    assigned, blocks = _planned(lengths, cost, options, replicas, planner, run)
     planned = [replica_plan for block in blocks for replica_plan in block.planned]
     if len({replica_plan.plan.layers for replica_plan in planned}) > 1:
         slowest = max(
@@ -113,7 +119,7 @@ def plan_step(
         )
         layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
         each = (cost.replace(layers=one) for one in layers)
-        assigned, blocks = _with_layers(lengths, each, options, plan, replicas, planner)
+        assigned, blocks = _with_layers(lengths, each, options, replicas, planner, run)
     numbered = {
         number: (block.assignments, [replica_plan.plan for replica_plan in block.planned])
         for number, block in enumerate(blocks)
@@ -153,8 +159,7 @@ def plan_part(
     block, plan = replica // options.lockstep, block_planner(planner, options.whole)
     others, units = stands_in_for or planner, replicas // options.lockstep
     if _balanced_twice(units, options):
-        alike = block_planner(others, options.whole)
-        assigned, blocks = _planned(lengths, cost, options, alike, replicas, others)
+        assigned, blocks = _planned(lengths, cost, options, replicas, others)
     else:
         assigned, blocks = divide_documents(lengths, cost, options, replicas, others), []
     if blocks and others == planner:
@@ -243,6 +248,11 @@ def block_planner(planner: str, full_documents: bool) -> BlockFunction:
     return plan
 
 
+def _plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+    """As :func:`block_planner`, for another process."""
+    return block_planner(planner, options.whole)(lengths, cost, options)
+
+
 def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
     """Return ``lengths`` and those of the shortest documents for replicas that have none: planners
     want a document for each, and an empty chunk takes about as long."""
@@ -274,16 +284,16 @@ def _with_layers(
     lengths: Sequence[int],
     costs: Iterable[Cost],
     options: Options,
-    plan: BlockFunction,
     replicas: int,
     planner: str,
+    run: Runner,
 ) -> tuple[Assignments, list[PlannedBlock]]:
     """The best of the ``costs``, whose stages have other layers, each for all replicas."""
     closed = dataclasses.replace(options, open_layers=False)
     results, reasons = [], []
     for cost in costs:
         try:
-            results.append(_planned(lengths, cost, closed, plan, replicas, planner))
+            results.append(_planned(lengths, cost, closed, replicas, planner, run))
         except PlanError as error:  # a replica whose documents fit only with other layers
             reasons.append(error)
     if not results:
@@ -299,9 +309,9 @@ def _planned(
     lengths: Sequence[int],
     cost: Cost,
     options: Options,
-    plan: BlockFunction,
     replicas: int,
     planner: str,
+    run: Runner = in_turn,
 ) -> tuple[Assignments, list[PlannedBlock]]:
     """The documents of every block and its plans; of few replicas the balance whose slowest is
     fastest."""
@@ -309,7 +319,8 @@ def _planned(
     units = replicas // width
 
     def planned(assigned: Assignments) -> list[PlannedBlock]:
-        return [plan([lengths[document] for document in held], cost, options) for held in assigned]
+        each = ([lengths[document] for document in held] for held in assigned)
+        return list(run(_plan_block, [(planner, own, cost, options) for own in each]))
 
     assigned = divide_documents(lengths, cost, options, replicas, planner)
     blocks = planned(assigned)

@@ -1,5 +1,7 @@
 """Dealing to replicas, and choosing degrees."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import pytest
@@ -36,6 +38,21 @@ def test_a_step_deals_everything_and_plans_each_replica(planner, replicas) -> No
         alone = str(PLANNERS[planner](own, cost, options).plan)
         mine = str(part.plans[0]).replace(f"replica {replica} of {replicas}", "replica 0 of 1")
         assert mine == alone
+
+
+@pytest.mark.parametrize("options", [Options(effort=0), Options(effort=0, lockstep=2)], ids=str)
+def test_processes_of_their_own_plan_the_same(options) -> None:
+    """As ``plan`` has the replicas planned on all cores."""
+    lengths, cost = heavy_tailed(3, 40), machine(pp=2)
+    here = plan_step(lengths, cost, options, "epp", 4)
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(2, fork) as pool:
+        there = plan_step(
+            *(lengths, cost, options, "epp", 4),
+            run=lambda function, tasks: pool.map(function, *zip(*tasks, strict=True)),
+        )
+    assert there.step == here.step
+    assert all(planned.plan_seconds > 0 for planned in there.planned)
 
 
 def test_replicas_end_together() -> None:

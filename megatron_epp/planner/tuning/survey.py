@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import batched
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -49,6 +48,7 @@ from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import OVERLAPPED, PLANNERS, STOCK, planner_and_cost
 from megatron_epp.planner.result import PlannedReplica
+from megatron_epp.planner.runner import Runner, in_turn
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
@@ -170,19 +170,6 @@ class Survey:
     refused: dict[Layout, str]
     bounded: tuple[Layout, ...]
     stopped: bool = False
-
-
-class Runner(Protocol):
-    """Calls a function with the arguments of every task, maybe in several processes."""
-
-    def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
-        """Yield the results in the order of the tasks."""
-        ...
-
-
-def in_turn(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
-    """Call ``function`` with the arguments of one task after another, in this process."""
-    return (function(*task) for task in tasks)
 
 
 def survey(
