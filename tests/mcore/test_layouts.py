@@ -54,7 +54,7 @@ def test_a_line_that_is_none(tmp_path, text, said) -> None:
 
 def chosen(monkeypatch, folder: Path, text: str, devices: int, **how: object) -> ChosenLayout:
     """The choice where a layout takes as many seconds as its pipeline has stages; 9 do not fit."""
-    monkeypatch.setattr(layouts, "_validated", lambda wanted, layout, ranks: wanted)
+    monkeypatch.setattr(layouts, "validated_with", lambda wanted, layout, ranks: wanted)
     wanted = Namespace(
         epp_layouts=written(folder, text), expert_tensor_parallel_size=1, load=None, finetune=False,
         no_load_optim=None, **how,
@@ -82,7 +82,7 @@ def test_most_devices_and_then_the_fastest(monkeypatch, tmp_path) -> None:
 def test_another_ep_keeps_no_optimizer(monkeypatch, tmp_path) -> None:
     (tmp_path / TRACKER).write_text("2")
     (tmp_path / CHOICES_FILE).write_text(json.dumps({LAYOUT_KEY: {"ep": 2}}))
-    monkeypatch.setattr(layouts, "_validated", lambda wanted, layout, ranks: wanted)
+    monkeypatch.setattr(layouts, "validated_with", lambda wanted, layout, ranks: wanted)
     wanted = {"epp_layouts": written(tmp_path, "ep 4\nep 2"), "expert_tensor_parallel_size": 1}
     wanted |= {"load": str(tmp_path), "finetune": False}
     for no_optimizer, expected in ((None, 2), (True, 4)):
@@ -123,6 +123,26 @@ def test_four_devices_then_two_then_four(corpus, tmp_path) -> None:
     assert exact(with_spare) == pytest.approx(exact(straight)[2:], rel=1e-12)
     assert "waits as a spare: tp 1 pp 3 cp 1 ep 1 has no place" in with_spare.output
     assert "chosen anew, as the checkpoint's run had another layout" in with_spare.output
+
+
+def test_all_layouts_are_searched_and_a_resume_keeps_its_own(corpus, tmp_path) -> None:
+    how = {"epp": True, "global_batch_size": 5, "train_iters": 4, "epp_layouts": "auto"}
+    how |= {"lr_decay_style": "constant", "clip_grad": 0, "epp_effort": 0}
+    straight = trained(flags(corpus, **how, save=tmp_path, save_interval=2), 4, DOUBLE)
+    assert "--epp-layouts auto: searching layouts of 4 devices ..." in straight.output
+    taken = r"--epp-layouts auto: (tp \d+ pp \d+ cp \d+ ep 1( layers [\d ]+)?) on 4 of 4 devices"
+    (found,) = {groups[0] for groups in re.findall(taken, straight.output)}
+    kept = json.loads((tmp_path / CHOICES_FILE).read_text())[LAYOUT_KEY]
+    assert found.startswith("tp {tp} pp {pp} cp {cp} ep {ep}".format(**kept))
+    assert kept["devices"] == kept["ranks"] == 4 and kept["seconds"] > 0
+    for file in tmp_path.glob("latest*"):
+        file.write_text("2")
+    same = trained(flags(corpus, **how, load=tmp_path), 4, DOUBLE)
+    assert "searching" not in same.output and f"auto: {found} on 4 of 4" in same.output
+    assert exact(same) == exact(straight)[2:]
+    fewer = trained(flags(corpus, **how, load=tmp_path), 3, DOUBLE)
+    assert "searching layouts of 3 devices" in fewer.output
+    assert exact(fewer) == pytest.approx(exact(straight)[2:], rel=1e-12)
 
 
 def test_a_layout_that_the_model_does_not_have(corpus, tmp_path) -> None:

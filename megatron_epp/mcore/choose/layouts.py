@@ -14,7 +14,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
+AUTO = "auto"
 SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
 _DEGREES = "tp", "pp", "cp", "ep"
@@ -42,7 +43,7 @@ class AllowedLayout:
     cp: int = 1
     ep: int = 1
     layers: tuple[int, ...] = ()
-    line: int = 0
+    line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         """Return the line of a file."""
@@ -87,6 +88,7 @@ class ChosenLayout:
     def facts(self) -> dict[str, Any]:
         """Return what is kept next to the checkpoint."""
         own = {name: getattr(self.layout, name) for name in _DEGREES}
+        own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
 
     def line(self, path: str) -> str:
@@ -198,20 +200,51 @@ def choose_allowed_layout() -> ChosenLayout | None:
     if rank == 0:
         answer = ""
         try:
-            chosen = choice(wanted, devices, predicted_seconds)
+            chosen = as_before(wanted, devices) or _new_choice(wanted, devices)
             answer = chosen.to_json()
         finally:
             if devices > 1:
                 meeting_store().set(key, answer)
         print(chosen.line(wanted.epp_layouts), flush=True)
     else:
-        answer = meeting_store().get(key).decode()
+        store, began = meeting_store(), time.monotonic()
+        while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
+            time.sleep(SPARE_POLL_SECONDS)  # the search may take longer than a store waits
+        answer = store.get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
         chosen = ChosenLayout.from_json(answer)
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
+
+
+def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
+    """Return the layout that the checkpoint's run had on as many ``devices``.
+
+    None: it had none, or the file does not allow it any more.
+
+    ValueError: the file cannot be used, or what was kept is damaged.
+    """
+    kept = kept_layout(wanted) if resumes(wanted) else None
+    if kept is None or kept.get("devices") != devices:
+        return None
+    numbers = {name: kept.get(name, 0) for name in (*_DEGREES, "ranks")}
+    if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
+        return None
+    ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
+    layout = AllowedLayout(**numbers, layers=layers)
+    if wanted.epp_layouts != AUTO and layout not in read_layouts(wanted.epp_layouts):
+        return None
+    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
+
+
+def _new_choice(wanted: Namespace, devices: int) -> ChosenLayout:
+    if wanted.epp_layouts != AUTO:
+        return choice(wanted, devices, predicted_seconds)
+    from megatron_epp.mcore.choose.search_layouts import searched
+
+    return searched(wanted, devices)
 
 
 @cache
@@ -257,7 +290,7 @@ def choice(
         least = layout.least_ranks(expert_tp)
         filled[layout] = devices - devices % least
         try:
-            validated[layout] = _validated(wanted, layout, filled[layout] or least)
+            validated[layout] = validated_with(wanted, layout, filled[layout] or least)
         except ValueError as error:
             impossible[layout] = str(error)
     if len(set(impossible.values())) == 1 and len(impossible) == len(filled) > 1:
@@ -290,7 +323,7 @@ def choice(
     )
 
 
-def _validated(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
+def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
     """Return the flags with ``layout`` as Megatron and --epp take them. ValueError: they do not."""
     from megatron.training.arguments import (
         core_transformer_config_from_args,
@@ -357,7 +390,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     args.epp_row_multiple = args.epp_row_multiple or 1
     with redirect_stdout(io.StringIO()):
         build_tokenizer(args)  # which sets the size of the vocabulary
-    for source in _cost_models(args):
+    for source in cost_models(args):
         args.epp_cost_model = source
         try:
             if layout.layers:
@@ -376,7 +409,8 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     return 0.0
 
 
-def _cost_models(args: Namespace) -> Iterator[str | None]:
+def cost_models(args: Namespace) -> Iterator[str | None]:
+    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's."""
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
     if args.epp_cost_model is None and args.load and (Path(args.load) / FILE_NAME).exists():

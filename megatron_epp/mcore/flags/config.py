@@ -58,10 +58,11 @@ class Config:
     )
     epp_layouts: str | None = flag(
         None,
-        "File of allowed layouts, one a line (tp 1 pp 2 cp 1 ep 1 layers 4 4): each start takes "
-        "the fastest of those that most of its devices fill, in the place of the degree flags; "
-        "ranks that are left wait as spares.",
-        metavar="FILE",
+        "File of allowed layouts, one a line (tp 1 pp 2 cp 1 ep 1 layers 4 4), or auto for all "
+        "that there are: each start takes the fastest of those that most of its devices fill, in "
+        "the place of the degree flags; ranks that are left wait as spares. A resume on as many "
+        "devices keeps its layout.",
+        metavar="FILE|auto",
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",

@@ -1,0 +1,113 @@
+"""``--epp-layouts auto``: the layout that a survey finds fastest for the devices of a start.
+
+The survey is the one of ``megatron_epp tune``, by this job's flags, documents and measured cost
+model. Experts keep the degree of the flags, with which their optimizer's states load.
+"""
+
+import copy
+import io
+import os
+from argparse import Namespace
+from contextlib import redirect_stdout
+
+from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.cost import Cost
+from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
+from megatron_epp.mcore.choose.layouts import (
+    AUTO,
+    AllowedLayout,
+    ChosenLayout,
+    cost_models,
+    validated_with,
+)
+from megatron_epp.mcore.model.shape import model_shape
+from megatron_epp.planner import Options
+from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice, survey
+
+
+def searched(wanted: Namespace, devices: int) -> ChosenLayout:
+    """Return the fastest layout of the most of the ``devices`` that one fills.
+
+    Args:
+        wanted: Megatron's flags, not validated; their degrees but that of experts do not count.
+        devices: the number of ranks that there are.
+
+    Raises:
+        ValueError: lengths are not known, or no layout fits.
+    """
+    print(f"--epp-layouts {AUTO}: searching layouts of {devices} devices ...", flush=True)
+    search = _LayoutSearch(wanted)
+    reasons: dict[Layout, str] = {}
+    for ranks in range(devices, 0, -1):
+        best, refused = search.best_of(ranks)
+        reasons |= refused
+        if best is not None:
+            return ChosenLayout(search.allowed(best.layout), devices, ranks, best.seconds)
+    said = "; ".join(f"{layout}: {why}" for layout, why in list(reasons.items())[:3])
+    raise ValueError(
+        f"--epp-layouts {AUTO}: no layout fits {devices} devices ({said}); expected more devices, "
+        "or a smaller model"
+    )
+
+
+class _LayoutSearch:
+    """Surveys of one job, on several numbers of devices."""
+
+    def __init__(self, wanted: Namespace):
+        self.wanted = wanted
+        self.ep = int(wanted.expert_model_parallel_size or 1)
+        alone = AllowedLayout(ep=self.ep)
+        ranks = alone.least_ranks(wanted.expert_tensor_parallel_size)
+        args = validated_with(wanted, alone, ranks)
+        self.layers = int(args.num_layers)
+        with redirect_stdout(io.StringIO()):
+            from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+            build_tokenizer(args)  # which sets the size of the vocabulary
+        self.vocabulary = args.padded_vocab_size
+        self.model = model_shape(args)
+        self.batches = first_batches(args)
+
+    def allowed(self, layout: Layout) -> AllowedLayout:
+        """Return ``layout`` with even layers, said where Megatron would refuse them."""
+        uneven = self.layers % layout.pp > 0
+        layers = even_layers(self.layers, layout.pp) if uneven else ()
+        return AllowedLayout(layout.tp, layout.pp, layout.cp, self.ep, tuple(layers))
+
+    def best_of(self, ranks: int) -> tuple[Choice | None, dict[Layout, str]]:
+        """Return the fastest layout that all of ``ranks`` fill, and why others cannot run."""
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        refused: dict[Layout, str] = {}
+        costs: dict[Layout, Cost] = {}
+        options: Options | None = None
+        for layout in layouts(self.model, ranks, node, 0, JobRequest(ep=self.ep)):
+            if ranks % self._least(layout):
+                continue
+            try:
+                costs[layout], options = self._cost(layout, ranks)
+            except ValueError as error:
+                refused[layout] = str(error).split("\n")[0]
+        if options is None:
+            return None, refused
+        found = survey(
+            list(costs), self.batches, costs.__getitem__, options, top=1, partition=False
+        )
+        own = [choice for choice in found.choices if choice.planner == ELASTIC]
+        return (own[0] if own else None), {**refused, **found.refused}
+
+    def _least(self, layout: Layout) -> int:
+        return self.allowed(layout).least_ranks(self.wanted.expert_tensor_parallel_size)
+
+    def _cost(self, layout: Layout, ranks: int) -> tuple[Cost, Options]:
+        """Return the costs of this job laid out so, by the first cost model that can be read."""
+        args = copy.copy(validated_with(self.wanted, self.allowed(layout), ranks))
+        args.epp_row_multiple, args.padded_vocab_size = args.epp_row_multiple or 1, self.vocabulary
+        reason = ValueError("no cost model")
+        for source in cost_models(args):
+            args.epp_cost_model = source
+            try:
+                return cost_and_options(args, even_layers(self.layers, layout.pp))
+            except (OSError, ValueError) as error:
+                reason = ValueError(str(error))
+        raise reason
