@@ -90,11 +90,11 @@ class _LayoutSearch:
                 refused[layout] = str(error).split("\n")[0]
         if options is None:
             return None, refused
-        found = survey(
+        surveyed = survey(
             list(costs), self.batches, costs.__getitem__, options, top=1, partition=False
         )
-        own = [choice for choice in found.choices if choice.planner == ELASTIC]
-        return (own[0] if own else None), {**refused, **found.refused}
+        own = [choice for choice in surveyed.choices if choice.planner == ELASTIC]
+        return (own[0] if own else None), {**refused, **surveyed.refused}
 
     def _least(self, layout: Layout) -> int:
         return self.allowed(layout).least_ranks(self.wanted.expert_tensor_parallel_size)
