@@ -28,7 +28,7 @@ from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
-AUTO = "auto"
+ALL_LAYOUTS = "auto"
 SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
 _DEGREES = "tp", "pp", "cp", "ep"
@@ -182,10 +182,13 @@ def _number(word: str, text: str) -> int:
 # ------------------------------------------------------------------ the choice
 
 
-def choose_allowed_layout() -> ChosenLayout | None:
+def choose_allowed_layout(
+    search: Callable[[Namespace, int], ChosenLayout],
+) -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
     Every rank of torchrun calls it, and those that train see their own number from then on.
+    ``search`` finds the layout where all are allowed, for a number of devices.
 
     ValueError: the file cannot be used, or no layout fits; nothing was written.
     """
@@ -200,7 +203,10 @@ def choose_allowed_layout() -> ChosenLayout | None:
     if rank == 0:
         answer = ""
         try:
-            chosen = as_before(wanted, devices) or _new_choice(wanted, devices)
+            chosen = as_before(wanted, devices)
+            if chosen is None and wanted.epp_layouts == ALL_LAYOUTS:
+                chosen = search(wanted, devices)
+            chosen = chosen or choice(wanted, devices, predicted_seconds)
             answer = chosen.to_json()
         finally:
             if devices > 1:
@@ -234,17 +240,9 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
         return None
     ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
     layout = AllowedLayout(**numbers, layers=layers)
-    if wanted.epp_layouts != AUTO and layout not in read_layouts(wanted.epp_layouts):
+    if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
         return None
     return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
-
-
-def _new_choice(wanted: Namespace, devices: int) -> ChosenLayout:
-    if wanted.epp_layouts != AUTO:
-        return choice(wanted, devices, predicted_seconds)
-    from megatron_epp.mcore.choose.search_layouts import searched
-
-    return searched(wanted, devices)
 
 
 @cache

@@ -14,7 +14,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
 from megatron_epp.mcore.choose.layouts import (
-    AUTO,
+    ALL_LAYOUTS,
     AllowedLayout,
     ChosenLayout,
     cost_models,
@@ -36,7 +36,7 @@ def searched(wanted: Namespace, devices: int) -> ChosenLayout:
     Raises:
         ValueError: lengths are not known, or no layout fits.
     """
-    print(f"--epp-layouts {AUTO}: searching layouts of {devices} devices ...", flush=True)
+    print(f"--epp-layouts {ALL_LAYOUTS}: searching layouts of {devices} devices ...", flush=True)
     search = _LayoutSearch(wanted)
     reasons: dict[Layout, str] = {}
     for ranks in range(devices, 0, -1):
@@ -46,8 +46,8 @@ def searched(wanted: Namespace, devices: int) -> ChosenLayout:
             return ChosenLayout(search.allowed(best.layout), devices, ranks, best.seconds)
     said = "; ".join(f"{layout}: {why}" for layout, why in list(reasons.items())[:3])
     raise ValueError(
-        f"--epp-layouts {AUTO}: no layout fits {devices} devices ({said}); expected more devices, "
-        "or a smaller model"
+        f"--epp-layouts {ALL_LAYOUTS}: no layout fits {devices} devices ({said}); expected more "
+        "devices, or a smaller model"
     )
 
 

@@ -91,13 +91,14 @@ def train(
         release_spares,
         wait_as_spare,
     )
+    from megatron_epp.mcore.choose.search_layouts import searched
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
-    layout = choose_allowed_layout()
+    layout = choose_allowed_layout(searched)
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
     args = read_flags() if layout is None else read_flags(layout.watch)
