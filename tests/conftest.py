@@ -98,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> tuple[int, bool]:
     """With several processes what takes longest comes first: LONGEST, then training runs."""
-    name = str(item.path.relative_to(Path(__file__).parent))
+    tests = Path(__file__).parent
+    name = str(item.path.relative_to(tests)) if item.path.is_relative_to(tests) else item.path.name
     place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
     return place, "mcore" not in item.path.parts
 

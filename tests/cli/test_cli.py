@@ -427,7 +427,6 @@ WLB = ("plan", "--lengths", "wlb")
         ((*WLB, *COMMON, "--layers", 8, 8, 16), ["3 numbers for 2 stages"]),
         ((*WLB, *COMMON, "--layers", 8, 8), ["add up to 32"]),
         ((*WLB, *COMMON, "--cost-model", "no/such.json"), ["no/such.json", "No such file"]),
-        ((*WLB, *COMMON, "--dp", 9999), ["512 documents for 9999 replicas"]),
         ((*WLB, *MACHINE, "--pp", "auto"), ["--devices is missing"]),
         (("compare", "--lengths", "wlb", *COMMON, "--batches", "many"), ["--batches", "'many'"]),
         (("compare", "--lengths", "wlb", *COMMON, "--planner", "epp", "pakcing"), ["packing"]),
@@ -578,7 +577,7 @@ def test_serve_answers_every_line_and_ends_with_its_input():
         {"id": 7, "lengths": [900, 4000, 20, 7000], "replicas": 1},
         "junk",
         {"id": "eval", "lengths": [900, 41], "replicas": 2, "forward_only": True},
-        {"id": 8, "lengths": [9], "replicas": 4},
+        {"id": 8, "lengths": [9], "replicas": 0},
         {"id": 9, "lengths": [9, 0]},
         {"id": 10, "lengths": [9, 50], "planner": "pakcing"},
         {"id": 11, "lengths": [9, 50], "planner": "packing", "surprise": 1},
@@ -607,7 +606,7 @@ def test_serve_answers_every_line_and_ends_with_its_input():
     assert all(plan.forward_only for plan in Step.parse(evaluation["step"]).plans)
     for reply, words in zip(
         errors,
-        ("1 documents for 4", "lengths", "packing", "'surprise'", "a whole number below 2"),
+        ("replicas", "lengths", "packing", "'surprise'", "a whole number below 2"),
         strict=True,
     ):
         assert words in reply["error"]

@@ -372,7 +372,6 @@ PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_laye
         (PARTITION_AND_LAYERS, 2, ["--decoder-last-pipeline-num-layers says where layers lie"]),
         ({"num_layers": 1}, 2, ["layers"]),
         ({"num_layers": 3}, 2, ["--num-layers 3: not divisible by --pipeline-model-parallel-size"]),
-        ({"global_batch_size": 5, "epp": None, **ONE}, 2, ["divisible"]),
         ({"hidden_size": 36, **ONE}, 1, ["--epp does not run an odd number of rotary channels"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),

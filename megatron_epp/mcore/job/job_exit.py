@@ -36,7 +36,7 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
-AGENT_STORE = "TORCHELASTIC_USEAGENT_STORE"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # What Megatron says, in part, and what to do in the place of what it asks for.
 _REMEDIES = {
     "sharding type": "The optimizer's states were saved for one layout; save with "
