@@ -40,10 +40,11 @@ def test_a_step_deals_everything_and_plans_each_replica(planner, replicas) -> No
         assert mine == alone
 
 
-@pytest.mark.parametrize("options", [Options(effort=0), Options(effort=0, lockstep=2)], ids=str)
-def test_processes_of_their_own_plan_the_same(options) -> None:
+@pytest.mark.parametrize("lockstep", [1, 2])
+def test_processes_of_their_own_plan_the_same(lockstep) -> None:
     """As ``plan`` has the replicas planned on all cores."""
     lengths, cost = heavy_tailed(3, 40), machine(pp=2)
+    options = Options(effort=0, lockstep=lockstep)
     here = plan_step(lengths, cost, options, "epp", 4)
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(2, fork) as pool:
