@@ -5,7 +5,7 @@ import hashlib
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from megatron_epp.planner.runner import Runner, in_turn
 BALANCED_TWICE = 3
 APART = 0.01
 Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
-BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 
 
 def balance_replicas(
@@ -156,7 +155,7 @@ def plan_part(
         replica: the number of one.
         stands_in_for: the planner that the other replicas have, and documents are divided for.
     """
-    block, plan = replica // options.lockstep, block_planner(planner, options.whole)
+    block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
     if _balanced_twice(units, options):
         assigned, blocks = _planned(lengths, cost, options, replicas, others)
@@ -165,7 +164,8 @@ def plan_part(
     if blocks and others == planner:
         planned = blocks[block]
     else:
-        planned = plan([lengths[document] for document in assigned[block]], cost, options)
+        own = [lengths[document] for document in assigned[block]]
+        planned = plan_block(planner, own, cost, options)
     plans = [replica_plan.plan for replica_plan in planned.planned]
     (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas)
     return part
@@ -225,32 +225,23 @@ def _parts(
     ]
 
 
-def block_planner(planner: str, full_documents: bool) -> BlockFunction:
-    """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
-    for which it may look as hard as for each of its replicas."""
-    row = planner_of(planner, full_documents)
-
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        if options.effort is not None:
-            effort = min(options.effort * options.lockstep, MOST_EFFORT)
-            options = dataclasses.replace(options, effort=effort)
-        block = row.plan_block(_with_stand_ins(lengths, options), cost, options)
-        plans = [replica_plan.plan for replica_plan in block.planned]
-        assignments, plans = _without_stand_ins(block.assignments, plans, len(lengths))
-        return PlannedBlock(
-            assignments,
-            tuple(
-                dataclasses.replace(replica_plan, plan=own)
-                for replica_plan, own in zip(block.planned, plans, strict=True)
-            ),
-        )
-
-    return plan
-
-
-def _plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-    """As :func:`block_planner`, for another process."""
-    return block_planner(planner, options.whole)(lengths, cost, options)
+def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+    """Plan the documents of one unit: of a replica, or of a block in lockstep, for which the
+    planner may look as hard as for each of its replicas."""
+    if options.effort is not None:
+        effort = min(options.effort * options.lockstep, MOST_EFFORT)
+        options = dataclasses.replace(options, effort=effort)
+    row = planner_of(planner, options.whole)
+    block = row.plan_block(_with_stand_ins(lengths, options), cost, options)
+    if len(lengths) >= options.lockstep:
+        return block
+    plans = [replica_plan.plan for replica_plan in block.planned]
+    assignments, plans = _without_stand_ins(block.assignments, plans, len(lengths))
+    planned = (
+        dataclasses.replace(replica_plan, plan=own)
+        for replica_plan, own in zip(block.planned, plans, strict=True)
+    )
+    return PlannedBlock(assignments, tuple(planned))
 
 
 def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
@@ -320,7 +311,7 @@ def _planned(
 
     def planned(assigned: Assignments) -> list[PlannedBlock]:
         each = ([lengths[document] for document in held] for held in assigned)
-        return list(run(_plan_block, [(planner, own, cost, options) for own in each]))
+        return list(run(plan_block, [(planner, own, cost, options) for own in each]))
 
     assigned = divide_documents(lengths, cost, options, replicas, planner)
     blocks = planned(assigned)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_epp.runtime.clock import CudaClock
+
 # Seconds that a device spins before what is timed: in these its host issues kernels ahead of it.
 # One layer's backward with recompute takes a host up to 5 ms.
 _HEAD_START = 8e-3
@@ -70,20 +72,16 @@ class DeviceClock:
         """Make a clock; ``now`` waits for the device."""
         self._now = now
 
-    def start(self) -> torch.cuda.Event:
+    def start(self) -> CudaClock:
         """Begin to time what comes behind the device's spinning."""
         self._now()
         torch.cuda._sleep(int(_HEAD_START * _CYCLES_PER_SECOND))
-        return _recorded()
+        events = CudaClock()
+        events.start()
+        return events
 
-    def seconds(self, start: torch.cuda.Event) -> float:
+    def seconds(self, start: CudaClock) -> float:
         """Return the device's seconds since ``start``."""
-        stop = _recorded()
+        stop = start.mark()
         self._now()
-        return start.elapsed_time(stop) / 1e3
-
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        return start.seconds(stop)

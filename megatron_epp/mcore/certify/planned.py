@@ -28,7 +28,7 @@ class PlansOf:
         from megatron_epp.cost.layout import StageLayout
         from megatron_epp.planner import Options
         from megatron_epp.planner.options import TRAINING_LEVERS
-        from megatron_epp.planner.replicas import block_planner
+        from megatron_epp.planner.replicas import plan_block
 
         profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).layout.profile
         layout = StageLayout(
@@ -37,5 +37,5 @@ class PlansOf:
         cost = Cost(layout, (STAGE_BYTES,) * layout.placement.ranks)
         levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
         options = Options(CONTEXT, levers, whole=self.whole)
-        (planned,) = block_planner(self.planner, self.whole)(lengths, cost, options).planned
+        (planned,) = plan_block(self.planner, lengths, cost, options).planned
         return planned.plan

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import socket
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +23,11 @@ from typing import Any
 
 import torch
 
+from megatron_epp.cost.cost import Cost
 from megatron_epp.mcore.choose.kept import LAYOUT_KEY, kept_layout, resumes
 from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.planner import Options
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
@@ -192,6 +195,8 @@ def choose_allowed_layout(
 
     ValueError: the file cannot be used, or no layout fits; nothing was written.
     """
+    if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
+        return None  # without reading all flags twice
     from megatron.training.arguments import parse_args
 
     with refusals_as_value_errors():
@@ -372,10 +377,8 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     None: they need more memory than there is. Costs are those measured next to the checkpoint, else
     of --epp-cost-model, else by the device's name.
     """
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
     from megatron_epp.cost.build import even_layers
-    from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
+    from megatron_epp.mcore.choose.choices import first_batches
     from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
@@ -386,25 +389,45 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
         args.global_batch_size, args.step_batch_size_schedule = max(map(int, sizes)), None
     stages = args.pipeline_model_parallel_size
     args.epp_row_multiple = args.epp_row_multiple or 1
+    set_vocabulary_size(args)
+    try:
+        if layout.layers:
+            layers = layout.layers
+        elif layers_by_time(args):
+            layers = even_layers(args.num_layers, stages)
+        else:
+            layers = tuple(stage_layers(args, stages, None))
+        batches = first_batches(args)
+        cost, options = first_cost_and_options(args, layers)
+    except (OSError, ValueError):
+        return 0.0
+    held = [heaviest(lengths, cost) for lengths in batches]
+    seconds = sketched_seconds(cost, held, options, args.epp_planner)
+    return None if seconds is None else seconds / len(held)
+
+
+def set_vocabulary_size(args: Namespace) -> None:
+    """Have ``args`` say how many words there are, as Megatron does when training begins."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
     with redirect_stdout(io.StringIO()):
-        build_tokenizer(args)  # which sets the size of the vocabulary
-    for source in cost_models(args):
+        build_tokenizer(args)
+
+
+def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+    """Return the job's cost, by the first cost model that can be read, and its planner's options.
+
+    ValueError, OSError: none can.
+    """
+    from megatron_epp.mcore.choose.choices import cost_and_options
+
+    *better, last = cost_models(args)
+    for source in better:
         args.epp_cost_model = source
-        try:
-            if layout.layers:
-                layers = layout.layers
-            elif layers_by_time(args):
-                layers = even_layers(args.num_layers, stages)
-            else:
-                layers = tuple(stage_layers(args, stages, None))
-            batches = first_batches(args)
-            cost, options = cost_and_options(args, layers)
-        except (OSError, ValueError):
-            continue
-        held = [heaviest(lengths, cost) for lengths in batches]
-        seconds = sketched_seconds(cost, held, options, args.epp_planner)
-        return None if seconds is None else seconds / len(held)
-    return 0.0
+        with suppress(OSError, ValueError):
+            return cost_and_options(args, layers)
+    args.epp_cost_model = last
+    return cost_and_options(args, layers)
 
 
 def cost_models(args: Namespace) -> Iterator[str | None]:

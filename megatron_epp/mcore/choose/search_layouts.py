@@ -5,19 +5,18 @@ model. Experts keep the degree of the flags, with which their optimizer's states
 """
 
 import copy
-import io
 import os
 from argparse import Namespace
-from contextlib import redirect_stdout
 
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
+from megatron_epp.mcore.choose.choices import first_batches
 from megatron_epp.mcore.choose.layouts import (
     ALL_LAYOUTS,
     AllowedLayout,
     ChosenLayout,
-    cost_models,
+    first_cost_and_options,
+    set_vocabulary_size,
     validated_with,
 )
 from megatron_epp.mcore.model.shape import model_shape
@@ -61,10 +60,7 @@ class _LayoutSearch:
         ranks = alone.least_ranks(wanted.expert_tensor_parallel_size)
         args = validated_with(wanted, alone, ranks)
         self.layers = int(args.num_layers)
-        with redirect_stdout(io.StringIO()):
-            from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-            build_tokenizer(args)  # which sets the size of the vocabulary
+        set_vocabulary_size(args)
         self.vocabulary = args.padded_vocab_size
         self.model = model_shape(args)
         self.batches = first_batches(args)
@@ -103,11 +99,7 @@ class _LayoutSearch:
         """Return the costs of this job laid out so, by the first cost model that can be read."""
         args = copy.copy(validated_with(self.wanted, self.allowed(layout), ranks))
         args.epp_row_multiple, args.padded_vocab_size = args.epp_row_multiple or 1, self.vocabulary
-        reason = ValueError("no cost model")
-        for source in cost_models(args):
-            args.epp_cost_model = source
-            try:
-                return cost_and_options(args, even_layers(self.layers, layout.pp))
-            except (OSError, ValueError) as error:
-                reason = ValueError(str(error))
-        raise reason
+        try:
+            return first_cost_and_options(args, even_layers(self.layers, layout.pp))
+        except OSError as error:
+            raise ValueError(str(error)) from error

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +92,13 @@ def train(
         release_spares,
         wait_as_spare,
     )
-    from megatron_epp.mcore.choose.search_layouts import searched
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
-    layout = choose_allowed_layout(searched)
+    layout = choose_allowed_layout(_searched_layout)
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
     args = read_flags() if layout is None else read_flags(layout.watch)
@@ -156,6 +156,12 @@ def _require_iterations(args: Any) -> None:
             "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "
             "(to evaluate without training, give the length of the training and --skip-train)"
         )
+
+
+def _searched_layout(wanted: Namespace, devices: int) -> Any:
+    from megatron_epp.mcore.choose.search_layouts import searched  # which takes most of a second
+
+    return searched(wanted, devices)
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:

@@ -307,12 +307,14 @@ def vocabulary_of(
     def choice() -> RunChoice[str]:
         return fastest(((k, c, sketches[k]) for k, c in costs.items()), VOCABULARY_PAYS)
 
+    if choice().key == OFF:
+        return choice()
     bound = sum(
         lower_bound_seconds(np.sort(lengths)[::-1], uncut, local="local" in options.levers)
         for lengths in held
     )
     off = math.inf if (taken := sketches[OFF]) is None else taken
-    if choice().key == ON and off > DOUBTFUL * bound / options.lockstep:
+    if off > DOUBTFUL * bound / options.lockstep:
         again = sketched_seconds(uncut, held, options, planner, MANY_EFFORT)
         if again is not None:
             sketches[OFF] = min(off, again)

@@ -95,15 +95,11 @@ class Search(Player):
         none of the best CLIMBERS of other chunks, and no tie (least_memory)."""
         fitting = [each for each in self.known.values() if each.over_bytes <= 0]
         fitting.sort(key=lambda each: each.seconds)
-        others = (
-            each.seconds
-            for each in fitting
-            if not np.array_equal(
-                each.prepared.chunking.tokens, fitting[0].prepared.chunking.tokens
-            )
-        )
-        second = next(others, math.inf)
-        return max(second, fitting[0].seconds * (1 + TIE)) if fitting else math.inf
+        if not fitting:
+            return math.inf
+        others = _of_other_chunks(fitting, fitting[0])
+        second = next((each.seconds for each in others), math.inf)
+        return max(second, fitting[0].seconds * (1 + TIE))
 
     def prepared_of(
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
@@ -168,12 +164,7 @@ class Search(Player):
 
     def _others(self, best: Candidate) -> list[Candidate]:
         """Return the best of other chunks than ``best`` has."""
-        tokens = best.prepared.chunking.tokens
-        others = (
-            candidate
-            for candidate in self.known.values()
-            if not np.array_equal(candidate.prepared.chunking.tokens, tokens)
-        )
+        others = _of_other_chunks(self.known.values(), best)
         return sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]
 
     def _trimmed(self, candidate: Candidate) -> Candidate:
@@ -269,6 +260,14 @@ class Search(Player):
             if candidate.rank < best_rank:
                 best, best_rank = neighbour, candidate.rank
         return best
+
+
+def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterator[Candidate]:
+    """Yield those whose chunks hold other numbers of tokens."""
+    tokens = than.prepared.chunking.tokens
+    return (
+        each for each in candidates if not np.array_equal(each.prepared.chunking.tokens, tokens)
+    )
 
 
 def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
