@@ -3,7 +3,6 @@
 Megatron clips no gradients in it: ``--clip-grad 0``.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.training import arguments, training
 
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.pretrain_gpt import run
+from tests.mcore.exact_line import write_line
 
 log, validate = training.training_log, arguments.validate_args
 
@@ -27,8 +27,7 @@ def training_log(
 ) -> bool:
     result = log(losses, total, rate, iteration, *rest, **named)
     for loss in losses.values():
-        # At once, as other ranks write, too.
-        os.write(1, f"\nexact: iteration {iteration} {float(loss)!r}\n".encode())
+        write_line(iteration, float(loss))
     return result
 
 

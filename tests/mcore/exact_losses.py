@@ -6,6 +6,7 @@ from typing import Any
 from megatron.training import training
 
 from megatron_epp.pretrain_gpt import run
+from tests.mcore.exact_line import write_line
 
 log = training.training_log
 
@@ -15,7 +16,7 @@ def training_log(
 ) -> bool:
     result = log(losses, total, rate, iteration, *rest, **named)
     for loss in losses.values():
-        print(f"\nexact: iteration {iteration} {float(loss)!r} {float(rest[3])!r}", flush=True)
+        write_line(iteration, float(loss), float(rest[3]))
     return result
 
 
