@@ -1,4 +1,4 @@
-"""docs/how/planner.md explains every part of the line ``how`` that `plan` prints, and every lever."""
+"""docs/how/planner.md explains every part of the line ``how`` of `plan`, and every lever."""
 
 import re
 from pathlib import Path
