@@ -12,8 +12,9 @@ from posixpath import normpath, relpath
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# The part of the page that the site takes from a file at the top of the repository.
-INCLUDED = re.compile(r"<!-- include (\S+) -->")
+# The part of the page that the site takes from a file at the top of the repository: all of it, or a
+# section.
+INCLUDED = re.compile(r"<!-- include ([^\s#]+)(?:#(\w+))? -->")
 # Fenced blocks and code in a line are no links.
 LINK = re.compile(r"(?ms)^```.*?^```|`[^`\n]+`(?!\])|(!?\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\))")
 ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):<code>~?([^<]*)</code>")
@@ -53,11 +54,13 @@ def in_site(path: str) -> bool:
 
 
 def with_included(markdown: str, source: str) -> str:
-    """Replace the include comment by the named file without its title, links moved along."""
+    """Replace the include comment by the file without its title, or a section; move its links."""
 
     def text_of(match: re.Match[str]) -> str:
         name = match[1]
         text = (ROOT / name).read_text().split("\n", 1)[1].strip()
+        if match[2]:
+            (text,) = re.findall(rf"(?ms)^## {match[2]}\n\n(.*?)(?=^## |\Z)", text)
 
         def moved(link: re.Match[str]) -> str:
             if not link[1] or "://" in link[3]:

@@ -13,7 +13,6 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

@@ -35,7 +35,7 @@ def test_a_flag_that_changes_is_found() -> None:
 def test_a_flag_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left = {k: v.replace("epp_effort ", "") for k, v in write_reference.GROUPS.items()}
     monkeypatch.setattr(write_reference, "GROUPS", left)
-    with pytest.raises(ValueError, match="epp_effort.*expected every flag of Config in one group"):
+    with pytest.raises(ValueError, match=r"epp_effort.*expected every flag of Config in one group"):
         write_reference.flags_page()
 
 

@@ -77,8 +77,8 @@ def test_what_is_outside_the_site_is_linked_in_the_repository() -> None:
     )
     url = "https://host.org/project"
     assert hooks.outside_links(text, source, url + "/") == (
-        f"[the script]({url}/blob/main/scripts/prepare_corpus.py#L3), [tests]({url}/tree/main/tests), "
-        "[run](running.md)"
+        f"[the script]({url}/blob/main/scripts/prepare_corpus.py#L3), "
+        f"[tests]({url}/tree/main/tests), [run](running.md)"
     )
     assert hooks.outside_links(text, source, None) == (
         "the script (`scripts/prepare_corpus.py`), tests, [run](running.md)"
@@ -95,6 +95,9 @@ def test_contributing_is_part_of_the_site() -> None:
     text = hooks.with_included((ROOT / source).read_text(), source)
     assert "## Add a planner" in text and "](good_first_tasks.md)" in text
     assert "](../how/architecture.md)" in text and not hooks.missing(text, source)
+    front = hooks.with_included((DOCS / "index.md").read_text(), "docs/index.md")
+    assert "bash examples/quickstart.sh" in front and "## Train" not in front
+    assert "](reference/versions.md)" in front
 
 
 def test_pages_are_short() -> None:
