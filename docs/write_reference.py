@@ -316,7 +316,8 @@ def support_page() -> str:
             flags = feature.get("flags", "")
             external = section["external"] and "--epp" not in flags
             runs = list(answers(flags, external)) if flags else feature["runs"]
-            rows.append([feature["what"], code(cell(flags)), *runs, feature.get("note", "")])
+            typed = " ".join(map(code, re.split(" (?=--)", cell(flags))))
+            rows.append([feature["what"], typed, *runs, feature.get("note", "")])
         parts.append(f"## {section['title']}\n")
         parts.append(table(("feature", "flags", *PLACES.values(), "notes"), rows))
     return "\n".join([*parts, source["end"]])
