@@ -135,7 +135,7 @@ class Config:
         None,
         "Pad the rows that a rank has of a chunk to a multiple of this (default: with Transformer "
         f"Engine's layers on a GPU {GPU_ROWS}, or {FEWER_GPU_ROWS} where that pads more than "
-        f"{MOST_PADDING:.0%} of a batch's tokens, since odd sizes take slower kernels; else 1).",
+        f"{MOST_PADDING:.0%}% of a batch's tokens, since odd sizes take slower kernels; else 1).",
         metavar="N",
     )
     epp_plan_ahead: bool = flag(

@@ -1,0 +1,334 @@
+#!/usr/bin/env python3
+"""Writes the generated pages of docs/reference from the code that they describe.
+
+    python docs/write_reference.py
+
+flags.md from the dataclasses that define the flags, commands.md from the parsers of the commands,
+refused_flags.md from the capabilities table, support.md from support.toml, whose rows the
+capabilities table answers. A test writes the pages again and compares.
+"""
+
+import argparse
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_epp.certify.trial import certify_parser
+from megatron_epp.cli.flags import FLAGS, add_command_flags
+from megatron_epp.cli.options import COMMANDS
+from megatron_epp.flag_fields import add_flags
+from megatron_epp.planner.options import LEVERS, default_levers
+
+FOLDER = Path(__file__).parent / "reference"
+NOTE = "<!-- written by docs/write_reference.py; do not edit -->"
+# Groups of the training flags, in the order of the page; a flag without a group is an error.
+GROUPS = {
+    "Planner": "epp epp_planner epp_levers epp_effort epp_plan_ahead epp_plan_cores",
+    "Memory": "epp_memory_budget_gib epp_host_memory_gib epp_memory_limit_gib",
+    "Stages": "epp_partition epp_placement epp_vocab_parallel epp_layouts",
+    "Cost model": "epp_cost_model",
+    "Documents": "epp_overlong epp_blend",
+    "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",
+    "Plans on disk": "epp_plan epp_record",
+}
+PLACES = {
+    "epp": "`--epp`",
+    "slices": "slicing mode",
+    "calls": "scheduling mode",
+    "no_gpu": "CPU-only host",
+}
+UNTYPED = "no effect if typed"
+
+
+# ------------------------------------------------------------------ Markdown
+
+
+def as_code(text: str) -> str:
+    """``text`` with its flags, and names with an underscore, as code."""
+    return re.sub(r"(?<![\w./`-])(-[\w.-]*[a-z\d]|[a-z]\w*_[\w.]*\w)(?![\w/`])", r"`\1`", text)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(each)} |\n" for each in lines)
+
+
+def code(word: str) -> str:
+    return f"`{word}`" if word else ""
+
+
+# ------------------------------------------------------------------ flags and commands
+
+
+def value_of(action: argparse.Action) -> str:
+    """What may follow the flag on the command line."""
+    if action.nargs == 0:
+        return "switch"
+    if action.choices is not None:
+        return ", ".join(code(str(choice)) for choice in action.choices)
+    return code(str(action.metavar or action.dest.upper()) + (" ..." if action.nargs == "+" else ""))
+
+
+def default_of(action: argparse.Action) -> str:
+    default = action.default
+    if default is None or default is argparse.SUPPRESS:
+        return ""
+    return code({True: "on", False: "off"}[default] if isinstance(default, bool) else str(default))
+
+
+def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
+    for action in actions:
+        if "--help" in action.option_strings:
+            continue
+        names = [name for name in action.option_strings if not name.startswith("--no-")]
+        anchor = f'<a id="{names[-1].lstrip("-")}"></a>' if names else ""
+        shown = ", ".join(map(code, names)) if names else code(str(action.metavar))
+        help_ = as_code(cell((action.help or "") % {**vars(action), "prog": "megatron_epp"}))
+        yield [anchor + shown, cell(value_of(action)), cell(default_of(action)), help_]
+
+
+def flag_table(actions: Iterable[argparse.Action], anchors: bool = True) -> str:
+    rows = list(flag_rows(actions))
+    if not anchors:  # several commands have a flag of that name
+        rows = [[re.sub(r"<a .*></a>", "", first), *rest] for first, *rest in rows]
+    return table(("flag", "value", "default", "meaning"), rows)
+
+
+@cache
+def training_parser() -> argparse.ArgumentParser:
+    from megatron_epp.mcore.flags.config import Config
+
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, Config)
+    return parser
+
+
+def flags_page() -> str:
+    actions = {action.dest: action for action in training_parser()._actions}
+    grouped = [name for names in GROUPS.values() for name in names.split()]
+    if sorted(grouped) != sorted(actions):
+        odd = set(grouped) ^ set(actions)
+        raise ValueError(f"GROUPS: {sorted(odd)}: expected every flag of Config in one group")
+    parts = [
+        f"# Training flags\n\n{NOTE}\n",
+        "Flags that `--epp` adds to Megatron-LM's `pretrain_gpt.py` and `pretrain_hybrid.py`, with "
+        "values and defaults; `--help` prints the same. See also the "
+        "[flags of the commands](commands.md) and "
+        "[which of Megatron's flags are refused or ignored](refused_flags.md). What each default "
+        "gains, simulated: "
+        "[plan defaults](../../scripts/bench/results/2026-11-23-plan-defaults.md).\n",
+    ]
+    for title, names in GROUPS.items():
+        parts.append(f"## {title}\n\n{flag_table(actions[name] for name in names.split())}")
+    on = {True: "on", False: "off"}
+    cpu, gpu = default_levers("cpu"), default_levers("h100", host_memory=True)
+    parts.append(
+        "## Levers\n\n"
+        "Optimizations of the `epp` planner, named by [`--epp-levers`](#epp-levers) and "
+        "`--levers`. How each works: [planner](../how/planner.md).\n\n"
+        + table(
+            ("lever", "default on CPUs", "default on GPUs", "meaning"),
+            [
+                [code(name), on[name in cpu], on[name in gpu], cell(text)]
+                for name, text in LEVERS.items()
+            ],
+        )
+    )
+    return "\n".join(parts)
+
+
+def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser(add_help=False)
+        if name == "certify":
+            parser = certify_parser()
+        elif name == "profile":
+            from megatron_epp.mcore.calibrate.command import ProfileFlags
+
+            add_flags(parser, ProfileFlags)
+        else:
+            add_command_flags(parser, FLAGS[name])
+        yield name, parser
+
+
+def commands_page() -> str:
+    megatrons = (
+        "All other flags are Megatron's and describe the model, as `--num-layers` and "
+        "`--hidden-size`.\n"
+    )
+    parts = [
+        f"# Commands\n\n{NOTE}\n",
+        "`python -m megatron_epp COMMAND`, or `megatron-epp COMMAND` where the package is "
+        "installed; `COMMAND --help` prints the same. Flags of training are on "
+        "[another page](flags.md), and so are the [levers](flags.md#levers).\n",
+        table(
+            ("command", "what it does"),
+            [[f"[{name}](#{name})", as_code(cell(text))] for name, text in COMMANDS.items()],
+        ),
+    ]
+    for name, parser in command_parsers():
+        parts.append(f"## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n")
+        if name in ("certify", "profile"):
+            parts.append(megatrons)
+        own = [action for group in parser._action_groups[:2] for action in group._group_actions]
+        for group in [SimpleNamespace(title=None, description=None, _group_actions=own),
+                      *parser._action_groups[2:]]:  # fmt: skip
+            if any("--help" not in action.option_strings for action in group._group_actions):
+                if group.title:
+                    parts.append(f"### {name}: {group.title}\n")
+                if group.description:
+                    parts.append(as_code(group.description) + "\n")
+                parts.append(flag_table(group._group_actions, anchors=False))
+    return "\n".join(parts)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def refused_page() -> str:
+    from megatron_epp.mcore.capabilities.table import TABLE
+
+    rows = []
+    for row in TABLE:
+        places = [
+            "" if getattr(row, place) is None
+            else UNTYPED if place == "epp" and not row.typed
+            else "refused"
+            for place in PLACES
+        ]  # fmt: skip
+        rows.append([as_code(cell(row.what)), *places, as_code(cell(row.instead))])
+    return "\n".join(
+        [
+            f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
+            "Megatron-LM's flags that `--epp` refuses, with what to use instead. A refusal is one "
+            "line at start, and exit status 2 of every rank. What runs: [support](support.md).\n",
+            "- `--epp`: training with `--epp`. *No effect if typed*: typed on the command line, "
+            "the flag is [ignored with a warning](#flags-without-effect); from a checkpoint's "
+            "arguments or from a script it is refused.\n"
+            "- Slicing mode: `megatron_epp.attach` refuses such a model of an "
+            "[external training loop](../guides/external_loops.md).\n"
+            "- Scheduling mode: Megatron's own schedule runs such calls of an external training "
+            "loop, and the log says so once.\n"
+            "- CPU-only host: refused at start on a host without a GPU.\n",
+            "## Refused\n",
+            table(("feature", *PLACES.values(), "instead"), rows),
+            "## Flags without effect\n",
+            "With `--epp` these flags of Megatron-LM are set back to their neutral values, and "
+            "rank 0 logs one warning that names them. Results are those without the flags.\n",
+            table(("flags", "what does their job"), without_effect()),
+        ]
+    )
+
+
+def without_effect() -> Iterator[list[str]]:
+    from megatron_epp.mcore.flags.replaced import REPLACED
+    from megatron_epp.mcore.kinds.registry import replaced_by_kinds
+
+    options = {action.dest: action.option_strings for action in megatron_parser()._actions}
+    for row in dict.fromkeys((*REPLACED, *replaced_by_kinds())):
+        names = [options[name][0] for name in row.names.split() if name in options]
+        yield [", ".join(map(code, dict.fromkeys(names))), as_code(cell(row.by))]
+
+
+@cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Megatron's flags and ours; with --epp it takes out those without effect."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_epp.mcore.job.read_flags import with_our_flags
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, conflict_handler="resolve")
+    return with_our_flags(add_megatron_arguments(parser))
+
+
+# ------------------------------------------------------------------ what is supported
+
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 4 "
+    "--kv-channels 16 --seq-length 4096 --attention-dropout 0 --position-embedding-type rope "
+    "--calculate-per-token-loss --no-rope-fusion --distributed-backend gloo --transformer-impl"
+)
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Megatron's arguments, with what its validation sets and the capabilities table reads."""
+    with mock.patch.object(sys, "argv", ["pretrain_gpt.py", *words]):
+        args = megatron_parser().parse_args(words)
+    args.dataloader_type = "external"
+    args.expert_tensor_parallel_size = (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    return args
+
+
+def answers(words: str, external: bool) -> Iterator[str]:
+    """Whether each of PLACES runs a model of these flags, by the capabilities table.
+
+    ``external``: whether external training loops can ask for it.
+    """
+    from megatron_epp.mcore.capabilities.table import limit_for
+    from megatron_epp.mcore.flags.replaced import TAKEN
+
+    layers = "transformer_engine" if "--fp8" in words else "local"
+    typed = [*BASE.split(), layers, *words.split()]
+    args, config = parsed(["--epp", *typed]), parsed(typed)
+    call = SimpleNamespace(config=config, one_model=SimpleNamespace(ddp_config=config))
+    model = SimpleNamespace(
+        config=config,
+        position_embedding_type=config.position_embedding_type,
+        max_sequence_length=config.seq_length,
+    )
+
+    def runs(*asked: tuple[Any, Any]) -> str:
+        return "yes" if all(limit_for(place, of) is None for place, of in asked) else "no"
+
+    taken = " ".join(getattr(args, TAKEN, ()))
+    ignored = any(word in taken for word in words.split() if word.startswith("--"))
+    trains = "no effect" if ignored else runs(("epp", args))
+    yield trains
+    yield runs(("slices", model), ("calls", call)) if external else ""
+    yield runs(("calls", call)) if external else ""
+    yield trains if trains == "no" else runs(("no_gpu", args))
+
+
+def support_page() -> str:
+    source = tomllib.loads((FOLDER / "support.toml").read_text())
+    parts = [f"# What works: support matrix\n\n{NOTE}\n", source["intro"]]
+    for section in source["section"]:
+        rows = []
+        for feature in section["feature"]:
+            flags = feature.get("flags", "")
+            external = section["external"] and "--epp" not in flags
+            runs = list(answers(flags, external)) if flags else feature["runs"]
+            rows.append([feature["what"], code(cell(flags)), *runs, feature.get("note", "")])
+        parts.append(f"## {section['title']}\n")
+        parts.append(table(("feature", "flags", *PLACES.values(), "notes"), rows))
+    return "\n".join([*parts, source["end"]])
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "flags.md": flags_page,
+    "commands.md": commands_page,
+    "refused_flags.md": refused_page,
+    "support.md": support_page,
+}
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (FOLDER / name).write_text(page())
