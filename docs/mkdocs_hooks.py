@@ -16,15 +16,21 @@ ROOT = Path(__file__).resolve().parents[1]
 INCLUDED = re.compile(r"<!-- include (\S+) -->")
 # Fenced blocks and code in a line are no links.
 LINK = re.compile(r"(?ms)^```.*?^```|`[^`\n]+`(?!\])|(!?\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\))")
+ROLE = re.compile(r":(?:func|class|mod|meth|data|attr):<code>~?([^<]*)</code>")
 log = logging.getLogger("mkdocs.hooks.links")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     source = f"docs/{page.file.src_uri}"
     for path in missing(markdown, source):
-        if not on_site(path):  # MkDocs looks at these itself
+        if not in_site(path):  # MkDocs looks at these itself
             log.warning("%s: no file %s in the checkout", source, path)
     return outside_links(with_included(markdown, source), source, config.repo_url)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
+    """Show names in docstrings, :class:`a.b.Name`, as code."""
+    return ROLE.sub(r"<code>\1</code>", html)
 
 
 def targets(markdown: str, source: str) -> list[str]:
@@ -42,7 +48,7 @@ def missing(markdown: str, source: str) -> list[str]:
     return [path for path in targets(markdown, source) if not (ROOT / path).exists()]
 
 
-def on_site(path: str) -> bool:
+def in_site(path: str) -> bool:
     return path.startswith("docs/") and path.endswith((".md", ".svg"))
 
 
@@ -72,7 +78,7 @@ def outside_links(markdown: str, source: str, repo_url: str | None) -> str:
         if not whole or ":" in link or whole.startswith("!"):
             return match[0]
         path = resolved(link, source)
-        if on_site(path):
+        if in_site(path):
             return match[0]
         if repo_url:
             kind = "tree" if (ROOT / path).is_dir() else "blob"

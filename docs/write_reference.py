@@ -80,7 +80,9 @@ def value_of(action: argparse.Action) -> str:
         return "switch"
     if action.choices is not None:
         return ", ".join(code(str(choice)) for choice in action.choices)
-    return code(str(action.metavar or action.dest.upper()) + (" ..." if action.nargs == "+" else ""))
+    return code(
+        str(action.metavar or action.dest.upper()) + (" ..." if action.nargs == "+" else "")
+    )
 
 
 def default_of(action: argparse.Action) -> str:

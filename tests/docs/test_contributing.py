@@ -1,0 +1,63 @@
+"""CONTRIBUTING's numbers of files are those that tests count; good first tasks are refused today."""
+
+import ast
+import re
+
+from megatron_epp.mcore.capabilities.table import TABLE
+from tests.ir.test_costly_kind import LATE
+from tests.mcore.test_new_kind import NEW, SUMS
+from tests.programs import ROOT
+
+PACKAGE = ROOT / "megatron_epp"
+
+
+def users(module: str) -> set[str]:
+    """Files of the package that import ``module`` or something of it."""
+    package, _, last = module.rpartition(".")
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (
+                node.module == module
+                or (node.module == package and last in [each.name for each in node.names])
+            ):
+                found.add(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def files_of_a_planner() -> tuple[int, int]:
+    """Of one that nothing but the registry knows: a schedule that ``epp`` does not compare with."""
+    module = "megatron_epp.planner.published.packing"
+    assert users(module) == {"planner/registry.py"}
+    return 1, 1
+
+
+def files_of_a_framework() -> tuple[int, int]:
+    """Of one that is read, and brings neither settings nor slices."""
+    own = [str(path.relative_to(PACKAGE)) for path in (PACKAGE / "frameworks/areal").glob("*.py")]
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\bareal\b", path.read_text().split('"""', 2)[-1])
+    }
+    return len(own), len(named - {*own})
+
+
+def test_contributing_counts_the_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| ((?:an?) [\w ]+) \| (\d+) \| (\d+) \|$", text, re.M)
+    assert {name: (int(new), int(changed)) for name, new, changed in rows} == {
+        "an op": (0, len(LATE) + 1),
+        "a layer kind": (len(NEW), len(SUMS) - len(NEW)),
+        "a planner": files_of_a_planner(),
+        "a framework": files_of_a_framework(),
+        "a training flag": (0, 1),  # tests/docs/test_reference.py: a field is a flag and a row
+    }
+
+
+def test_good_first_tasks_are_refused_by_name() -> None:
+    text = (ROOT / "docs" / "contributing" / "good_first_tasks.md").read_text()
+    flags = re.findall(r"^\| [^|]+ \| `(--[\w-]+)` \|", text, re.M)
+    refused = " ".join(row.what for row in TABLE)
+    done = [flag for flag in flags if not re.search(rf"{flag}(?![\w-])", refused)]
+    assert len(flags) >= 10 and done == [], "these run: take them off the page"

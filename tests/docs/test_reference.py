@@ -1,0 +1,63 @@
+"""The generated reference pages are what the code says today."""
+
+import argparse
+from dataclasses import dataclass, fields
+
+import pytest
+
+from megatron_epp.cli.flags import FLAGS
+from megatron_epp.flag_fields import add_flags, flag
+from megatron_epp.planner.settings import SharedSettings
+from tests.programs import ROOT, loaded
+
+write_reference = loaded(ROOT / "docs" / "write_reference.py")
+
+
+@pytest.mark.parametrize("name", sorted(write_reference.PAGES))
+def test_the_page_is_what_the_script_writes(name: str) -> None:
+    written = (write_reference.FOLDER / name).read_text()
+    assert write_reference.PAGES[name]() == written, "run python docs/write_reference.py"
+
+
+def test_a_flag_that_changes_is_found() -> None:
+    @dataclass
+    class Flags:
+        TITLE = "flags"
+        epp_new: int = flag(3, "50%% of --epp-plan, a|b", ("N", int))
+
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser, Flags)
+    assert list(write_reference.flag_rows(parser._actions)) == [
+        ['<a id="epp-new"></a>`--epp-new`', "`N`", "`3`", r"50% of `--epp-plan`, a\|b"]
+    ]
+
+
+def test_a_flag_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {k: v.replace("epp_effort ", "") for k, v in write_reference.GROUPS.items()}
+    monkeypatch.setattr(write_reference, "GROUPS", left)
+    with pytest.raises(ValueError, match="epp_effort.*expected every flag of Config in one group"):
+        write_reference.flags_page()
+
+
+def test_the_matrix_says_what_the_table_refuses() -> None:
+    """Of one feature of each answer, as tests/mcore/test_refusals.py has them refused."""
+    answers = {
+        "--hidden-dropout 0": ["yes", "yes", "yes", "yes"],
+        "--num-experts 4 --moe-expert-capacity-factor 1.0": ["no", "no", "yes", "no"],
+        "--mtp-num-layers 1": ["yes", "no", "yes", "yes"],
+        "--cuda-graph-impl local": ["no effect", "no", "no", "yes"],
+        "--async-save": ["yes", "yes", "yes", "no"],
+    }
+    assert {words: [*write_reference.answers(words, True)] for words in answers} == answers
+    assert [*write_reference.answers("--async-save", False)] == ["yes", "", "", "no"]
+
+
+def test_training_and_plan_say_the_same_of_what_they_share() -> None:
+    """Each may then go on with what only it does."""
+    from megatron_epp.mcore.flags.config import Config
+
+    planning = {each.name: each for schema in FLAGS["plan"] for each in fields(schema)}
+    training = {each.name: each for each in fields(Config)}
+    for setting in fields(SharedSettings):
+        for each in (planning[setting.name], training[f"epp_{setting.name}"]):
+            assert each.metadata["help"].startswith(setting.metadata["help"])

@@ -1,0 +1,155 @@
+"""The pages as a site: reachable, linked, short, in the words of the field."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.programs import ROOT, loaded
+from tests.test_words import TEXTS, pattern
+
+hooks = loaded(ROOT / "docs" / "mkdocs_hooks.py")
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# Written by scripts: not counted as words that somebody wrote.
+GENERATED = re.compile(r"\A# .*\n\n<!-- written by")
+GPU_DAY = DOCS / "contributing" / "gpu_day.md"  # scripts/gpu/gpu_day.sh --page writes it
+MOST_WORDS = 32_000
+BASELINE = Path(__file__).with_name("banned_words.txt")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def by_hand() -> list[Path]:
+    pages = [page for page in PAGES if page != GPU_DAY]
+    return [*TOP, *(page for page in pages if not GENERATED.match(page.read_text()))]
+
+
+def prose(page: Path) -> str:
+    """The text of the page without its blocks of code."""
+    return re.sub(r"(?ms)^```.*?^```|^    .*?$", "", page.read_text())
+
+
+def in_nav() -> list[str]:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    return re.findall(r"- (\S+\.md)$", nav, re.M)
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    return [f"{name(page)}: {path}" for path in hooks.missing(text, name(page))]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    assert sorted(in_nav()) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+def test_links_lead_to_files_of_the_checkout() -> None:
+    others = [*TOP, ROOT / "SECURITY.md", ROOT / "patches" / "README.md"]
+    dead = [link for page in (*others, *PAGES) for link in dead_links(page, page.read_text())]
+    assert dead == []
+    page = DOCS / "guides" / "data.md"
+    text = "[a](running.md#x) [b](../nowhere.md) `[c](no.md)` [d](https://e.org) ![e](x.svg)"
+    assert [each.split(": ")[1] for each in dead_links(page, text)] == [
+        "docs/nowhere.md",
+        "docs/guides/x.svg",
+    ]
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    linked = {
+        path
+        for page in (ROOT / "README.md", *PAGES)
+        for path in hooks.targets(page.read_text(), name(page))
+        if path != name(page)
+    }
+    assert [name(page) for page in PAGES if name(page) not in linked] == []
+
+
+def test_what_is_outside_the_site_is_linked_in_the_repository() -> None:
+    source = "docs/guides/data.md"
+    text = (
+        "[the script](../../scripts/prepare_corpus.py#L3), [tests](../../tests), [run](running.md)"
+    )
+    url = "https://host.org/project"
+    assert hooks.outside_links(text, source, url + "/") == (
+        f"[the script]({url}/blob/main/scripts/prepare_corpus.py#L3), [tests]({url}/tree/main/tests), "
+        "[run](running.md)"
+    )
+    assert hooks.outside_links(text, source, None) == (
+        "the script (`scripts/prepare_corpus.py`), tests, [run](running.md)"
+    )
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/data.md"))
+    config = SimpleNamespace(repo_url=None)
+    assert hooks.on_page_markdown(text, page=page, config=config, files=None).endswith(
+        "running.md)"
+    )
+
+
+def test_contributing_is_part_of_the_site() -> None:
+    source = "docs/contributing/index.md"
+    text = hooks.with_included((ROOT / source).read_text(), source)
+    assert "## Add a planner" in text and "](good_first_tasks.md)" in text
+    assert "](../how/architecture.md)" in text and not hooks.missing(text, source)
+
+
+def test_pages_are_short() -> None:
+    """Words outside of blocks of code; rules and borders of tables are none."""
+    words = {name(page): len(re.findall(r"\S*\w\S*", prose(page))) for page in by_hand()}
+    assert sum(words.values()) <= MOST_WORDS, Counter(words).most_common(10)
+    assert "docs/reference/flags.md" not in words and "docs/guides/data.md" in words
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+def test_lists_and_tables_begin_after_a_blank_line() -> None:
+    """MkDocs takes them for the end of the paragraph else."""
+    begins = re.compile(r"(?m)^(?![-*|>#\s]|\d+\.)[^\n]*\n(- |\d+\. |\| )")
+    wrong = []
+    for page in (*TOP, *PAGES):
+        text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+        wrong += [f"{name(page)}: {match[0][:60]!r}" for match in begins.finditer(text)]
+    assert wrong == []
+    assert begins.search("a line\n- an item\n") and not begins.search("a line\n\n- an item\n")
+
+
+# ------------------------------------------------------------------ words
+
+
+def banned_words() -> Counter[str]:
+    """``page "words"`` of what tests/test_words.py bans, outside of code."""
+    seen: Counter[str] = Counter()
+    for page in by_hand():
+        text = re.sub(r"`[^`]*`", "", prose(page))
+        for match in pattern().finditer(text):
+            seen[f'{name(page)} "{match[1]}"'] += 1
+    return seen
+
+
+def read_baseline() -> Counter[str]:
+    rows = (line.rsplit("\t", 1) for line in BASELINE.read_text().splitlines())
+    return Counter({key: int(count) for key, count in rows})
+
+
+def test_no_banned_word_comes_into_the_pages() -> None:
+    now, before = banned_words(), read_baseline()
+    new = {key: count for key, count in now.items() if count > before[key]}
+    assert not new, f"{new}; terms: {TEXTS}"
+    gone = {key: count for key, count in before.items() if now[key] < count}
+    assert not gone, f"less is left; run `python -m tests.docs.test_site`: {gone}"
+
+
+def test_a_banned_word_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Rows behind the seam, `behind` code.\n\n    behind\n")
+    monkeypatch.setitem(globals(), "by_hand", lambda: [page])
+    monkeypatch.setitem(globals(), "name", lambda page: page.name)
+    assert banned_words() == {'page.md "behind"': 1, 'page.md "seam"': 1}
+
+
+if __name__ == "__main__":
+    rows = sorted(banned_words().items())
+    BASELINE.write_text("".join(f"{key}\t{count}\n" for key, count in rows))
