@@ -78,6 +78,7 @@ def _megatron_flags() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     write_pair(tmp_path / "my", [9001, 1501, 901, 301, 13, 4001, 2501, 60001] * 4)
     for words in commands(page.read_text()):
         require(words, tmp_path)

@@ -17,6 +17,13 @@ def test_the_picture_is_what_the_script_draws() -> None:
     assert "docs/plan_against_packing.svg" in (ROOT / "README.md").read_text()
 
 
+def test_pictures_of_how_it_works_are_what_the_script_draws() -> None:
+    pages = " ".join(page.read_text() for page in (ROOT / "docs" / "how").glob("*.md"))
+    for path, drawn in load("draw_how").pictures().items():
+        assert path.read_text() == drawn, "run python docs/draw_how.py and look at the pictures"
+        assert f"(../{path.name})" in pages
+
+
 def test_the_house_is_drawn_from_its_imports() -> None:
     script = load("draw_architecture")
     kept = script.FILE.read_text()
