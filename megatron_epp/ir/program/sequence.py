@@ -27,7 +27,7 @@ FORWARDS: Mapping[Kind, int] = {
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
-# Work in forwards of its chunk through one layer: about that of a stage's vocabulary rows.
+# In forwards of its chunk through one layer: about the work of a stage's vocabulary rows.
 LAYERS: Mapping[Kind, int] = {Kind.HEAD: 1, Kind.HEAD_WEIGHT: 1}
 
 
