@@ -61,6 +61,7 @@ class Seconds(_Coefficients):
     per_chunk: float = 0.0
 
     def __call__(self, tokens: float, pairs: float) -> float:
+        """Return the seconds of a chunk of ``tokens`` and query-key ``pairs``."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_chunk
 
     def __mul__(self, factor: float) -> "Seconds":

@@ -96,7 +96,7 @@ class PublicRow:
 
     @property
     def kind(self) -> str:
-        """ "dense" or "MoE" for steps and layers of models, otherwise what was measured."""
+        """Either "dense" or "MoE" for steps and layers of models, otherwise what was measured."""
         model = self.model
         if model is None:
             return self.what
