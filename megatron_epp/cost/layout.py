@@ -38,39 +38,23 @@ class RankDevice:
 
 @dataclass(frozen=True)  # no slots, because its arrays are cached
 class StageLayout:
-    """Profile of a model and its distribution over stages and devices; bytes are per device.
+    """Profile of a model and its distribution over stages and devices; bytes are per device."""
 
-    Attributes:
-        profile: coefficients of one layer of every kind, of the embedding and the LM head.
-        layers: number of layers of each stage.
-        tp: tensor-parallel size.
-        cp: context-parallel size.
-        dp: data-parallel size.
-        zero: 1: weights stay on every device (Megatron's distributed optimizer). 3: model states
-            are sharded over the stage's devices, and layers are gathered for every chunk.
-        ep: expert-parallel size. If it exceeds tp x cp, it includes devices of several replicas,
-            which then run in lockstep.
-        layer_kinds: kind of each layer of the model, named as in the profile; empty: all layers are
-            of the profile's only kind.
-        network: places and rates of groups; None: rates of the profile by group size.
-        vocabulary_parallel: whether the LM head is sharded over all stages (ops H and G).
-        place: rank of each stage; empty if stage i is on rank i.
-        rank_devices: devices of each rank if they differ; they define seconds and rates,
-            ``profile`` defines bytes and latency. Empty: ranks differ as measured in the profile
-            (``rank_slowness``), or not at all.
-    """
-
-    profile: Profile
-    layers: tuple[int, ...]
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
+    profile: Profile  # coefficients of one layer of every kind, of embedding and LM head
+    layers: tuple[int, ...]  # number of layers of each stage
+    tp: int = 1  # tensor-parallel size
+    cp: int = 1  # context-parallel size
+    dp: int = 1  # data-parallel size
+    # 1: weights stay on every device (Megatron's distributed optimizer). 3: model states are
+    # sharded over the stage's devices, and layers are gathered for every chunk.
     zero: int = 1
-    ep: int = 1
-    layer_kinds: tuple[str, ...] = ()
-    network: Network | None = None
-    vocabulary_parallel: bool = False
-    place: tuple[int, ...] = ()
+    ep: int = 1  # expert-parallel size; above tp x cp it spans replicas, which run in lockstep
+    layer_kinds: tuple[str, ...] = ()  # kind of each layer; empty: the profile's only kind
+    network: Network | None = None  # places and rates of groups; None: rates of the profile
+    vocabulary_parallel: bool = False  # whether the LM head is sharded over all stages (H, G)
+    place: tuple[int, ...] = ()  # rank of each stage; empty if stage i is on rank i
+    # Devices of each rank if they differ: they define seconds and rates, ``profile`` bytes and
+    # latency. Empty: ranks differ as in the profile's ``rank_slowness``, or not at all.
     rank_devices: tuple[RankDevice, ...] = ()
 
     def __post_init__(self):

@@ -57,8 +57,7 @@ class AttentionPart(Part):
 
     @property
     def _gate(self) -> int:
-        """Channels of the output gate, which the input projection computes with Q, K and V."""
-        return self.output_hidden if self.shape.output_gate else 0
+        return self.output_hidden if self.shape.output_gate else 0  # projected with Q, K and V
 
     @property
     def heads_hidden(self) -> int:
@@ -78,8 +77,7 @@ class AttentionPart(Part):
 
     @property
     def saved(self) -> int:
-        """Channels saved from F to B."""
-        # A gate is saved, and so is attention's output before the gate is applied.
+        """Channels saved from F to B; also a gate, and the output before it is applied."""
         return 2 * self.model.hidden + self.heads_hidden + self.output_hidden + 2 * self._gate
 
     @property
@@ -98,11 +96,7 @@ class AttentionPart(Part):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that selective recomputation supports.
-
-        With flash kernels, core attention saves almost nothing that recompute would avoid: Q, K, V
-        and the output remain as inputs of modules that are not recomputed.
-        """
+        """Modules that can be recomputed; with flash kernels core attention saves almost none."""
         norm = RecomputedModule(self.model.hidden, light=True)
         return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
 

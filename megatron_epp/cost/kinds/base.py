@@ -185,30 +185,17 @@ class RoutedExperts:
 
 
 class Part:
-    """Base class of sublayers: a sublayer of layers of ``shape`` in ``model``.
+    """Base class of sublayers: a sublayer of layers of ``shape`` in ``model``."""
 
-    Attributes:
-        MIXER: whether it moves information between tokens; otherwise it works token by token.
-        DEFAULT: whether layers without a description have it; names of kinds omit it.
-        WORD: its word in the name of a kind.
-        ALONE: its word if the layer has no other sublayer.
-        MODES: recompute modes that only layers with it have.
-        LAUNCHES: constant time per chunk, in units of a dense layer's.
-        COLUMNS: its additional columns, by which profile files that name them are parsed.
-        CP: whether it supports context parallelism.
-        BEFORE_LAYER: whether it precedes the layer, so that the layer's recompute modes do not
-            apply to it.
-    """
-
-    MIXER: ClassVar[bool]
-    WORD: ClassVar[str]
-    ALONE: ClassVar[str]
-    DEFAULT: ClassVar[bool] = False
-    MODES: ClassVar[str] = ""
-    LAUNCHES: ClassVar[int] = 1
-    COLUMNS: ClassVar[tuple[type[Column], ...]] = ()
-    CP: ClassVar[bool] = True
-    BEFORE_LAYER: ClassVar[bool] = False
+    MIXER: ClassVar[bool]  # whether it moves information between tokens
+    WORD: ClassVar[str]  # its word in the name of a kind
+    ALONE: ClassVar[str]  # its word if the layer has no other sublayer
+    DEFAULT: ClassVar[bool] = False  # whether default layers have it; names of kinds omit it
+    MODES: ClassVar[str] = ""  # recompute modes that only layers with it have
+    LAUNCHES: ClassVar[int] = 1  # constant time per chunk, in units of a dense layer's
+    COLUMNS: ClassVar[tuple[type[Column], ...]] = ()  # additional columns that profiles may name
+    CP: ClassVar[bool] = True  # whether it supports context parallelism
+    BEFORE_LAYER: ClassVar[bool] = False  # whether it precedes the layer and its recompute modes
 
     def __init__(self, model: Decoder, shape: Any):
         self.model, self.shape = model, shape
@@ -264,10 +251,7 @@ class Part:
         return MOVED * self.saved
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of :attr:`saved` that a cut document's own buffer holds.
-
-        ``modules`` are the modules that are recomputed.
-        """
+        """Return the channels of :attr:`saved` in a document's buffer, given recomputed modules."""
         return 0
 
     @property

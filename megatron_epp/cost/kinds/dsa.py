@@ -82,8 +82,7 @@ class DSAPart(MLAPart):
 
     @property
     def _key(self) -> int:
-        """Channels of the key that all heads share."""
-        return self.shape.kv_rank + self.shape.rotary_size
+        return self.shape.kv_rank + self.shape.rotary_size  # one key for all heads
 
     @property
     def _index_hidden(self) -> int:
@@ -91,13 +90,11 @@ class DSAPart(MLAPart):
 
     @property
     def _absorbed(self) -> int:
-        """Channels of the queries of all heads in the latent space."""
-        return self.model.heads * self._key
+        return self.model.heads * self._key  # queries of all heads, in the latent space
 
     @property
     def _attended(self) -> int:
-        """Channels of the outputs of all heads in the latent space."""
-        return self.model.heads * self.shape.kv_rank
+        return self.model.heads * self.shape.kv_rank  # outputs of all heads, in the latent space
 
     @property
     def parameters(self) -> int:
@@ -126,19 +123,15 @@ class DSAPart(MLAPart):
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
-        return {
-            Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
-            Kind.BACKWARD: ContextWorkspace(gradients, backward * block),
-        }
+        return {Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
+                Kind.BACKWARD: ContextWorkspace(gradients, backward * block)}  # fmt: skip
 
     @property
     def saved(self) -> int:
-        """Channels saved from F to B, the indexer's included."""
+        """Channels saved from F to B; the indexer's keys count before and after their norm."""
         shape, latents = self.shape, 2 * self._ranks + self.shape.rotary_size
         of_queries = self.query_hidden + self._absorbed
         outputs = self._attended + self.output_hidden
-        # The indexer's queries and weights, its keys before and after their norm, and the selected
-        # keys.
         index = self._index_hidden + shape.index_heads + 2 * shape.index_size
         index += _PER_NUMBER * shape.chosen_keys
         return 2 * self.model.hidden + latents + of_queries + self._key + outputs + index

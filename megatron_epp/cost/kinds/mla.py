@@ -82,8 +82,7 @@ class MLAPart(AttentionPart):
 
     @property
     def _expanded(self) -> int:
-        """Channels that the up-projection makes: V, and K without its rotary part."""
-        return self.model.heads * self.model.head_size + self.value_hidden
+        return self.model.heads * self.model.head_size + self.value_hidden  # K's rotary part apart
 
     @property
     def _expansion_parameters(self) -> int:
@@ -106,33 +105,24 @@ class MLAPart(AttentionPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """K and V projected again from the latents of an earlier slice.
-
-        Backward projects them again, too, and computes the gradients of latents and weights.
-        """
+        """K and V projected again from the latents of the context, also in backward."""
         if not self.shape.carries_latents:
             return {}
         return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """A block of the context's K and V.
-
-        Backward also has their gradients, and those of the context's latents.
-        """
+        """A block of the context's K and V; in backward also gradients of these and of latents."""
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
         gradients = float(ELEMENT_BYTES * self.carried.channels)
-        return {
-            Kind.FORWARD: ContextWorkspace(per_op=block),
-            Kind.BACKWARD: ContextWorkspace(gradients, 2 * block),
-        }
+        return {Kind.FORWARD: ContextWorkspace(per_op=block),
+                Kind.BACKWARD: ContextWorkspace(gradients, 2 * block)}  # fmt: skip
 
     @property
     def saved(self) -> int:
-        """Channels saved from F to B."""
-        # Latents before and after their norms.
+        """Channels saved from F to B, latents before and after their norms included."""
         return super().saved + 2 * self._ranks + self.shape.rotary_size
 
     @property
@@ -150,8 +140,7 @@ class MLAPart(AttentionPart):
         return CarryOver(self.shape.kv_rank + self.shape.rotary_size, heads)
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of K and V if the cut document's buffer holds them."""
-        # A latent is a copy, and recomputed K and V were not saved.
+        """Return the channels of K and V in the document's buffer; a latent is a copy."""
         if self.shape.carries_latents or "mla_up_proj" in modules:
             return 0
         return self.carried.channels
