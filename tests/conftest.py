@@ -62,6 +62,7 @@ LONGEST = (
     "device/test_reductions.py",
     "mcore/test_new_kind.py",
     "docs/test_commands.py",
+    "docs/test_reference.py",
     "planner/test_tuning_parts.py",
     "examples/test_prove_it.py",
     "scripts/test_gpu_day.py",

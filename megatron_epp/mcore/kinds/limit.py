@@ -1,4 +1,4 @@
-"""A feature that does not run: where, and what to do; a row of docs/reference/support.md."""
+"""A feature that does not run: where, and what to do; a row of docs/reference/refused_flags.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
