@@ -183,8 +183,8 @@ def workspaces(
         head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
 
     Returns:
-        Workspaces by kind of op, those of the last stage, bytes of a recomputed layer by mode, and
-        forward workspaces by mode if they differ from a saved layer's.
+        Four mappings: workspaces by kind of op; those of the last stage; bytes of a recomputed
+        layer by mode; and forward workspaces by mode if they differ from a saved layer's.
     """
 
     def of(kind: Kind, mode: str, end: bool) -> list[Peak]:
