@@ -125,7 +125,11 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
     """Return the layers of stages with the recompute modes of ``plan``, last layers first.
 
-    ``counts`` are those of ``plan``; see _offloaded.
+    Args:
+        memory: memory of the cost model.
+        plan: plan with the recompute modes.
+        loads: loads of its chunks.
+        counts: [stages, chunks] layers of ``plan`` with each choice; see _offloaded.
     """
     return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
