@@ -137,6 +137,7 @@ def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) 
 def _layers_of_plan(
     memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
 ) -> Iterator[LayerRun]:
+    """Yield offloaded layers, then one layer of every stage at a time, last layers first."""
     yield from _offloaded(memory, counts)
     choices = sorted(counts)
     saved = np.stack([memory.saved_bytes(choice, loads) for choice in choices])

@@ -89,6 +89,7 @@ def measured_profile(
 def _fitted(
     every: Sequence[Readings], model: Model, kind: str, origin: Provenance, where: Conditions
 ) -> Profile:
+    """Return the profile of one layer kind from the readings of all ranks."""
     layer = model.shapes[kind]
     template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
     if where.device != "cpu" and layer.masks_diagonal:
