@@ -113,7 +113,8 @@ class Config:
     )
     epp_record: str | None = flag(
         None,
-        "Folder for the plans, timed records and traces of every iteration.",
+        "Folder for the plan and timed records of every iteration, and for a table of predicted and "
+        "measured seconds.",
         metavar="DIR",
     )
     epp_partition: str = shared_setting(
