@@ -14,12 +14,15 @@ class SharedSettings:
     """Defaults, units and help, stated once; :func:`shared_setting` makes a field of each."""
 
     planner: str = flag(
-        "epp", "planner: epp (default), infinipipe, seq1f1b, packing, ...", ("NAME", str)
+        "epp",
+        "planner: epp (default), infinipipe, seq1f1b, chunkflow, packing, 1f1b, zb-v, adaptis or "
+        "slimpipe",
+        ("NAME", str),
     )
     levers: str = flag(
         "default",
-        "what the epp planner may use: default (what training runs by default), all, none, or "
-        "names joined by commas; default,-NAME takes one away",
+        "optimizations of the epp planner: default (those of training), all, none, or names "
+        "separated by commas; default,-NAME removes one",
         ("LIST", str),
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
@@ -37,9 +40,9 @@ class SharedSettings:
     )
     effort: int | None = flag(
         None,
-        "how much work the planner's search may do, in proportion; 0 takes the first good plan "
+        "search effort of the planner, proportional to its work; 0 takes the first good plan "
         f"(default: by the batch: {EFFORT}, up to {MANY_EFFORT} with thousands of documents, less "
-        "where an iteration is short)",
+        "if an iteration is short)",
         ("N", whole_number(0, MOST_EFFORT)),
     )
     overlong: str = flag(
@@ -55,10 +58,10 @@ class SharedSettings:
     )
     placement: str = flag(
         "even",
-        "stages of every pipeline rank: even (default), one; interleaved N; v: two, there and "
-        "back, the model's ends on the last rank; auto: what takes least on the corpus's first "
+        "stages of every pipeline rank: even (default), one; interleaved N; v: two, in V shape, "
+        "with embedding and LM head on the last rank; auto: the fastest on the corpus's first "
         "batches, with layers by time; 'place 1 0 0 1': the rank of every stage; or a file with "
-        "such a line, or a line 'rank 0: 1 2' for each rank, and 'layers ...' if wanted",
+        "such a line, or with a line 'rank 0: 1 2' for each rank, and optionally 'layers ...'",
         nargs="+",
         metavar="PLACEMENT",
         action=JoinedArguments,

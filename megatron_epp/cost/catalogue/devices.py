@@ -19,8 +19,8 @@ GIB = 2**30
 MOST_DEVICES = 1_000_000
 # Shared by --epp-memory-budget-gib of training and --memory-budget-gib of the other commands.
 BUDGET_HELP = (
-    "memory budget of a device in GiB, model states included (on a CPU without them: what chunks "
-    "hold between forward and backward); one number, or one for every pipeline rank"
+    "memory budget of a device in GiB, model states included (on a CPU excluded: what chunks hold "
+    "between forward and backward); one number, or one for every pipeline rank"
 )
 
 # Smallest and largest value of each number, far beyond any machine; times then stay finite.

@@ -47,108 +47,110 @@ class Config:
 
     TITLE: ClassVar = "elastic pipeline parallelism"
 
-    epp: bool = flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
+    epp: bool = flag(False, "Train with elastic pipelines; without it Megatron is unchanged.")
     epp_planner: str = shared_setting("planner")
-    epp_levers: str = shared_setting("levers", "; what this job's layers cannot run is left out")
+    epp_levers: str = shared_setting(
+        "levers", "; levers that this job's layers cannot run are left out"
+    )
     epp_plan: str | None = flag(
         None,
-        "Run these plans instead of planning: a file (one plan for every iteration, refused when "
-        "the documents' lengths differ) or a folder as --epp-record wrote it.",
+        "Run these plans instead of planning: a file (the same plan in every iteration, refused "
+        "if the document lengths differ) or a folder that --epp-record wrote.",
         metavar="PATH",
     )
     epp_layouts: str | None = flag(
         None,
-        "File of allowed layouts, one a line (tp 1 pp 2 cp 1 ep 1 layers 4 4), or auto for all "
-        "that there are: each start takes the fastest of those that most of its devices fill, in "
-        "the place of the degree flags; ranks that are left wait as spares. A resume on as many "
+        "File of allowed layouts, one per line (tp 1 pp 2 cp 1 ep 1 layers 4 4), or auto: all "
+        "layouts. Each start chooses the fastest of the layouts that use the most devices, in "
+        "place of the degree flags; other ranks wait as spares. A resume on the same number of "
         "devices keeps its layout.",
         metavar="FILE|auto",
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
-        " (default: a GPU less a margin; on a CPU 0.8 of the available memory, shared by the local "
-        "ranks)",
+        " (default: the memory of the GPU less a margin; on a CPU 0.8 of the available memory, "
+        "divided over the local ranks)",
         type=float,
     )
     epp_memory_limit_gib: float | None = flag(
         None,
-        "On a host without a GPU: GiB at which a rank's chunks run out of memory, as on a device "
-        "of that size; training then goes on with plans that need less (default: none).",
+        "On a CPU-only host: GiB at which the chunks of a rank run out of memory, to try what a "
+        "device of that size does; training continues with plans that need less (default: none).",
         metavar="GIB",
     )
     epp_host_memory_gib: float | None = shared_setting(
         "host_memory_gib",
-        ", pinned where there is a GPU (default: half of what is available, without a GPU 0.15 of "
-        "it, shared by the local ranks)",
+        ", pinned if there is a GPU (default: half of the available memory, on a CPU-only host "
+        "0.15 of it, divided over the local ranks)",
         type=float,
     )
     epp_attention: str = flag(
         "auto",
         "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
-        "that computes rightly on this device, tried at start. A CPU has torch's.",
+        "that is correct on this device, which the start tests. CPUs use torch.",
         choices=("auto", "te", "torch"),
     )
     epp_mla_keeps: str = flag(
         "auto",
-        "What multi-latent attention keeps of a cut document for its later slices: expanded (K and "
-        "V of all heads), latents (which have no heads, and K and V are made of them again for "
-        "every later slice), or auto: the cheaper one for a document of --seq-length by the cost "
-        "model.",
+        "What multi-latent attention saves of a sliced document for its later slices: expanded (K "
+        "and V of all heads), latents (smaller; every later slice recomputes K and V from them), "
+        "or auto: the cheaper one for a document of --seq-length by the cost model.",
         choices=MLA_KEEPS,
     )
     epp_cost_model: str | None = shared_setting(
         "cost_model",
-        ", or `analytic`: from the model's shape and the device's name (default: the file kept "
-        "next to the checkpoint that is loaded, else measured at start, which takes seconds, and "
-        "kept with --save)",
+        ", or `analytic`: from the model's shape and the device's name (default: the file next to "
+        "the loaded checkpoint, else measured at start, which takes seconds, and saved with "
+        "--save)",
     )
     epp_effort: int | None = shared_setting("effort", type=int)
     epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
     epp_blend: str = flag(
         AUTO,
-        "What the weights of --data-path and its kin count: tokens, as Megatron's own samples of "
-        "--seq-length tokens do, or documents; auto: tokens, and a run that resumes keeps its own.",
+        "Unit of the weights of --data-path and similar flags: tokens, as Megatron's samples of "
+        "--seq-length tokens, or documents; auto: tokens, and a resumed run keeps its unit.",
         choices=(AUTO, *BLENDS),
     )
     epp_record: str | None = flag(
         None,
-        "Folder for the plans, timed records and traces of every iteration.",
+        "Folder for the plan and timed records of every iteration, and for a table of predicted and "
+        "measured seconds.",
         metavar="DIR",
     )
     epp_partition: str = shared_setting(
         "partition",
-        " (in --hybrid-layer-pattern: where its | go) by --epp-cost-model, else the device's "
-        "coefficients; flags (default): as Megatron's own say; a run that resumes keeps its own",
+        " (in --hybrid-layer-pattern: the places of |) by --epp-cost-model, else the device's "
+        "coefficients; flags (default): by Megatron's flags; a resumed run keeps its partition",
         default="flags",
         type=one_of("flags", PARTITION_AUTO),
     )
     epp_placement: str = shared_setting(
         "placement",
-        "; flags: as Megatron's flags of virtual stages say. Checkpoints load whatever it is",
+        "; flags: by Megatron's flags of virtual stages. Checkpoints load in any placement",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",
-        " by --epp-cost-model, else the device's coefficients (on a CPU off); a run that resumes "
-        "keeps its own. Checkpoints' weights load either way",
+        " by --epp-cost-model, else the device's coefficients (on a CPU off); a resumed run keeps "
+        "its choice. Weights of checkpoints load either way",
     )
     epp_row_multiple: int | None = flag(
         None,
-        "Pad the rows that a rank has of a chunk to a multiple of this (default: with Transformer "
-        f"Engine's layers on a GPU {GPU_ROWS}, or {FEWER_GPU_ROWS} where that pads more than "
-        f"{MOST_PADDING:.0%}% of a batch's tokens, since odd sizes take slower kernels; else 1).",
+        "Pad the rows of a chunk on each rank to a multiple of N (default: with Transformer "
+        f"Engine's layers on a GPU {GPU_ROWS}, or {FEWER_GPU_ROWS} if {GPU_ROWS} pads more than "
+        f"{MOST_PADDING:.0%}% of a batch's tokens, as other sizes run slower kernels; else 1).",
         metavar="N",
     )
     epp_plan_ahead: bool = flag(
         True,
-        "Plan in processes of their own, ahead of training (--no-epp-plan-ahead: in the trainer, "
-        "which then waits for every plan).",
+        "Plan in separate processes, ahead of training (--no-epp-plan-ahead: in the trainer, which "
+        "then waits for every plan).",
         action=argparse.BooleanOptionalAction,
     )
     epp_plan_cores: int | None = flag(
         None,
-        "Cores of each host for planner processes, shared by the replicas that are planned there, "
-        "which have one process each at least; where planning takes longer than an iteration, "
-        "several plan an iteration each (default: half of the cores that the host's ranks leave "
+        "Cores of each host for planner processes, divided over the replicas that are planned "
+        "there, at least one process for each; if planning takes longer than an iteration, several "
+        "processes plan one iteration each (default: half of the cores that the host's ranks leave "
         "idle).",
         metavar="N",
         type=int,
