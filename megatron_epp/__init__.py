@@ -35,7 +35,7 @@ def install(
             samples that training, validation and test want (None: one epoch), and returns a dataset
             or None for each. A dataset has a length and ``original_seq_lens``, the length of every
             item. Its items are mappings with tokens, labels, loss_mask and original_seq_len
-            (docs/data.md).
+            (docs/guides/data.md).
 
     Returns:
         The forward step and the data provider to pass to ``pretrain``.
