@@ -465,9 +465,9 @@ def _placements(
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     """Return a lower bound of the time of any plan, for any layer partition.
 
-    It is the largest of three times: a stage's mean part of the batch, its mean part of the longest
-    document, and the cheapest layers of a stage that has at least the mean number. Documents that
-    may run on one context-parallel rank are counted without K/V exchange.
+    It is the largest of three times of a stage. Two are its mean part of the batch, and of the
+    longest document. The third is the cheapest layer times the number of layers that some stage
+    must have. Documents that may run on one context-parallel rank are counted without K/V exchange.
     """
     local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
