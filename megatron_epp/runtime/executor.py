@@ -41,8 +41,9 @@ LEAD_OPS = 2
 class Compute(Protocol):
     """The model of a stage: one method per op kind.
 
-    Tensors are [rows, hidden]. With vocabulary parallelism, the output of the last stage's
-    ``forward`` goes to the first stage's ``head``, and from there from stage to stage.
+    Tensors have the planned shapes of their messages. With vocabulary parallelism, the output of
+    the last stage's ``forward`` goes to the first stage's ``head``, and from there from stage to
+    stage.
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:

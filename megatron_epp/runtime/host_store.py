@@ -168,7 +168,8 @@ class OffloadedLayer:
         """Start to copy out what the layer saved; call it after the layer's forward.
 
         Returns:
-            False if nothing is copied: the layer saved nothing large, or host memory is full.
+            False if nothing is copied, because the layer saved nothing large or host memory is
+            full.
         """
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.allocate(sum(storage.nbytes for storage in storages))

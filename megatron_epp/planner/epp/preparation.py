@@ -175,8 +175,8 @@ class Preparation:
             problems: scheduling problems of the chunking, if they exist already.
 
         Returns:
-            The prepared chunking. None if it needs recompute and is ``hopeless``: finding the
-                recompute costs more than anything else.
+            The prepared chunking, or None if it needs recompute and is ``hopeless``. Finding the
+            recompute costs more than anything else.
         """
         problems = problems or self.problems([chunking])[0]
         loads = problems.loads
