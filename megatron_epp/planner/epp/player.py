@@ -56,9 +56,9 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with other recompute choices, or None if no effort is left.
+        """Return ``candidate`` with ``counts``, by its policy or in its orders.
 
-        It runs by the candidate's policy or in its very orders, whichever is better.
+        None without effort.
         """
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
@@ -122,11 +122,7 @@ class Player(Preparation):
         return chosen
 
     def unbounded(self, kept: PreparedChunking, name: str) -> Candidate:
-        """Return the best schedule of ``kept``, without recompute, for unlimited memory.
-
-        This is close to the fastest plan of these chunks. It counts as not fitting, and is not
-        charged.
-        """
+        """Return the best schedule of ``kept`` for unlimited memory; it counts as not fitting."""
         ample = np.full_like(kept.work.headroom_bytes, np.inf)
         work = dataclasses.replace(kept.work, headroom_bytes=ample)
         ample_kept, left = dataclasses.replace(kept, work=work), self.effort.left

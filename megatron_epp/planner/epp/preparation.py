@@ -101,12 +101,9 @@ PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 
 
 class Preparation:
-    """One batch on one machine, with the levers that are on.
+    """Preparation of chunkings for one batch on one machine, with the levers that are on.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
         halves: whether chunkings are prepared with I and W.
         headroom_bytes: bytes per rank beyond the states, if less than all of them.
         host: host memory for offloading, if less than all of it.
@@ -163,20 +160,15 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """Prepare a chunking with the least recompute that its in-flight limit needs.
+        """Prepare a chunking with the least recompute for its in-flight limit; None if hopeless.
 
-        If that does not suffice, the limit of one document at a time is tried, and then everything
-        is recomputed.
+        If none suffices, the limit of one document at a time is tried, and then full recompute.
 
         Args:
             chunking: the chunks.
             bare: whether to start with the limit of one document at a time.
             hopeless: tells from the chunking without recompute that no plan of it is of interest.
             problems: scheduling problems of the chunking, if they exist already.
-
-        Returns:
-            The prepared chunking, or None if it needs recompute and is ``hopeless``. Finding the
-            recompute costs more than anything else.
         """
         problems = problems or self.problems([chunking])[0]
         loads = problems.loads
@@ -210,11 +202,7 @@ class Preparation:
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
-        """Return the recompute counts for an in-flight limit, by the diagonal program.
-
-        If saving everything does not fit, all layers whose copies can be hidden are offloaded
-        first, and the rest is recomputed as needed.
-        """
+        """Return the recompute for an in-flight limit, offloading layers whose copies hide."""
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
@@ -258,11 +246,7 @@ class Preparation:
     def _fewest_layers(
         self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
-        """Return the least uniform recompute that fits an in-flight limit; None if there is none.
-
-        All stages and chunks recompute the same number of layers that are not offloaded. The
-        diagonal program applies only to ranks with one stage.
-        """
+        """Return the least uniform recompute for a limit, of layers not offloaded; None if none."""
         left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
@@ -276,10 +260,7 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return counts with ``mode`` for the first ``layers`` layers of every stage and chunk.
-
-        Layers count only as far as they are ``left``, whatever their kinds.
-        """
+        """Return ``mode`` for the first ``layers`` of every stage, as far as they are ``left``."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}

@@ -47,15 +47,8 @@ LOCAL = 1.0  # initial ``ChunkingParams.local``
 class Search(Player):
     """Search for the best plan of one batch on one machine.
 
-    Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        halves: whether chunkings are prepared with I and W.
-        headroom_bytes: bytes per rank beyond the states, if less than all of them.
-        shared: chunkings prepared by an earlier search of the same batch, machine, headroom and
-            levers except `wsplit`. Their effort is charged again, so results do not depend on them.
-        host: host memory for offloading, if less than all of it.
+    ``shared`` has chunkings prepared by an earlier search with the same batch, machine, headroom
+    and levers (except `wsplit`). Their effort is charged again, so results do not depend on them.
     """
 
     def __init__(
@@ -99,10 +92,7 @@ class Search(Player):
         return self.known[params]
 
     def _of_interest(self) -> float:
-        """Return the seconds above which a chunking cannot be used again.
-
-        It is then neither one of the CLIMBERS best with different chunks, nor a tie (least_memory).
-        """
+        """Return the time above which a chunking is neither a tie nor among the CLIMBERS best."""
         fitting = [each for each in self.known.values() if each.over_bytes <= 0]
         fitting.sort(key=lambda each: each.seconds)
         if not fitting:
@@ -135,9 +125,9 @@ class Search(Player):
         return prepared
 
     def build(self, several: Iterable[ChunkingParams]) -> None:
-        """Build the chunks of ``several`` parameters and their problems together.
+        """Build the chunks of ``several`` parameters together.
 
-        This takes little longer than one of them. It is charged when they are tried.
+        They are charged when they are tried.
         """
         lengths, layout = self.batch.lengths, self.cost.layout
         chunkings: dict[ChunkingParams, Chunking] = {}
@@ -235,9 +225,7 @@ class Search(Player):
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
         """Yield the parameters to start from for about ``chunks`` chunks.
 
-        With vocabulary parallelism no stage waits for the LM head of the last one, and warm-up and
-        cool-down are the remaining bubbles: ramps and tapers shorten them. A small pack of a ramp
-        takes the host as long as a large one, so host time may rule them out.
+        With vocabulary parallelism ramps shorten warm-up and cool-down, unless hosts are too slow.
         """
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
