@@ -23,10 +23,18 @@ class RoutingRecord:
 def differences(
     parts: Sequence[RoutingRecord], reference: RoutingRecord, replicas: int, bound: float
 ) -> list[str]:
-    """Return how the ranks' ``parts`` together differ from the reference model's, one line each.
+    """Return how the ranks' router statistics together differ from the reference model's.
 
-    Every rank counts its own rows, and has its part of its replica's losses, which are averaged
-    over ``replicas``.
+    Every rank counts its own rows, and has its part of its replica's losses.
+
+    Args:
+        parts: statistics of the ranks.
+        reference: statistics of the reference model.
+        replicas: number of replicas, over which losses are averaged.
+        bound: bound of the relative error of losses.
+
+    Returns:
+        One line per difference.
     """
     counts = _sums(part.counts for part in parts)
     losses = _sums(part.losses for part in parts)

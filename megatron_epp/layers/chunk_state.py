@@ -101,7 +101,14 @@ class ChunkState:
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of ``chunk``: its sharded spans in order, or those on ``rank`` alone."""
+    """Return the rows of a chunk: its sharded spans in order, or those on one rank.
+
+    Args:
+        plan: the plan.
+        slices: slices of the plan.
+        chunk: number of the chunk.
+        rank: context-parallel rank; ALL_RANKS for sharded spans.
+    """
     rows, start = [], 0
     boundaries = slices.boundaries
     for span in plan.chunks[chunk].spans:

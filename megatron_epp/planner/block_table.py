@@ -77,7 +77,7 @@ def tables_of(
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
     """Return [stages, chunks] seconds of an op kind.
 
-    For a block's loads, of the slowest replica.
+    For a block's loads they are those of the slowest replica.
     """
     if isinstance(loads, BlockLoads):
         return np.max([cost.seconds.of(kind, member) for member in loads.members], axis=0)

@@ -30,7 +30,10 @@ def divided(
     same_count: bool,
     prefixes: PrefixForest | None = None,
 ) -> Assignments:
-    """Return the samples of every replica; see :func:`megatron_epp.divide`."""
+    """Return the samples of every replica.
+
+    Arguments and errors are those of :func:`megatron_epp.divide`.
+    """
     if any(length < 1 for length in lengths):
         raise ValueError(f"divide: a length of {min(lengths)}; expected at least 1 token")
     if not 1 <= replicas <= len(lengths):
@@ -121,10 +124,7 @@ class _Dealing:
         return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
 
     def within(self, bound: float) -> tuple[float, Assignments] | None:
-        """Return (seconds of the slowest replica, samples of all) within ``bound``.
-
-        None if not found.
-        """
+        """Return (seconds of the slowest replica, samples of all) within ``bound``, or None."""
         taken = [0.0] * self.replicas
         assignments: list[list[int]] = [[] for _ in taken]
         has = [set[int]() for _ in taken]

@@ -207,6 +207,13 @@ def divide_documents(
 
     The result depends on lengths, options and cost model alone, so that every planner process
     computes the same division. For few replicas :func:`_planned` refines it.
+
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner, including lockstep.
+        replicas: number of replicas.
+        planner: name of the planner.
     """
     width = options.lockstep
     if replicas % width:
@@ -261,6 +268,12 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
     """Plan the documents of a replica, or of a block in lockstep.
 
     The effort for a block is that of all its replicas.
+
+    Args:
+        planner: name of the planner.
+        lengths: document lengths.
+        cost: cost of the layout.
+        options: options of the planner.
     """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)

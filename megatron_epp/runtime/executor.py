@@ -67,10 +67,7 @@ class Compute(Protocol):
         """Run W, the half of B that computes the weights' gradients."""
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Run H, the product with this stage's vocabulary rows.
-
-        Return the input of the next stage's H.
-        """
+        """Run H, the product with this stage's vocabulary rows, and return the next H's input."""
 
     def head_weight(self, chunk: int) -> None:
         """Run G, the gradient of this stage's vocabulary rows."""

@@ -58,9 +58,9 @@ class Groups:
 
     @property
     def in_lockstep(self) -> tuple[int, ...]:
-        """Global ranks that run every op together in all replicas of a block.
+        """Global ranks that run every op together in all replicas of the block.
 
-        () without lockstep.
+        The tuple is empty without lockstep.
         """
         if self.lockstep == 1 or self.peers is None:
             return ()

@@ -119,7 +119,14 @@ class Store:
     def context(
         self, layer: int, document: int, stop: int, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return views of the cached K and V of tokens [start, stop)."""
+        """Return views of the cached K and V of tokens [start, stop).
+
+        Args:
+            layer: the layer.
+            document: the document.
+            stop: end of the tokens.
+            start: first token.
+        """
         kept = self._kept[layer, document]
         assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
@@ -132,7 +139,15 @@ class Store:
     def add_window_gradient(
         self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor
     ):
-        """Add gradients [P, G, D] to those of the buffer's rows from ``start`` on."""
+        """Add gradients to those of some rows of the buffer.
+
+        Args:
+            layer: the layer.
+            document: the document.
+            start: first row.
+            key_grad_PGD: gradients of the keys.
+            value_grad_PGD: gradients of the values.
+        """
         kept = self._kept[layer, document]
         if kept.key_grad_CGD is None:
             dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
@@ -144,7 +159,14 @@ class Store:
         kept.value_grad_CGD[start : start + len(value_grad_PGD)] += value_grad_PGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
-        """Add a slice's gradients for the P tokens before it."""
+        """Add a slice's gradients for the P tokens before it.
+
+        Args:
+            layer: the layer.
+            document: the document.
+            key_grad_PGD: gradients of the keys.
+            value_grad_PGD: gradients of the values.
+        """
         kept, is_last_slice = self._kept[layer, document], False
         if kept.key_grad_CGD is None:
             is_last_slice = len(key_grad_PGD) == self.context_tokens[document]
@@ -166,7 +188,14 @@ class Store:
         return self._kept[layer, document].key_grad_CGD is not None
 
     def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return views of the accumulated gradients of the K and V of tokens [start, stop)."""
+        """Return views of the accumulated gradients of the K and V of tokens [start, stop).
+
+        Args:
+            layer: the layer.
+            document: the document.
+            start: first token.
+            stop: end of the tokens.
+        """
         kept = self._kept[layer, document]
         assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None
         return kept.key_grad_CGD[start:stop], kept.value_grad_CGD[start:stop]
@@ -187,7 +216,7 @@ class Store:
     def seen(self, layer: int, document: int, times: int):
         """Count one of a document's ``times`` readers in a forward-only pass.
 
-        Free it after the last.
+        The last one frees the document.
         """
         left = self._unseen.pop((layer, document), times) - 1
         if left:

@@ -96,7 +96,11 @@ def job_of(
 ) -> TunedJob:
     """Return the job that the options name.
 
-    ``gpus`` is the number of devices; None if --nodes gives it.
+    Args:
+        arguments: options of the command.
+        model: shape of the model.
+        config: what config.json says besides the shape; None without one.
+        gpus: number of devices; None if --nodes gives it.
 
     Raises:
         UsageError: if an option is missing, contradicts another or is not supported by ``tune``.

@@ -101,7 +101,14 @@ def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
 
 
 def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
-    """Return all flags of a choice, in groups that belong on one line."""
+    """Return all flags of a choice, in groups that belong on one line.
+
+    Args:
+        job: devices and model.
+        choice: what to launch.
+        documents: number of documents of a global batch.
+        context: tokens of the longest document.
+    """
     of_model = _model_flags(job, choice)
     return [
         *of_model.groups,

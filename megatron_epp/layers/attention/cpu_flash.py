@@ -17,7 +17,13 @@ from torch.nn.functional import pad
 def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: float, mask_TS=None):
     """Return output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64).
 
-    ``mask_TS`` is added to the scores and must not mask a row completely.
+    Args:
+        q_THD: queries.
+        k_SGD: keys.
+        v_SGV: values.
+        causal: whether to apply a causal mask; requires T = S.
+        scale: scale of the logits.
+        mask_TS: added to the scores; it must not mask a row completely.
     """
     tokens, heads, _ = q_THD.shape
     size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)

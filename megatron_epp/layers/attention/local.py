@@ -37,6 +37,13 @@ def attention_parts(
 
     The own documents' tensors have this rank's rows and all heads. There are three tensors if a
     chunk has only one of the two parts.
+
+    Args:
+        ulysses: the exchange.
+        q_tHD: queries of this rank's rows.
+        k_tGD: keys of this rank's rows.
+        v_tGD: values of this rank's rows.
+        state: state of the chunk.
     """
     qkv = q_tHD, k_tGD, v_tGD
     if state.local is None:

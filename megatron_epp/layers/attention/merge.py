@@ -14,7 +14,14 @@ from torch import Tensor
 def merged(
     out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, D] and log-sum-exp [H, T] over both sets, weighted by log-sum-exp."""
+    """Return output [T, H, D] and log-sum-exp [H, T] over both sets, weighted by log-sum-exp.
+
+    Args:
+        out_THD: output over one set of keys.
+        lse_HT: its log-sum-exp.
+        other_THD: output over the other set.
+        other_HT: its log-sum-exp.
+    """
     total_HT = torch.logaddexp(lse_HT, other_HT)
     local_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
     theirs_TH1 = (other_HT - total_HT).exp_().transpose(0, 1)[..., None]
@@ -33,7 +40,13 @@ def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: T
     """Return the gradient [H] of the sinks, in the dtype of ``lse_HT``.
 
     A sink adds nothing to the output. Its gradient is therefore its part of every row's softmax,
-    times the loss of the row's output. Output and ``lse_HT`` include the sinks.
+    times the loss of the row's output.
+
+    Args:
+        grad_THD: gradient of the output.
+        out_THD: output, with sinks.
+        lse_HT: log-sum-exp, with sinks.
+        sinks_H: logits of the sinks.
     """
     weights_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp_()
     gains_TH = torch.einsum("thd,thd->th", grad_THD.to(lse_HT.dtype), out_THD.to(lse_HT.dtype))

@@ -124,9 +124,9 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return the pool of each of this rank's rows, [t] int64.
+        """Return [t] int64, the pool of each of this rank's rows.
 
-        The number of pools for padding.
+        Padding has the number of pools.
         """
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
@@ -245,6 +245,12 @@ class RouterStats:
         """Return the logits of ``layer``; their backward adds the z-loss's gradient.
 
         It is a loss per token, hence the same in any chunk; padding has none.
+
+        Args:
+            logits_tE: logits.
+            layer: number of the layer in the stage.
+            state: state of the chunk.
+            first: whether this is the layer's first run of the chunk.
         """
         coefficient = self.balancing.z_coefficient
         if not coefficient:

@@ -50,7 +50,7 @@ def _owners(state: ChunkState) -> Tensor:
 def weights(logits_TE: Tensor, owners_T: Tensor, documents: int) -> Tensor:
     """Return the weights [T, E] of the rows, each document balanced individually.
 
-    Padding is not.
+    Padding is not balanced.
     """
     cost_TE = torch.exp(logits_TE)
     # Sums per document as one product. Index-wise addition has no fixed order on GPUs, but a

@@ -100,10 +100,7 @@ def _calls(state: ChunkState, most: int) -> Iterator[Call]:
 
 
 def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
-    """Yield a call for each span and for the padding.
-
-    Several for one of more than ``most`` rows.
-    """
+    """Yield calls for each span and for the padding, with at most ``most`` rows each."""
     for rows in state.rows:
         before, after = _boundaries(state, rows)
         for start in range(rows.start, rows.stop, most):
@@ -260,7 +257,7 @@ class CarriedStates:
     def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
         """Return [1, L] int32, the sequence of each row of call ``number``.
 
-        None if there is one.
+        The result is None if there is only one sequence.
         """
         if len(self.calls[number].lengths) == 1:
             return None

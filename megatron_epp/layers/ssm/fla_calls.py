@@ -23,9 +23,13 @@ Convolution = Callable[[Tensor, Any], Tensor]
 def convolve_calls(
     rows_TC: Tensor, states: CarriedStates, convolution: Convolution, first: int = 0
 ) -> Tensor:
-    """Return [T, C]: ``rows`` through ``convolution``.
+    """Return [T, C]: the rows through a convolution.
 
-    Its channels are those of the layer's convolved channels from ``first`` on.
+    Args:
+        rows_TC: rows of the chunk.
+        states: states and rows at the boundaries.
+        convolution: the convolution.
+        first: index of its first channel among the layer's convolved channels.
     """
     outputs = []
     for number, rows in enumerate(states.of_calls(rows_TC)):

@@ -102,7 +102,11 @@ def deferred_linear(
 ):
     """Return ``input`` through ``linear`` [T, ..., N], with the weight gradient deferred.
 
-    The input must require a gradient; otherwise there is no backward that could defer anything.
+    Args:
+        input_tK: must require a gradient; otherwise there is no backward that could defer anything.
+        bias_N: bias, or None.
+        linear: the layer.
+        deferred: receives what the weight gradient is computed from.
     """
     return _DeferredLinear.apply(input_tK, bias_N, linear, deferred)
 

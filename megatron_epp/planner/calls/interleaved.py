@@ -100,6 +100,12 @@ def v_turns(
     """Return every rank's ops in the caller's order on stages in a V.
 
     Backwards are not split, with as many forwards in flight as ZB-V holds (arXiv 2401.10241).
+
+    Args:
+        call: the chunks.
+        table: their table.
+        place: rank of every stage.
+        forward_only: whether the call has no backwards.
     """
     ranks, chunks = 1 + max(place), call.chunking.count
     if forward_only:
@@ -118,8 +124,14 @@ def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list
 
     As many micro-batches as ranks run through one model chunk after another. Forwards fill the
     pipeline, then one forward and one backward alternate (arXiv 2104.04473, section 2.2). Megatron
-    requires a multiple of the number of ranks; other numbers use the order of the next multiple,
+    requires a multiple of the number of ranks. Other numbers use the order of the next multiple,
     without its missing micro-batches.
+
+    Args:
+        chunks: number of micro-batches.
+        ranks: number of pipeline ranks.
+        stages: number of stages.
+        forward_only: whether the call has no backwards.
     """
     parts = stages // ranks
     order = [

@@ -43,7 +43,14 @@ class Chunking:
     def of_spans(
         cls, spans: Spans, chunk: np.ndarray, starts: np.ndarray, cut: np.ndarray
     ) -> "Chunking":
-        """Build the chunking; ``cut`` says whether each span is a slice of a sliced document."""
+        """Build the chunking of spans.
+
+        Args:
+            spans: all spans.
+            chunk: chunk of every span.
+            starts: group g has the chunks starts[g] to starts[g + 1].
+            cut: whether each span is a slice of a sliced document.
+        """
         count = int(starts[-1])
         document = np.full(count, -1, dtype=np.int64)
         slice_tokens = np.zeros(count, dtype=np.int64)

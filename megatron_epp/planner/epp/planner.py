@@ -244,10 +244,7 @@ def _persistent(
 def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """Return the draft of our search whose offloaded layers fit host memory.
-
-    None if nothing fits.
-    """
+    """Return the draft of our search whose offloaded layers fit host memory, or None."""
     host = HostHeadroom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)

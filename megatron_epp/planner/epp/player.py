@@ -56,10 +56,7 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with ``counts``, by its policy or in its orders.
-
-        None without effort.
-        """
+        """Return ``candidate`` with ``counts``, by its policy or in its orders, or None."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None

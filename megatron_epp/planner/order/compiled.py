@@ -515,6 +515,14 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     """Replay given orders on arrays (replay.replayed); return seconds, peaks, start and stop.
 
     The order is valid, so a stage's own dependencies are satisfied: only messages are waited for.
+
+    Args:
+        seconds: seconds of every op.
+        link_seconds: seconds of every message.
+        latency: latency of a link in seconds.
+        moves: bytes that every op allocates and frees.
+        kinds: [stages, ops] kinds.
+        chunks: [stages, ops] chunks.
     """
     stages, count = seconds.shape[1:]
     per_stage = kinds.shape[1]

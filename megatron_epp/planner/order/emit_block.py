@@ -48,7 +48,14 @@ class MemberPlan:
 def member_plans(
     batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> tuple[MemberPlan, ...]:
-    """Return the plan of every replica of the draft's block."""
+    """Return the plan of every replica of the draft's block.
+
+    Args:
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
     return tuple(_member_plan(batch, draft, member, cost, options) for member in members)
@@ -81,6 +88,13 @@ def emit_block(
     """Return the plans of ``draft`` with their simulation.
 
     The simulation is compiled, and verifies the same rules as ``check``.
+
+    Args:
+        planner: name of the planner.
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
     """
     members = member_plans(batch, draft, cost, options)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
@@ -93,7 +107,14 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """Return [stages] simulated peak bytes, states included: the maximum over the replicas."""
+    """Return [stages] simulated peak bytes, states included: the maximum over the replicas.
+
+    Args:
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     members = member_plans(batch, draft, cost, options)
     tables = tables_in_step(members, draft, cost)
     return np.max(

@@ -236,5 +236,12 @@ class ChunkProblems:
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-    """Return the problem of ``chunking`` with ``counts`` layers recomputed."""
+    """Return the problem of ``chunking`` with ``counts`` layers recomputed.
+
+    Args:
+        cost: cost of the layout.
+        chunking: the chunks.
+        loads: their loads.
+        counts: recompute counts.
+    """
     return ChunkProblems(cost, chunking, loads).of(counts)

@@ -23,7 +23,14 @@ def draft(
     below: float = np.inf,
     splits: Sequence[bool] = (True, False),
 ) -> ScoredDraft | None:
-    """Return the best draft, with unsplit and split backwards as ``splits`` says.
+    """Return the best draft over warm-ups, with unsplit and split backwards.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+        splits: whether to split backwards, for each try.
 
     Returns:
         None if its lower bound is not below ``below`` seconds.

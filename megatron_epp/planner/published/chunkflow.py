@@ -33,6 +33,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the fastest draft of a grid of chunk sizes and K.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """

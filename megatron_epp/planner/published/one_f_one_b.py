@@ -22,6 +22,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the better draft of strict and relaxed 1F1B.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """
@@ -34,9 +40,15 @@ def draft(
 
 
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
-    """Yield policies with ``warm`` [ranks] forwards in flight.
+    """Yield two policies with ``warm`` forwards in flight, and their descriptions.
 
     The first never has more; the second has more if nothing else can run.
+
+    Args:
+        cost: cost of the layout.
+        chunks: number of chunks.
+        warm: [ranks] number of forwards.
+        split: whether backwards are split.
     """
     for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):
         flags = {"split": split, "deep": True, "strict": strict}

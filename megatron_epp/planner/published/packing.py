@@ -32,6 +32,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the draft of :func:`packed` chunks with 1F1B's in-flight limit.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """

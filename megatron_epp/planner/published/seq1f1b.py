@@ -23,6 +23,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the fastest draft of several chunk sizes, each with the least recompute that fits.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """

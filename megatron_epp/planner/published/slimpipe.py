@@ -26,6 +26,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the fastest draft of a few slice sizes.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """

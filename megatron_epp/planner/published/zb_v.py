@@ -25,6 +25,12 @@ def draft(
 ) -> ScoredDraft | None:
     """Return the best draft of list scheduling and the paper's order.
 
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
     Returns:
         None if its lower bound is not below ``below`` seconds.
     """

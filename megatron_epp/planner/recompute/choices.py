@@ -32,6 +32,12 @@ def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int
 
     Each step frees its bytes at a lower price than the next: the modes are the lower convex hull of
     recompute seconds over freed bytes.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        modes: selective modes to consider.
+        kind: index of the layer kind.
     """
     points = [(0.0, 0.0, KEEP)]
     kept = cost.memory.saved_bytes((kind, KEEP), loads)
@@ -59,7 +65,14 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """Return [steps, stages, chunks]: bytes that one more layer on a step of the ladder frees."""
+    """Return [steps, stages, chunks]: bytes that one more layer on a step of the ladder frees.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        steps: the ladder.
+        kind: index of the layer kind.
+    """
     saved = np.stack([cost.memory.saved_bytes((kind, mode), loads) for mode in steps])
     per_step = saved[:-1] - saved[1:]
     return np.ascontiguousarray(np.repeat(per_step[:, None], cost.layout.stages, axis=1))

@@ -153,7 +153,10 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """Return [stages] whether the order ``least`` fits; arguments as in :func:`memory_rows`."""
+    """Return [stages] whether the order ``least`` fits.
+
+    Arguments are those of :func:`memory_rows`.
+    """
     missing, _ = _missing(least, backward_order, moves, np.zeros(least.shape), budget)
     return (missing <= 0).all(axis=1)
 
@@ -180,7 +183,19 @@ def solve_order(
 ) -> np.ndarray | None:
     """Return the layers per step and slot [steps, slots] for the order ``least``.
 
-    Arguments are those of :func:`memory_rows` and :func:`solve_rows`.
+    Args:
+        solver: the solver.
+        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        backward_order: chunks in the order of their backwards.
+        moves: bytes of F and B without recompute (OpArrays.moved_bytes).
+        freed: [steps, stages, chunks] bytes that one more layer on a step frees from F to B.
+        budget: [stages] bytes.
+        most: upper bounds of the columns.
+        weights: cost of a layer per column; default 1.
+        integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
+
+    Returns:
+        None if even the upper bounds do not suffice.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -223,7 +238,7 @@ def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
 class Solver:
     """An instance of HiGHS for many programs.
 
-    Creating one takes longer than solving most of them.
+    Its creation takes longer than the solution of most of them.
     """
 
     def __init__(self) -> None:

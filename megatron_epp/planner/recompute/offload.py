@@ -79,9 +79,16 @@ class HostHeadroom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """Return :func:`hidden_layers` as far as they fit the ``host``.
+    """Return :func:`hidden_layers` as far as they fit host memory.
 
     Each layer kind has an equal part of the memory, and so has each stage of a rank with several.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        host: host memory.
+        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        backward: chunks in the order of their backwards.
     """
     hidden = hidden_layers(cost, loads)
     parts = len(hidden)

@@ -587,6 +587,12 @@ def heaviest_plan(
 ) -> tuple[PlannedReplica, float, float]:
     """Return the plan of the replica with the most work, and two times of the exchange of replicas.
 
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner.
+        planner: name of the planner.
+
     Returns:
         The planned replica, and the exposed and hidden seconds of gradient and parameter exchange.
 

@@ -84,9 +84,9 @@ class RecomputeIlps:
         return most if self.recompute == "full" else solution[0]
 
     def seconds(self, first: int, stop: int) -> float:
-        """Return T_ckpt of groups ``first`` to ``stop``, by the relaxation.
+        """Return T_ckpt of groups ``first`` to ``stop`` by the relaxation.
 
-        Infinite if nothing fits.
+        Infinity if none fits.
         """
         layers = self.layers(first, stop, self.headroom_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())

@@ -77,7 +77,11 @@ def papers_ledger(
 ) -> ScheduleProblem:
     """Return ``work`` with the paper's memory model, where K/V gradients count from a chunk's F on.
 
-    Selective recompute in ``counts`` frees what its saved bytes say.
+    Args:
+        work: scheduling problem.
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        counts: recompute counts; selective recompute frees what its saved bytes say.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():

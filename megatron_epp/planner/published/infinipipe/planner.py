@@ -80,7 +80,14 @@ class GroupedChunking:
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
-    """Return the paper's draft for one replica, or that of another ``method``."""
+    """Return the paper's draft for one replica, or that of another method.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        method: another method than the paper's.
+    """
     drafted = draft_below(batch, cost, options, np.inf, method)
     assert drafted is not None, "every plan is of interest"
     return drafted
@@ -140,9 +147,9 @@ def draft_below(
 def _anything_that_fits(
     method: Method, batch: SortedBatch, cost: Cost, options: Options
 ) -> ScoredDraft:
-    """Return the fastest fitting draft with everything recomputed, if the paper's model finds none.
+    """Return the fastest fitting draft with everything recomputed.
 
-    It has one pipeline, or one per group.
+    It has one pipeline, or one per group. It is used if the paper's model finds no fitting draft.
     """
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
@@ -158,7 +165,14 @@ def _anything_that_fits(
 def chunkings(
     batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
-    """Yield Alg. 1's chunkings for every K and both readings of T_m, with descriptions."""
+    """Yield Alg. 1's chunkings for every K and both readings of T_m, with descriptions.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        rates: seconds per token and pair.
+    """
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
     least = min(LEAST_SLICE_TOKENS, longest / SLICE_COUNTS[-1])
