@@ -18,7 +18,7 @@ with suppress(ValueError):  # another version of Megatron: every process reports
     patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
 
 import megatron.training.training  # noqa: E402, F401
-import torch._dynamo  # optimizers import it, even if disabled
+import torch._dynamo  # noqa: E402, F401  # optimizers import it, even if disabled
 
 gc.collect()
 gc.freeze()  # these objects stay, so no process needs to scan them

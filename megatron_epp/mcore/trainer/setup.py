@@ -77,7 +77,7 @@ def setup(
     def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
         return job.datasets(samples)
 
-    datasets.is_distributed = True  # every rank reads its own tokens
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
     return chunk_forward_step, datasets
 
 
