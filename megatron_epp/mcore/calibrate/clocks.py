@@ -1,8 +1,8 @@
 """Clocks of a probe: the time a device computes an op, or the time its host needs to issue it.
 
-An op of few tokens takes as long as its host needs to issue its kernels, one of many tokens as long
-as the device computes. A straight line through both underestimates large chunks: on an H100, for a
-layer of 2048 columns, by half. So both are measured, each by its own clock.
+An op of few tokens takes as long as its host needs to issue its kernels. One of many tokens takes
+as long as the device computes. A straight line through both underestimates large chunks: on an
+H100, for a layer of 2048 columns, by half. So both are measured, each by its own clock.
 """
 
 import time

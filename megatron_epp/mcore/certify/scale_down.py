@@ -1,8 +1,10 @@
 """A model with the structure of the user's, small enough to be compared bit for bit.
 
-Kept are attention heads per key/value head, head size over hidden size, feed-forward over hidden
-size (at most 4), norms, activation, biases, ties, position embeddings, the layout over the stages
-and the parallel degrees. Heads, head size, vocabulary, context and layers of a stage are reduced.
+Heads, head size, vocabulary, context and layers of a stage are reduced. The small model keeps:
+
+- attention heads per key/value head, head size and feed-forward size (at most 4) over hidden size;
+- norms, activation, biases, ties and position embeddings;
+- the layout over the stages and the parallel degrees.
 """
 
 from argparse import Namespace

@@ -25,7 +25,7 @@ LAYOUT_KEY = "epp_layout"  # also an attribute of Megatron's args: what --epp-la
 
 
 def resumes(args: Any) -> bool:
-    """Return whether the run continues another; a run that only loads weights begins anew.
+    """Return whether the run continues another; a run that only loads weights is a new run.
 
     With non-persistent checkpoints, the choices in the folder of --load suffice: the checkpoint
     itself may be on disks that only its ranks see.

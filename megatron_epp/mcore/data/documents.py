@@ -12,7 +12,7 @@ is shuffled by document. All lengths are known from the index, before any token 
     context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
 
 If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only the tokens that they mark have a loss
-(corpus/loss_mask.py), and a document ends at the last of them.
+(corpus/loss_mask.py). A document then ends at the last of them.
 
 Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of (seed,
 epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs only the

@@ -87,9 +87,10 @@ def is_users_mistake(error: BaseException) -> bool:
 def refused_by_megatron(error: BaseException) -> ValueError | None:
     """Return Megatron's exception as a ValueError if it refuses the user's input, else None.
 
-    It does if Megatron raises it on purpose (an assert or a raise) before training, and not in a
-    call from this package, which could be wrong. Megatron checks many flags only when it builds the
-    component. If it cannot read a checkpoint, it exits without an exception, with status 0.
+    It does if Megatron raises it on purpose (an assert or a raise) before training. An exception in
+    a call from this package does not count: the call could be wrong. Megatron checks many flags
+    only when it builds the component. If it cannot read a checkpoint, it exits without an
+    exception, with status 0.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]

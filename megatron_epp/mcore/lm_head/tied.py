@@ -1,10 +1,10 @@
 """Embedding tied to an output layer with vocabulary parallelism.
 
 Stage 0 has Megatron's embedding, which contains its shard of the output layer. Each other stage has
-a copy of its shard's rows. Once per iteration, both copies of a row get the sum of their gradients,
-so they step alike, as Megatron's copies on the first and the last stage do. The gradient norm
-counts only the embedding, and a checkpoint contains only the embedding: in as many parts as there
-are shards, because all copies of a tensor must be sharded alike.
+a copy of its shard's rows. Once per iteration, both copies of a row get the sum of their gradients.
+So their steps are equal, as with Megatron's copies on the first and the last stage. The gradient
+norm counts only the embedding, and a checkpoint contains only the embedding. It has as many parts
+as there are shards, because all copies of a tensor must be sharded equally.
 """
 
 from collections.abc import Sequence

@@ -65,6 +65,15 @@ class Adapter(Protocol):
         and attention follow from the slice; given ones are ignored. Context-parallel ranks that
         share a document each draw a contiguous part of these rows, and the forward step must not
         shard them again.
+
+        Args:
+            micro_batch: The micro-batch.
+            document: Document of the micro-batch.
+            start: First token.
+            stop: End of the tokens.
+
+        Returns:
+            The tensors by name, None on stages without them.
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:

@@ -123,7 +123,7 @@ class AttachedModel:
     def recomputing(self, modes: str) -> Iterator[None]:
         """Recompute the layers with the mode for it in this context, for a whole micro-batch.
 
-        Use it only with a ``memory`` limit. ``modes`` has a letter per layer.
+        Use it only with a ``memory`` limit. ``modes`` has a recompute mode per layer.
         """
         self._modes = modes
         try:

@@ -8,9 +8,9 @@ so B computes as before. Without a split on a stage, nothing is replaced.
 Transformer Engine's linears have their own protocol for deferral (layers/wgrad/te_linear.py); their
 forward is wrapped for the same time.
 
-I computes the gradients of norms, biases and embeddings, and of a weight that a linear borrows from
-the embedding (tied embeddings within one stage), because autograd sums both uses there. Biases that
-Transformer Engine's linears add in the GEMM go with the weight.
+I computes the gradients of norms, biases and embeddings. It also computes that of a weight borrowed
+from the embedding (tied embeddings within one stage), because autograd sums both uses there. Biases
+that Transformer Engine's linears add in the GEMM go with the weight.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -133,7 +133,7 @@ def _refuse_unseen_gpus() -> None:
     A driver that is too old for torch's CUDA looks like no GPU. Without an error, training would
     run on the CPU for weeks.
     """
-    # Both values hide all GPUs; whoever sets them wants the CPU.
+    # Both values hide all GPUs; a user who sets them wants the CPU.
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     asked = shutil.which("nvidia-smi")

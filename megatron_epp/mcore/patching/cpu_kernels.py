@@ -147,7 +147,10 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Return fla.modules.convolution's causal_conv1d of [B, T, C], without its state."""
+    """Return fla.modules.convolution's causal_conv1d of [B, T, C], without its state.
+
+    The arguments are those of the function it replaces.
+    """
     assert activation in (None, "silu", "swish") and initial_state is None
     assert not output_final_state
 

@@ -1,6 +1,6 @@
 """One network device of gloo for all groups of a process.
 
-torch gives every gloo group a device, and every device a thread that waits for messages and wakes
+torch gives every gloo group a device, and every device a thread that waits for messages. It wakes
 about 125 times a second while none arrive. Megatron makes dozens of groups. With as many ranks as
 cores, their threads add one to five per cent to the time of an op.
 """

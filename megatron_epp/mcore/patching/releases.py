@@ -7,7 +7,7 @@
 A fingerprint covers the sources of the patch point's target and of what it relies on
 (patch_points.py). Between these two releases, four patch points changed by telemetry spans and
 options that --epp does not set, so the replacements are the same. A new release is a new entry
-here, after somebody has read the output of ``scripts/upstream/check_upstream.py`` for it. If a
+here, after the output of ``scripts/upstream/check_upstream.py`` for it has been read. If a
 replacement must differ, the patch point gets a second one, and the table says which release uses
 it.
 

@@ -1,9 +1,9 @@
 """Synchronisation of the embedding and its copy when one rank has the first and the last stage.
 
-Megatron puts the embedding on the first stage and a copy on the last, for tied output layers and
-for MTP layers, and all-reduces their gradients over the two ranks. If both stages lie on one rank,
-that group has one member and exchanges nothing. This module instead copies the initial value once,
-and sums both gradients once per iteration. The gradient norm counts one of them, as in Megatron.
+For tied output layers and MTP layers, Megatron puts the embedding on the first stage and a copy on
+the last. It all-reduces their gradients over the two ranks. If both stages lie on one rank, that
+group has one member and exchanges nothing. This module instead copies the initial value once, and
+sums both gradients once per iteration. The gradient norm counts one of them, as in Megatron.
 """
 
 from collections.abc import Mapping, Sequence

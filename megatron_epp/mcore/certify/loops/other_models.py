@@ -1,9 +1,10 @@
 """Models of other classes around Megatron's layers, as frameworks have them, to test ``attach``.
 
-subclass   a GPTModel that never asks its rotary embedding for a length, and takes the rows of
-           the given positions from its table
-encoder    an encoder of every token's pixels next to the word embedding, before a language
-           model: it sees documents unsliced, once
+Attributes:
+    subclass: A GPTModel that never asks its rotary embedding for a length; it takes the rows of the
+        given positions from its table.
+    encoder: An encoder of every token's pixels next to the word embedding, before a language model;
+        it sees documents unsliced, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +70,10 @@ class WithEncoder(MegatronModule):
         pixels: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of the language model on encoded pixels."""
+        """Return the language model's output; the first stage encodes ``pixels`` [1, L, PIXELS].
+
+        Other arguments are those of the language model.
+        """
         hidden = None
         if self.pre_process:
             assert pixels is not None, "whole documents have pixels"

@@ -15,9 +15,9 @@ BLOCK = 7  # context tokens expanded at a time: as small as the contexts
 class MLACertificate(LayerCertificate):
     """Certificate of MLA layers.
 
-    The small model has smaller sizes and ranks. It keeps whether queries have a latent, the ratios
-    of a head's sizes, so that Q and K differ from V if they do, and the ratio of ranks to the
-    hidden size, at least 8.
+    The small model has smaller sizes and ranks. It keeps whether queries have a latent, and the
+    ratios of a head's sizes, so that Q and K differ from V if they do. It also keeps the ratio of
+    ranks to the hidden size, at least 8.
     """
 
     KIND: LayerKind = MLAKind()

@@ -8,8 +8,8 @@ Every layer has its own rotary embedding and scale. ``project`` replaces
 ``get_query_key_value_tensors`` and makes Q, K and V with Megatron's modules. ``attend`` replaces
 ``_run_core_attention``, before which Megatron would pad V to the size of Q.
 
-Later slices of a document get either K and V, or the input of the kv up-projection (the latent
-after its norm) and the rotary key, which all heads share.
+Later slices of a document get either K and V, or what all heads share: the input of the kv
+up-projection (the latent after its norm) and the rotary key.
 
 Two reductions over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own
 linears make the latents. Each rank's heads yield only part of the rotary key's gradient. Without
@@ -302,8 +302,8 @@ class MLALayer:
 class _Projected:
     """Values that ``project`` passes to ``attend``.
 
-    ``with_handles`` are recomputable Q, K and V, ``latent_kv`` the latents for later slices,
-    ``local`` Q, K and V of documents of one rank next to sharded ones.
+    ``with_handles`` are recomputable Q, K and V, ``latent_kv`` the latents for later slices.
+    ``local`` are Q, K and V of documents of one rank next to sharded ones.
     """
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]

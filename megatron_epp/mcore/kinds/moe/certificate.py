@@ -27,8 +27,8 @@ class MoECertificate(LayerCertificate):
 
     The small model has 8 experts (or twice what a token chooses), at most 4 experts of a token, and
     smaller widths. It keeps groups of experts and how many a token reaches, at least two experts
-    per rank if the model has them, shared experts, and the ratios of the experts', shared experts'
-    and latents' widths to the hidden size.
+    per rank if the model has them, and shared experts. It also keeps the ratios of the experts',
+    shared experts' and latents' widths to the hidden size.
     """
 
     KIND = MoEKind()
