@@ -13,8 +13,8 @@ STAGE_BYTES = 1e15
 class PlansOf:
     """Planner by name for stages of ``layers``; the other fields are those of Frame.
 
-    The costs of ops are a large model's. They affect only the order, and gradients do not depend on
-    it.
+    Ops cost what those of a large model do. Costs affect only the order, on which gradients do not
+    depend.
     """
 
     planner: str

@@ -103,7 +103,7 @@ class StageRunner:
         replica, device = self.replica, self.programs.device
         plan, block = step.plan_of(replica), step.plans
         samples = batch.samples[list(step.part.documents_of(replica))]
-        # Step 2: prepare the weights. Cached fp8 weights are of the previous iteration.
+        # Step 2: drop fp8 weights cached in the previous iteration; check that linears can split B.
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if step.splits_backward:

@@ -73,7 +73,7 @@ def tune_once(kernel: Any) -> None:
 
 
 def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``original`` made from the lengths that a chunk's boundaries carry.
+    """Return a replacement of ``original`` that uses the lengths which a chunk's boundaries carry.
 
     The table is made once for all layers of a chunk.
     """
