@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.overlap import overlapped
+from megatron_epp.cost.overlap import overlapped, overlaps_experts
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.options import Options, with_effort
@@ -132,14 +132,17 @@ PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
 # Methods without a pipeline, in `compare` and in a checkout only (scripts/bench).
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
-# Baselines: documents packed to the context; to the best length of each batch; and the latter with
+# Baselines: documents packed to the context; to the best length of each batch; and one of them with
 # Megatron hiding a part of the exchanges (cost.overlap), in `compare` and `tune` only.
 PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
 
 
 def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
     """Return the planner of a row of ``compare`` or ``tune``, and the cost to plan with."""
-    return (STOCK, overlapped(cost)) if name == OVERLAPPED else (name, cost)
+    if name != OVERLAPPED:
+        return name, cost
+    # The buffers of the tensor-parallel overlap have one shape for the run (cost/overlap.py).
+    return (STOCK if overlaps_experts(cost) else PACKED), overlapped(cost)
 
 
 def planner_of(name: str, full_documents: bool = False) -> Planner:

@@ -123,19 +123,19 @@ def _gains(
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
     overlapped = any(each.planner == OVERLAPPED for each in result.choices)
-    stock = OVERLAPPED if overlapped else STOCK
+    stocks = (STOCK, OVERLAPPED) if overlapped else (STOCK,)
     best = {
         planner: [each for each in result.choices if (each.planner == ELASTIC) == elastic][:_TRIED]
-        for planner, elastic in ((ELASTIC, True), (stock, False))
+        for planner, elastic in ((ELASTIC, True), (STOCK, False))
     }
     tasks, keys = [], []
     for at in contexts:
         short = tuple(min(length, at) for length in lengths)
         here = dataclasses.replace(options, context=at)
-        pairs = [(each, planner) for planner, several in best.items() for each in several]
-        for each, planner in (*pairs, (chosen, ELASTIC), (chosen, stock)):
+        pairs = [(each, each.planner) for several in best.values() for each in several]
+        for each, planner in (*pairs, *((chosen, name) for name in (ELASTIC, *stocks))):
             tasks.append((job, each, planner, short, here))
-            keys.append((at, planner, each is chosen))
+            keys.append((at, ELASTIC if planner == ELASTIC else STOCK, each is chosen))
     seconds_of: dict[tuple[int, str, bool], float] = {}
     for key, seconds in zip(keys, bar(workers(_seconds, tasks), len(tasks), "gain"), strict=True):
         for both in {key, (*key[:2], False)}:
@@ -144,7 +144,7 @@ def _gains(
     points = []
     for at in contexts:
         same, every = (
-            [seconds_of.get((at, p, own)) for p in (stock, ELASTIC)] for own in (True, False)
+            [seconds_of.get((at, p, own)) for p in (STOCK, ELASTIC)] for own in (True, False)
         )
         ratios = [one / other if one and other else None for one, other in (same, every)]
         points.append(GainPoint(at, *ratios))

@@ -21,12 +21,13 @@ _HEADERS = (
 _BASELINES = {
     PACKED: "stock, packed",
     STOCK: "stock, packed at best",
-    OVERLAPPED: "stock, packed at best, overlaps",
+    OVERLAPPED: "stock, overlaps",
 }
 _LEGEND = f"""\
 runs      --epp, with offloading, with the vocabulary cut over the stages (vocab), or Megatron's own
           schedule with whole documents packed; at best: to the fastest length of each batch;
-          overlaps: it hides {TENSOR:.0%} of tensor-parallel exchanges, {EXPERTS:.0%} of experts'
+          overlaps: it hides {TENSOR:.0%} of tensor-parallel exchanges, packed to the context (their
+          buffers have one shape), or {EXPERTS:.0%} of experts', packed at best
 tokens/s  of the whole job; MFU: the model's own flops, recompute left out, over the data sheet's
           peak of all devices; seconds: of an iteration, the mean over the batches
 GiB       the most that a device holds; tight: within {TIGHT_MEMORY:.0%} of its budget\
