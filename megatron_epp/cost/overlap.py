@@ -3,7 +3,12 @@
 Stock Megatron-LM overlaps tensor-parallel gathers and scatters with products
 (``--tp-comm-overlap``). It overlaps the all-to-all of experts with the computation of another
 micro-batch (``--overlap-moe-expert-parallel-comm``). :func:`overlapped` returns the cost of a job
-with both, for baselines; no executor of this project runs them.
+with one of them, for baselines; no executor of this project runs them.
+
+The buffers of ``--tp-comm-overlap`` have one shape for the run, ``--seq-length`` tokens
+(``megatron/training/initialize.py``), and Transformer Engine refuses other inputs
+(``copy_into_buffer``). With it documents are packed to the context, not to the best length of each
+batch. A job with experts is assumed to overlap the all-to-all instead, which takes any length.
 
 The fractions come from public measurements (``public_measurements.json``), relative to the
 communication that the analytic model predicts:
@@ -19,23 +24,26 @@ experts   0.6. Three pairs of steps, without and with the overlap: 41.25 and 31.
 from megatron_epp.cost.cost import Cost
 
 TENSOR, EXPERTS = 0.8, 0.6
-HIDDEN = {
-    "tensor_bytes_per_token": TENSOR,
-    "tensor_gathers": TENSOR,
-    "expert_bytes_per_token": EXPERTS,
-}
+OF_TENSORS = {"tensor_bytes_per_token": TENSOR, "tensor_gathers": TENSOR}
+OF_EXPERTS = {"expert_bytes_per_token": EXPERTS}
 
 
 def overlaps(cost: Cost) -> bool:
     """Return whether there is communication that stock Megatron would overlap in part."""
     layout = cost.layout
-    return any(
-        (layout.tp > 1 and each.tensor_bytes_per_token > 0)
-        or (layout.ep > 1 and each.expert_bytes_per_token > 0)
-        for each in layout.profile.kinds.values()
-    )
+    kinds = layout.profile.kinds.values()
+    tensors = layout.tp > 1 and any(each.tensor_bytes_per_token > 0 for each in kinds)
+    return tensors or overlaps_experts(cost)
+
+
+def overlaps_experts(cost: Cost) -> bool:
+    """Return whether stock Megatron would overlap the all-to-all of experts."""
+    layout = cost.layout
+    kinds = layout.profile.kinds.values()
+    return layout.ep > 1 and any(each.expert_bytes_per_token > 0 for each in kinds)
 
 
 def overlapped(cost: Cost) -> Cost:
-    """Return the cost of stock Megatron with its overlaps: every op communicates fewer bytes."""
-    return cost.with_coefficients_times({field: 1 - hidden for field, hidden in HIDDEN.items()})
+    """Return the cost of stock Megatron with its overlap: every op communicates fewer bytes."""
+    hidden = OF_EXPERTS if overlaps_experts(cost) else OF_TENSORS
+    return cost.with_coefficients_times({field: 1 - part for field, part in hidden.items()})
