@@ -317,9 +317,10 @@ def support_page() -> str:
             external = section["external"] and "--epp" not in flags
             runs = list(answers(flags, external)) if flags else feature["runs"]
             typed = " ".join(map(code, re.split(" (?=--)", cell(flags))))
-            rows.append([feature["what"], typed, *runs, feature.get("note", "")])
+            what = "<br>".join(filter(None, (feature["what"], feature.get("note"))))
+            rows.append([what, *runs, typed])
         parts.append(f"## {section['title']}\n")
-        parts.append(table(("feature", "flags", *PLACES.values(), "notes"), rows))
+        parts.append(table(("feature", *PLACES.values(), "flags"), rows))
     return "\n".join([*parts, source["end"]])
 
 

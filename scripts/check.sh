@@ -27,7 +27,7 @@ step calls calls
 site() {
     local folder status
     folder=$(mktemp -d) || return
-    NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --quiet --site-dir "$folder/site"
+    NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --site-dir "$folder/site"
     status=$?
     rm -r "$folder"
     return $status

@@ -48,7 +48,10 @@ def require(words: list[str], folder: Path) -> None:
             assert word in epp_flags(), f"{line}: there is no flag {word}"
         # Only paths of the repository have both a folder of it in front and an ending.
         if re.fullmatch(r"(scripts|examples|docs|tests|patches|megatron_epp)/\S+", word):
-            assert (ROOT / word).exists(), f"{line}: there is no {word}"
+            path, _, test = word.partition("::")
+            assert (ROOT / path).exists(), f"{line}: there is no {path}"
+            if test:
+                assert f"def {test}(" in (ROOT / path).read_text(), f"{line}: there is no {test}"
     if words[1:3] != ["-m", "megatron_epp"]:
         return
     command, *rest = words[3:]
@@ -98,6 +101,7 @@ def test_pages_have_commands() -> None:
         "    python -m megatron_epp plan --lengths wlb --stages 4",
         "    torchrun -m megatron_epp.pretrain_gpt FLAGS --epp --epp-levels all",
         "    bash scripts/set_up.sh",
+        "    python -m pytest tests/ir/test_text.py::test_of_nothing",
         "    python -m megatron_epp certify --steps 20",
     ],
 )

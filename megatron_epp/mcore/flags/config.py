@@ -115,7 +115,7 @@ class Config:
     )
     epp_record: str | None = flag(
         None,
-        "Folder for the plan and timed records of every iteration, and for a table of predicted and "
+        "Folder for the plan and timed records of every iteration, and a table of predicted and "
         "measured seconds.",
         metavar="DIR",
     )
