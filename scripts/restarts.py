@@ -2,8 +2,8 @@
 
     python scripts/restarts.py [--seeds 10] [--folder restarts] [--rows WORD ...]
 
-Every row trains a small model in float64 over gloo, on "nodes" of two processes, each with an agent
-of torchrun of its own. At a random iteration one node is killed outright; torchrun restarts the
+Every row trains a small model in float64 over gloo, on "nodes" of two ranks, each with an agent
+of torchrun of its own. At a random iteration all of a node is killed outright; torchrun restarts the
 others, and the job goes on from its last checkpoint with the layout that --epp-layouts has for
 them; then another node is killed; then all come back. Losses are compared with those of an
 undisturbed run: at most 1e-12 apart. A row that is done is kept, so that a second call
@@ -12,24 +12,28 @@ goes on.
 
 import argparse
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
+import shutil
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.attack.nodes import (  # noqa: E402
+    Launch,
+    Nodes,
+    be_launchers,
+    losses,
+    worst_difference,
+)
 from tests.mcore.runs import flags, write_corpus  # noqa: E402
 
-BOUND, ITERATIONS, PATIENCE_SECONDS = 1e-12, 12, 600.0
+BOUND, ITERATIONS = 1e-12, 12
+LAUNCH = Launch("", 2, 3, "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3")
 PROGRAM = str(ROOT / "tests" / "mcore" / "double_losses.py")
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 EXPERTS = {
@@ -64,7 +68,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("restarts"))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    be_launchers()
     options = parser.parse_args()
+    options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = options.folder / "documents"
     if not corpus.with_suffix(".idx").exists():
@@ -86,7 +92,8 @@ def main() -> int:
 def row(row: Row, seed: int, corpus: Path, folder: Path) -> dict:
     """Train undisturbed, then with kills; return how far losses are apart."""
     random, folder = Random(seed), folder.with_name(f"{folder.name}-{seed}")
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     (folder / "layouts").write_text(row.layouts)
     how = {
         "epp": True,
@@ -97,76 +104,42 @@ def row(row: Row, seed: int, corpus: Path, folder: Path) -> dict:
     }
     how |= {"lr_decay_style": "constant", "epp_layouts": folder / "layouts", **row.model}
     how["pipeline_model_parallel_size"] = None
-    straight = losses(job(flags(corpus, **how), row.nodes[:1], [], folder / "straight.log"))
-    assert len(straight) == ITERATIONS, f"{folder}/straight.log"
+    straight = losses(job(flags(corpus, **how), row.nodes[:1], [], folder / "straight"))
+    assert len(straight) == ITERATIONS, f"{folder}/straight"
     saved = {"save": folder / "saved", "load": folder / "saved", "save_interval": 1}
     at = sorted(random.sample(range(2, ITERATIONS), len(row.nodes) - 1))
-    output = job(flags(corpus, **how, **saved), row.nodes, at, folder / "killed.log")
-    found = losses(output)
-    assert len(found) == ITERATIONS, f"{folder}/killed.log"
-    worst = max(abs(found[i] / loss - 1) for i, loss in straight.items())
+    output = job(flags(corpus, **how, **saved), row.nodes, at, folder / "killed")
+    assert len(losses(output)) == ITERATIONS, f"{folder}/killed"
+    worst = worst_difference(output, straight)
     ranks = re.findall(r"--epp-layouts .* on (\d+) of (\d+) devices", output)
     return {"worst": worst, "kills": len(at), "ranks": ["/".join(pair) for pair in ranks]}
 
 
-def losses(output: str) -> dict[int, float]:
-    """By iteration, as the last start that came to it printed it."""
-    return {int(i): float(x) for i, x in re.findall(r"exact: iteration (\d+) ([-+.e0-9]+)", output)}
+def job(words: Sequence[str], counts: Sequence[int], kills: Sequence[int], folder: Path) -> str:
+    """Run on ``counts[0]`` nodes; kill or add nodes when iterations ``kills`` are through."""
+    with Nodes(folder, PROGRAM, words, replace(LAUNCH, nodes=f"1:{max(counts)}")) as nodes:
+        for node in range(counts[0]):
+            nodes.start(node)
+        for iteration, count in zip(kills, counts[1:], strict=False):
+            nodes.until(
+                lambda at=iteration: max(losses(nodes.said), default=0) >= at or has_failed(nodes),
+                f"iteration {iteration}",
+            )
+            assert not has_failed(nodes), f"{nodes.log}: torchrun has ended"
+            for node in range(count, len(nodes.agents)):
+                nodes.kill(node)
+            for node in range(len(nodes.agents), count):
+                nodes.start(node)
+        nodes.until(lambda: all(map(nodes.has_ended, nodes.agents)), "end")
+        statuses = [agent.exitcode for agent in nodes.agents.values()]
+        assert not any(statuses), f"{nodes.log}: {statuses}"
+        assert not nodes.left(), f"{nodes.log}: left {nodes.left()}"
+        return nodes.said
 
 
-def job(words: Sequence[str], nodes: Sequence[int], kills: Sequence[int], log: Path) -> str:
-    """Run on ``nodes[0]`` nodes, kill or add nodes when iterations ``kills`` are through."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    most, agents = max(nodes), []
-    with log.open("w") as file:
-        try:
-            for _ in range(nodes[0]):
-                agents.append(agent(words, most, port, file))
-                until(lambda: listening(port), agents)  # the first keeps the store
-            for iteration, count in zip(kills, nodes[1:], strict=False):
-                until(lambda at=iteration: max(losses(log.read_text()), default=0) >= at, agents)
-                while len(agents) > count:
-                    os.killpg(agents.pop().pid, signal.SIGKILL)
-                while len(agents) < count:
-                    agents.append(agent(words, most, port, file))
-            until(lambda: all(one.poll() is not None for one in agents), ())
-        finally:
-            for one in agents:
-                if one.poll() is None:
-                    os.killpg(one.pid, signal.SIGKILL)
-    assert not any(one.returncode for one in agents), f"{log}: {[a.returncode for a in agents]}"
-    return log.read_text()
-
-
-def agent(words: Sequence[str], most: int, port: int, file) -> subprocess.Popen:
-    """Start torchrun for a node of two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{most}"]
-    command += ["--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", str(port)]
-    command += ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return subprocess.Popen(
-        [*command, PROGRAM, *words], env=env, stdout=file, stderr=file, start_new_session=True
-    )
-
-
-def listening(port: int) -> bool:
-    """Return whether a process accepts connections."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(reached, agents: Sequence[subprocess.Popen]) -> None:
-    """Wait until ``reached``; an agent that has failed meanwhile ends the row."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < end, "no progress"
-        assert not any(one.poll() for one in agents), "torchrun has ended"
-        time.sleep(0.2)
+def has_failed(nodes: Nodes) -> bool:
+    """Return whether an agent has ended with a status."""
+    return any(agent.exitcode for agent in nodes.agents.values())
 
 
 if __name__ == "__main__":
