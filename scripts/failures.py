@@ -37,7 +37,7 @@ from tests.attack import strikes  # noqa: E402
 from tests.attack.nodes import Launch, Nodes, be_launchers, losses, worst_difference  # noqa: E402
 from tests.attack.strikes import Strike  # noqa: E402
 from tests.mcore.runs import flags, write_corpus  # noqa: E402
-from tests.waiting import LAST_RESORT_SECONDS  # noqa: E402
+from tests.waiting import LAST_RESORT_SECONDS, until  # noqa: E402
 
 PROGRAM = str(ROOT / "tests" / "attack" / "struck_training.py")
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
@@ -209,7 +209,7 @@ def run(cell: Cell, corpus: Path, folder: Path) -> Outcome:
                 nodes.start(node)
                 replaced += 1
             time.sleep(0.3)
-        nodes.until(lambda: not nodes.members() or failure, "end of all processes")
+        until(lambda: not nodes.members() or failure, lambda: nodes.said[-600:])
         said, left = nodes.said, nodes.left()
     return judged(cell, said, statuses, replaced, left, failure, time.monotonic() - began, folder)
 
@@ -265,7 +265,7 @@ def soak(iterations: int, seed: int, corpus: Path, folder: Path) -> int:
                 kills.append(at)
                 at += random.randint(*SOAK_KILLS)
             time.sleep(0.1)
-        nodes.until(lambda: not nodes.members(), "end of all processes")
+        until(lambda: not nodes.members(), lambda: nodes.said[-600:])
         said, left, status = nodes.said, nodes.left(), nodes.agents[0].exitcode
     seconds = time.monotonic() - began
     trained, worst = len(losses(said)), worst_difference(said, straight)

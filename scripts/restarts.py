@@ -3,7 +3,7 @@
     python scripts/restarts.py [--seeds 10] [--folder restarts] [--rows WORD ...]
 
 Every row trains a small model in float64 over gloo, on "nodes" of two ranks, each with an agent
-of torchrun of its own. At a random iteration all of a node is killed outright; torchrun restarts the
+of torchrun of its own. At a random iteration a whole node is killed outright; torchrun restarts the
 others, and the job goes on from its last checkpoint with the layout that --epp-layouts has for
 them; then another node is killed; then all come back. Losses are compared with those of an
 undisturbed run: at most 1e-12 apart. A row that is done is kept, so that a second call
@@ -31,6 +31,7 @@ from tests.attack.nodes import (  # noqa: E402
     worst_difference,
 )
 from tests.mcore.runs import flags, write_corpus  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
 BOUND, ITERATIONS = 1e-12, 12
 LAUNCH = Launch("", 2, 3, "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3")
@@ -121,16 +122,16 @@ def job(words: Sequence[str], counts: Sequence[int], kills: Sequence[int], folde
         for node in range(counts[0]):
             nodes.start(node)
         for iteration, count in zip(kills, counts[1:], strict=False):
-            nodes.until(
+            until(
                 lambda at=iteration: max(losses(nodes.said), default=0) >= at or has_failed(nodes),
-                f"iteration {iteration}",
+                lambda: nodes.said[-600:],
             )
             assert not has_failed(nodes), f"{nodes.log}: torchrun has ended"
             for node in range(count, len(nodes.agents)):
                 nodes.kill(node)
             for node in range(len(nodes.agents), count):
                 nodes.start(node)
-        nodes.until(lambda: all(map(nodes.has_ended, nodes.agents)), "end")
+        until(lambda: all(map(nodes.has_ended, nodes.agents)), lambda: nodes.said[-600:])
         statuses = [agent.exitcode for agent in nodes.agents.values()]
         assert not any(statuses), f"{nodes.log}: {statuses}"
         assert not nodes.left(), f"{nodes.log}: left {nodes.left()}"

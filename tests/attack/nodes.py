@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.attack import strikes
 from tests.attack.agents import start_agent
 from tests.attack.strikes import Strike
 from tests.mcore.runs import ROOT
-from tests.waiting import LAST_RESORT_SECONDS
+from tests.waiting import until
 
 
 def be_launchers() -> None:
@@ -120,7 +120,7 @@ class Nodes:
         words += ["--rdzv-conf", launch.rendezvous, *self._own]
         self.agents[node] = start_agent(folder, self.log, self._environment, words)
         agent = self.agents[node]
-        self.until(lambda: self.listening() or agent.exitcode is not None, "rendezvous")
+        until(lambda: self.listening() or agent.exitcode is not None, lambda: self.said[-600:])
 
     def kill(self, node: int) -> None:
         """Kill all processes of a node outright."""
@@ -168,13 +168,6 @@ class Nodes:
     def said(self) -> str:
         """Return what has been printed."""
         return self.log.read_text(errors="replace")
-
-    def until(self, reached: Callable[[], object], what: str) -> None:
-        """Wait. AssertionError: the last resort's time is over."""
-        end = time.monotonic() + LAST_RESORT_SECONDS
-        while not reached():
-            assert time.monotonic() < end, f"no {what}: {self.said[-600:]}"
-            time.sleep(0.2)
 
     def left(self) -> list[str]:
         """Return what a job that has ended left: processes, listening sockets, temporary files.
