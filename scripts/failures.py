@@ -1,7 +1,7 @@
 """Failures of every kind at every moment of a training, and a long training under many of them.
 
-    python scripts/failures.py [WORD ...] [--jobs 3] [--folder failures]
-    python scripts/failures.py --soak 2000 [--seed 0]
+    python scripts/failures.py [WORD ...] [--jobs 3] [--folder failures] [--plan-ahead]
+    python scripts/failures.py --soak 2000 [--seed 0] [--plan-ahead]
 
 A job trains a small model in float64 over gloo: two nodes, each an agent of torchrun with one rank,
 two pipeline stages. A cell of the matrix strikes it once (for restarts, twice): a process is
@@ -13,7 +13,7 @@ undisturbed job, bit for bit, and nothing may be left. Cells that are done are k
 so that a second call goes on; WORDs select: cells that have all of them.
 
 The soak trains two ranks on one node; one of them, drawn at random, is killed every 50 to 150
-iterations, and torchrun starts both again.
+iterations, and torchrun starts both again. With --plan-ahead a planner process is there, too.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,6 +123,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("failures"))
     parser.add_argument("--soak", type=int, metavar="ITERATIONS")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plan-ahead", action="store_true")
     be_launchers()
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -131,15 +132,16 @@ def main() -> int:
     if not corpus.with_suffix(".idx").exists():
         write_corpus(corpus, LENGTHS * 6)
     if options.soak:
-        return soak(options.soak, options.seed, corpus, folder)
+        return soak(options, corpus, folder)
     wanted = cells(options.words)
     if not wanted:
         parser.error(f"no cell has {' '.join(options.words)!r}")
-    undisturbed(folder, corpus, flags_of(ITERATIONS, corpus), "undisturbed")
+    ahead = {"epp_plan_ahead": True} if options.plan_ahead else {}
+    straight = undisturbed(folder, flags_of(ITERATIONS, corpus), "undisturbed")
     print(HEAD, flush=True)
     failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda cell: kept(cell, corpus, folder), wanted):
+        for outcome in pool.map(lambda cell: kept(cell, corpus, ahead, folder, straight), wanted):
             print(outcome.row(), flush=True)
             failed += bool(outcome.failure)
     print(f"\n{len(wanted)} cells, {failed} failed")
@@ -148,13 +150,13 @@ def main() -> int:
 
 def flags_of(iterations: int, corpus: Path, **how: object) -> list[str]:
     """Return the flags of a job."""
-    how = {"epp": True, "epp_plan_ahead": True, "global_batch_size": 4, "clip_grad": 0, **how}
+    how = {"epp": True, "epp_effort": 0, "global_batch_size": 4, "clip_grad": 0, **how}
     how |= {"train_iters": iterations, "lr_decay_iters": 100_000, "lr_decay_style": "constant"}
     how |= {"split": "80,20,0", "eval_iters": 1, "eval_interval": how.get("eval_interval", AT)}
     return flags(corpus, **how, distributed_timeout_minutes=1)
 
 
-def undisturbed(folder: Path, corpus: Path, words: list[str], name: str) -> dict[int, float]:
+def undisturbed(folder: Path, words: list[str], name: str) -> dict[int, float]:
     """Return the losses of a job that nothing happens to, run once."""
     path = folder / f"{name}.json"
     if not path.exists():
@@ -170,23 +172,28 @@ def undisturbed(folder: Path, corpus: Path, words: list[str], name: str) -> dict
 # ------------------------------------------------------------------ the matrix
 
 
-def kept(cell: Cell, corpus: Path, folder: Path) -> Outcome:
+def kept(
+    cell: Cell,
+    corpus: Path,
+    ahead: dict[str, object],
+    folder: Path,
+    straight: Mapping[int, float],
+) -> Outcome:
     """Return the outcome of an earlier call, or run the cell; one that failed runs again."""
     path = folder / f"{cell.name.replace(' ', '-')}.json"
     if path.exists() and not (done := Outcome(**json.loads(path.read_text()))).failure:
         return done
-    outcome = run(cell, corpus, folder)
+    saved = path.with_suffix("") / "saved"
+    saves = {"save": saved, "load": saved, "save_interval": 2}
+    words = flags_of(ITERATIONS, corpus, **saves, **ahead)
+    outcome = run(cell, words, path.with_suffix(""), straight)
     path.write_text(json.dumps(asdict(outcome)))
     return outcome
 
 
-def run(cell: Cell, corpus: Path, folder: Path) -> Outcome:
+def run(cell: Cell, words: list[str], own: Path, straight: Mapping[int, float]) -> Outcome:
     """Strike a job, and keep its nodes until it has trained."""
-    own = folder / cell.name.replace(" ", "-")
     shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
-    saves = {"save": own / "saved", "load": own / "saved", "save_interval": 2}
-    words = flags_of(ITERATIONS, corpus, **saves)
     began, replaced, failure = time.monotonic(), 0, ""
     statuses: list[str] = []
     with Nodes(own, PROGRAM, words, TWO_NODES, cell.strikes) as nodes:
@@ -196,9 +203,8 @@ def run(cell: Cell, corpus: Path, folder: Path) -> Outcome:
             trained = len(losses(nodes.said)) == ITERATIONS
             for node in [node for node in nodes.agents if nodes.is_stuck(node)]:
                 nodes.kill(node)
-                statuses.append(f"node {node} stopped")
-            ended = [node for node in nodes.agents if nodes.has_ended(node)]
-            for node in ended:
+                statuses.append(f"node {node}: stopped, then killed")
+            for node in [node for node in nodes.agents if nodes.has_ended(node)]:
                 statuses.append(f"agent {node}: {nodes.agents.pop(node).exitcode}")
             if trained and not nodes.agents:
                 break
@@ -209,23 +215,7 @@ def run(cell: Cell, corpus: Path, folder: Path) -> Outcome:
                 nodes.start(node)
                 replaced += 1
             time.sleep(0.3)
-        until(lambda: not nodes.members() or failure, lambda: nodes.said[-600:])
         said, left = nodes.said, nodes.left()
-    return judged(cell, said, statuses, replaced, left, failure, time.monotonic() - began, folder)
-
-
-def judged(
-    cell: Cell,
-    said: str,
-    statuses: Sequence[str],
-    replaced: int,
-    left: list[str],
-    failure: str,
-    seconds: float,
-    folder: Path,
-) -> Outcome:
-    """Return what became of a cell."""
-    straight = undisturbed(folder, Path(), [], "undisturbed")
     struck = said.count("\nstrike ")
     after = said.rpartition("\nstrike ")[2].splitlines()
     lines = [line for line in after if line.startswith("megatron_epp: ")]
@@ -240,21 +230,35 @@ def judged(
     ended = "; ".join([f"ranks {' '.join(ranks) or 'none'}", *statuses])
     starts = said.count("\nstart: rank 0\n")
     line = (lines or ["none"])[0].removeprefix("megatron_epp: ")
+    seconds = time.monotonic() - began
     return Outcome(cell.name, ended, line, replaced, starts, worst, seconds, left, failure)
 
 
 # ------------------------------------------------------------------ the soak
 
 
-def soak(iterations: int, seed: int, corpus: Path, folder: Path) -> int:
+def soak(options: argparse.Namespace, corpus: Path, folder: Path) -> int:
     """Train many iterations, one of two ranks being killed now and then; nobody else helps."""
-    name, random = f"soak-{iterations}", Random(seed)
-    how = {"eval_interval": iterations}
-    straight = undisturbed(folder, corpus, flags_of(iterations, corpus, **how), f"{name}-straight")
-    own = folder / f"{name}-{seed}"
-    shutil.rmtree(own, ignore_errors=True)
-    saves = {"save": own / "saved", "load": own / "saved", "save_interval": SOAK_INTERVAL}
-    words = flags_of(iterations, corpus, **how, **saves)
+    iterations, random = options.soak, Random(options.seed)
+    how = {"eval_interval": iterations, **({"epp_plan_ahead": True} if options.plan_ahead else {})}
+    words, name = flags_of(iterations, corpus, **how), f"soak-{iterations}"
+    with ThreadPoolExecutor(1) as beside:
+        straight = beside.submit(undisturbed, folder, words, f"{name}-straight")
+        own = folder / f"{name}-{options.seed}"
+        shutil.rmtree(own, ignore_errors=True)
+        saves = {"save": own / "saved", "load": own / "saved", "save_interval": SOAK_INTERVAL}
+        words = flags_of(iterations, corpus, **how, **saves)
+        return soaked(words, own, random, iterations, straight.result)
+
+
+def soaked(
+    words: list[str],
+    own: Path,
+    random: Random,
+    iterations: int,
+    straight: Callable[[], Mapping[int, float]],
+) -> int:
+    """Train with kills, and compare with ``straight``."""
     began, kills, at = time.monotonic(), [], random.randint(*SOAK_KILLS)
     with Nodes(own, PROGRAM, words, SOAK_NODE) as nodes:
         nodes.start(0)
@@ -268,7 +272,7 @@ def soak(iterations: int, seed: int, corpus: Path, folder: Path) -> int:
         until(lambda: not nodes.members(), lambda: nodes.said[-600:])
         said, left, status = nodes.said, nodes.left(), nodes.agents[0].exitcode
     seconds = time.monotonic() - began
-    trained, worst = len(losses(said)), worst_difference(said, straight)
+    trained, worst = len(losses(said)), worst_difference(said, straight())
     starts = said.count("\nstart: rank 0\n")
     print("| iterations | kills | starts | status | losses | left | wall time |\n|" + "---|" * 7)
     print(

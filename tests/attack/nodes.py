@@ -1,6 +1,7 @@
 """Jobs of several nodes on one host: each node is an agent of torchrun with its ranks."""
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -43,7 +44,8 @@ def losses(output: str) -> dict[int, float]:
 
 def worst_difference(output: str, undisturbed: Mapping[int, float]) -> float:
     """Return how far losses of any start are apart from those of an undisturbed job, relatively."""
-    return max(abs(loss / undisturbed[i] - 1) for i, loss in printed_losses(output))
+    apart = (abs(loss / undisturbed[i] - 1) for i, loss in printed_losses(output))
+    return max(apart, default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
