@@ -21,6 +21,11 @@ from tests.attack.strikes import Strike
 from tests.mcore.runs import ROOT
 from tests.waiting import until
 
+# A node whose agent does not answer for a minute is gone, and a round waits as long for nodes that
+# it could do without. On a busy machine agents with less patience take each other for dead, and go
+# on apart.
+_PATIENT = "read_timeout=60,last_call_timeout=60,keep_alive_interval=5,keep_alive_max_attempt=12"
+
 
 def be_launchers() -> None:
     """Let forked ranks find that torchrun started them, as those in new processes do.
@@ -50,16 +55,16 @@ def worst_difference(output: str, undisturbed: Mapping[int, float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How nodes start ranks: what ``torchrun`` is given, for each node.
+    """How nodes start ranks: what torchrun is given, for each node.
 
     nodes        --nnodes
-    rendezvous   --rdzv-conf
+    processes    --nproc-per-node
+    restarts     --max-restarts
     """
 
     nodes: str
     processes: int = 1
     restarts: int = 3
-    rendezvous: str = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Nodes:
@@ -117,9 +122,9 @@ class Nodes:
         launch, folder = self.launch, self._folder_of(node)
         folder.mkdir(exist_ok=True)
         words = ["--nnodes", launch.nodes, "--nproc-per-node", str(launch.processes)]
-        words += ["--max-restarts", str(launch.restarts), "--rdzv-backend", "c10d"]
-        words += ["--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", str(self.port)]
-        words += ["--rdzv-conf", launch.rendezvous, *self._own]
+        words += ["--max-restarts", str(launch.restarts), "--monitor-interval", "1"]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}"]
+        words += ["--rdzv-id", str(self.port), "--rdzv-conf", _PATIENT, *self._own]
         self.agents[node] = start_agent(folder, self.log, self._environment, words)
         agent = self.agents[node]
         until(lambda: self.listening() or agent.exitcode is not None, lambda: self.said[-600:])
@@ -170,6 +175,12 @@ class Nodes:
     def said(self) -> str:
         """Return what has been printed."""
         return self.log.read_text(errors="replace")
+
+    def last_iteration(self) -> int:
+        """Return the last iteration that the end of the log tells of; 0: none."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - (1 << 16)))
+            return max(losses(file.read().decode(errors="replace")), default=0)
 
     def left(self) -> list[str]:
         """Return what a job that has ended left: processes, listening sockets, temporary files.
