@@ -9,7 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from megatron_epp.mcore.job import job_exit
+from megatron_epp.runtime.executor import LinkLost
 from tests.attack import strikes
 from tests.attack.nodes import losses, printed_losses
 from tests.attack.strikes import Strike
@@ -44,12 +47,39 @@ def test_a_struck_job_ends_and_continues(job, tmp_path, monkeypatch, strike, sta
         monkeypatch.setenv(name, text)
     struck = train(words, 2, PROGRAM)
     assert f"strike 0: {strike}" in struck.output and status in struck.statuses, struck.output
-    assert 0 not in struck.statuses
+    assert 0 not in struck.statuses and struck.errors and "Traceback" not in struck.output
     resumed = trained(words, 2, PROGRAM)
     assert "strike" not in resumed.output
     assert sorted(losses(resumed.output)) == [3, 4]  # of 4, nothing is loaded
     for iteration, loss in printed_losses(struck.output) + printed_losses(resumed.output):
         assert loss == straight[iteration]
+
+
+def test_a_rank_whose_store_went_with_rank_0_reports_it(monkeypatch) -> None:
+    """Of a refusal, which rank 0 has too, it says nothing."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def gone() -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(job_exit, "_meeting_place", gone)
+    assert job_exit._may_report(lost=True) == (True, True)
+    assert job_exit._may_report(lost=False) == (False, False)
+
+
+def test_which_exceptions_are_lost_ranks(monkeypatch) -> None:
+    closed = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    kinds = RuntimeError(closed), torch.distributed.DistNetworkError("Broken pipe")
+    for started in (True, False):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda started=started: started)
+        for error in (*kinds, RuntimeError("shapes differ"), LinkLost(closed)):
+            try:
+                raise error
+            except RuntimeError as raised:
+                lost = job_exit.lost_rank(raised)
+            assert (lost is not None) == (started and error in kinds)
+            assert lost is None or f"another rank is lost: {error}" in str(lost)
 
 
 def test_strikes_are_taken_in_their_order(tmp_path, monkeypatch) -> None:

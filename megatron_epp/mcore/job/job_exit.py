@@ -119,6 +119,27 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
     return ValueError(f"{reason(error)} (Megatron, {where})")
 
 
+def lost_rank(error: BaseException) -> LinkLost | None:
+    """Return the loss of another rank that an exception is, met outside of the pipeline's links.
+
+    A collective of Megatron's meets it while a checkpoint is saved or gradients are reduced; torch
+    raises it of gloo as a plain RuntimeError, of a store as one of its own. None: it is not, or
+    ranks have not met yet.
+    """
+    distributed = torch.distributed
+    of_store = (distributed.DistNetworkError, distributed.DistStoreError)
+    if not (isinstance(error, of_store) or "gloo/transport" in str(error)):
+        return None
+    if isinstance(error, LinkLost) or not distributed.is_initialized():
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    ours = [frame for frame, name in zip(frames, names, strict=True) if name.startswith("megatron")]
+    place = ours[-1] if ours else frames[-1]
+    where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
+    return LinkLost(f"{where}: another rank is lost: {reason(error)[:300]}")
+
+
 def reason(error: BaseException) -> str:
     """One line for an exception of Megatron's; the place and condition if it says nothing."""
     message = " ".join(str(error).split())
@@ -141,7 +162,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     logger.debug("where the refusal came from", exc_info=error)
     status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
     try:
-        may_report, alone = _may_report()
+        may_report, alone = _may_report(status == FAILED)
         if may_report:
             rank, _ = rank_of()
             where = f" (rank {rank} on {socket.gethostname()})" if alone else ""
@@ -182,10 +203,11 @@ def require_launcher() -> None:
         end_now(FAILED)
 
 
-def _may_report() -> tuple[bool, bool]:
+def _may_report(lost: bool = False) -> tuple[bool, bool]:
     """Wait for the others; return whether this rank reports, and whether others are not refused.
 
-    Rank 0 reports, or, if it is not refused, the first that is.
+    Rank 0 reports, or, if it is not refused, the first that is. ``lost``: another rank is gone,
+    rank 0 with its store, it may be.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
@@ -204,8 +226,9 @@ def _may_report() -> tuple[bool, bool]:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
         return is_first, store.add(_REFUSED, 0) < ranks
     except Exception:
-        # No store, or it went with rank 0, which then has spoken; whatever it is, the job ends.
-        return rank == 0, False
+        # No store, or it went with rank 0, which has spoken, unless it was killed; whatever it is,
+        # the job ends.
+        return rank == 0 or lost, lost
 
 
 def _meeting_place() -> Any:
