@@ -1,4 +1,4 @@
-"""Speed of pipeline ranks' devices against each other, measured on the same chunks."""
+"""Relative speed of the pipeline ranks' devices, measured on the same chunks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,15 +10,15 @@ from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.ir import Kind
 
-DIFFER = 1.25  # times as slow; less is what a busy host does to devices that are alike
-ALIKE = 1.1  # ranks so near each other take their median
+DIFFER = 1.25  # ratio of seconds; smaller ones occur on equal devices of a busy host
+ALIKE = 1.1  # ranks within this ratio get their median
 
 
 def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Seconds of every pipeline rank over those of the fastest; none where devices are alike.
+    """Return the seconds of every pipeline rank relative to the fastest; empty if all are equal.
 
-    Ranks are compared in the kinds of layers that they share, by the median over chunks of F and
-    of B; where a rank shares none it is taken for as fast as the others are on average.
+    Ranks are compared in the layer kinds that they share, by the median over chunks of F and B. A
+    rank that shares no kind is assumed to be as fast as the average of the others.
     """
     ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
     rows, sides = [], []
@@ -38,8 +38,7 @@ def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ..
 
 
 def _offsets(every: Sequence[Readings]) -> dict[int, float]:
-    """Log seconds of one kind's layers by pipeline rank, beyond the mean of the ranks that have
-    it."""
+    """Return the log seconds of one kind's layers by pipeline rank, relative to the ranks' mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
         for key, seconds in _seconds(one):
@@ -52,7 +51,7 @@ def _offsets(every: Sequence[Readings]) -> dict[int, float]:
 
 
 def _seconds(one: Readings) -> Iterable[tuple[tuple, float]]:
-    """(chunk and op, seconds) of one layer that keeps everything; none of the ends."""
+    """Yield (chunk and op, seconds) of stages with layers."""
     for kind, samples in ((Kind.FORWARD, one.forward), (Kind.BACKWARD, one.backward)):
         for each in samples:
             if each.layers and each.value > 0:
@@ -70,7 +69,7 @@ def _key(kind: Kind, each: Sample) -> tuple:
 
 
 def _joined(logs: np.ndarray) -> np.ndarray:
-    """Logs of ranks that lie near each other, by their median."""
+    """Return ``logs`` with the values of ranks of similar speed replaced by their median."""
     joined, order = logs.copy(), np.argsort(logs, kind="stable")
     first = 0
     for at in range(1, len(order) + 1):
