@@ -1,7 +1,7 @@
 """Failures of every kind at every moment of a training, and a long training under many of them.
 
     python scripts/failures.py [WORD ...] [--jobs 3] [--folder failures] [--plan-ahead]
-    python scripts/failures.py --soak 2000 [--seed 0] [--plan-ahead]
+    python scripts/failures.py --soak 2000 [--every 50 150] [--seed 0] [--plan-ahead]
 
 A job trains a small model in float64 over gloo: two nodes, each an agent of torchrun with one rank,
 two pipeline stages. A cell of the matrix strikes it once (for restarts, twice): a process is
@@ -13,7 +13,8 @@ undisturbed job, bit for bit, and nothing may be left. Cells that are done are k
 so that a second call goes on; WORDs select: cells that have all of them.
 
 The soak trains two ranks on one node; one of them, drawn at random, is killed every 50 to 150
-iterations, and torchrun starts both again. With --plan-ahead a planner process is there, too.
+iterations, and torchrun starts both again, without a hand on it. With --plan-ahead a planner
+process is there, too.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -44,7 +46,7 @@ LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8
 ITERATIONS, AT = 8, 4  # of a cell: a checkpoint every second, an evaluation and the strike at AT
 TWO_NODES = Launch("2:2", 1)
 MOST_REPLACED = 8
-SOAK_NODE, SOAK_INTERVAL, SOAK_KILLS = Launch("1:1", 2, 1000), 10, (50, 150)
+SOAK_NODE, SOAK_INTERVAL = Launch("1:1", 2, 1000), 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3, help="cells at once: most of them wait")
     parser.add_argument("--folder", type=Path, default=Path("failures"))
     parser.add_argument("--soak", type=int, metavar="ITERATIONS")
+    parser.add_argument("--every", type=int, nargs=2, default=(50, 150), metavar="ITERATIONS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan-ahead", action="store_true")
     be_launchers()
@@ -247,18 +250,20 @@ def soak(options: argparse.Namespace, corpus: Path, folder: Path) -> int:
         shutil.rmtree(own, ignore_errors=True)
         saves = {"save": own / "saved", "load": own / "saved", "save_interval": SOAK_INTERVAL}
         words = flags_of(iterations, corpus, **how, **saves)
-        return soaked(words, own, random, iterations, straight.result)
+        draw = partial(random.randint, *options.every)
+        return soaked(words, own, draw, random, iterations, straight.result)
 
 
 def soaked(
     words: list[str],
     own: Path,
+    draw: Callable[[], int],
     random: Random,
     iterations: int,
     straight: Callable[[], Mapping[int, float]],
 ) -> int:
-    """Train with kills, and compare with ``straight``."""
-    began, kills, at = time.monotonic(), [], random.randint(*SOAK_KILLS)
+    """Train with a kill after every ``draw()`` iterations, and compare with ``straight``."""
+    began, kills, at = time.monotonic(), [], draw()
     with Nodes(own, PROGRAM, words, SOAK_NODE) as nodes:
         nodes.start(0)
         while nodes.agents[0].exitcode is None:
@@ -266,7 +271,7 @@ def soaked(
             if due and (ranks := nodes.ranks()):
                 os.kill(random.choice(ranks), signal.SIGKILL)
                 kills.append(at)
-                at += random.randint(*SOAK_KILLS)
+                at += draw()
             time.sleep(0.1)
         until(lambda: not nodes.members(), lambda: nodes.said[-600:])
         said, left, status = nodes.said, nodes.left(), nodes.agents[0].exitcode
