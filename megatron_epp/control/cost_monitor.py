@@ -87,6 +87,7 @@ class CostMonitor:
         return sum(one.predicted for one, _ in worst)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
+        """Return an op as a sample for a refit, at the speed of the fastest rank's device."""
         # An offloaded layer computes as a saved one does; its copies run concurrently.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel

@@ -78,7 +78,14 @@ class Fallbacks:
         return self._planners.get((iteration, place), everywhere)
 
     def add(self, iteration: int, planner: str, reason: str, place: Place = None) -> None:
-        """Record and save that ``planner`` planned ``iteration`` for ``place``, and why."""
+        """Record and save that ``planner`` planned an iteration instead of the usual planner.
+
+        Args:
+            iteration: number of the iteration.
+            planner: name of the planner that stood in.
+            reason: why the usual planner failed.
+            place: (replica, number of replicas); None: all replicas.
+        """
         words = " ".join(reason.split()) or "no reason"
         where = "" if place is None else f"replica {place[0]} of {place[1]} "
         line = f"iteration {iteration} {where}planner {planner} {words}"

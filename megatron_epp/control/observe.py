@@ -184,7 +184,14 @@ class Observer:
 def summary_line(
     iteration: int, step: AcceptedStep, report: IterationReport, waited_seconds: float
 ) -> str:
-    """Return the log line of an iteration: predicted and measured seconds, peaks and waits."""
+    """Return the log line of an iteration: predicted and measured seconds, peaks and waits.
+
+    Args:
+        iteration: number of the iteration.
+        step: its step, with the predictions.
+        report: its measurements.
+        waited_seconds: time that training waited for the plan.
+    """
     predicted, planning = step.predicted_seconds, step.planning
     seconds = f"{report.seconds:.3f} s"
     peaks = [f"{peak / MIB:.1f}" for peak in report.peak_bytes]

@@ -125,7 +125,11 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
     """Return the layers of stages with the recompute modes of ``plan``, last layers first.
 
-    ``counts`` are those of ``plan``; see _offloaded.
+    Args:
+        memory: memory of the cost model.
+        plan: plan with the recompute modes.
+        loads: loads of its chunks.
+        counts: [stages, chunks] layers of ``plan`` with each choice; see _offloaded.
     """
     return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
@@ -133,6 +137,7 @@ def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) 
 def _layers_of_plan(
     memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
 ) -> Iterator[LayerRun]:
+    """Yield offloaded layers, then one layer of every stage at a time, last layers first."""
     yield from _offloaded(memory, counts)
     choices = sorted(counts)
     saved = np.stack([memory.saved_bytes(choice, loads) for choice in choices])

@@ -207,8 +207,13 @@ def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
 def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
     """Return the expert-parallel size: ``ep`` if it is possible.
 
-    The default is the greatest common divisor of tp * cp and ``experts`` (None: unknown). A larger
-    ``ep`` shards experts over several of the ``dp`` replicas, with all devices of each.
+    Args:
+        ep: requested size; None: the greatest common divisor of tp * cp and ``experts``. A size
+            above tp * cp shards experts over several replicas, with all devices of each.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        experts: number of experts of a layer; None: unknown.
+        dp: data-parallel size.
 
     Raises:
         ValueError: ``ep`` is impossible.

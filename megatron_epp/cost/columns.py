@@ -83,8 +83,8 @@ class ContextTokens(Column):
 class DiagonalPairs(Column):
     """Query-key pairs within a span; for a document that is not cut, all of its pairs.
 
-    Half of their block of scores is masked. In cuDNN's kernels (9.19, on an H100) the backward
-    takes about twice as long for such a pair as for one of a slice and its context.
+    Half of their block of scores is masked. In cuDNN 9.19 on an H100, backward takes about twice as
+    long for such a pair as for one of a slice and its context.
     """
 
     NAME = "diagonal_pairs"

@@ -1,10 +1,14 @@
 """Cost of any plan on one machine: a profile laid out over stages and devices.
 
-A cost consists of :mod:`layout <megatron_epp.cost.layout>` (stages, degrees, layer kinds, columns
-of a chunk), :mod:`seconds <megatron_epp.cost.seconds>`, :mod:`memory <megatron_epp.cost.memory>`,
-and :mod:`ends <megatron_epp.cost.ends>` (embedding, and LM head on the last stage or on all). This
-module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build` makes
-costs from the names of a model and a device.
+A cost consists of four parts:
+
+- :mod:`layout <megatron_epp.cost.layout>`: stages, degrees, layer kinds, columns of a chunk;
+- :mod:`seconds <megatron_epp.cost.seconds>` of ops;
+- :mod:`memory <megatron_epp.cost.memory>` of model states and chunks;
+- :mod:`ends <megatron_epp.cost.ends>`: embedding, and LM head on the last stage or on all.
+
+This module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build`
+makes costs from the names of a model and a device.
 
 The sums are InfiniPipe's eqs. 1 to 10, with corrections that are explained where they are made.
 """

@@ -202,6 +202,7 @@ class OpSeconds:
         return self._recompute_rows[choice]
 
     def _recompute_row(self, choice: Choice) -> np.ndarray:
+        """Compute :meth:`recompute_per`: the recomputed modules and their communication."""
         kind, mode = choice
         layout, of = self.layout, self.layout.coefficients[kind]
         if mode == OFFLOAD:

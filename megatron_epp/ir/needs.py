@@ -27,10 +27,10 @@ def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Return a function that yields the needs of an op of ``plan``.
 
-    A need does not exist if it refers to a stage outside the pipeline, to other stages than the
-    op's, or to a slice that the chunk's documents do not have. A need of several slices, such as a
-    backward's of all branches, is yielded once for each. Stages are those of the pipeline, on
-    whichever rank they run.
+    A need does not exist on stages outside its position, or if it refers to a stage outside the
+    pipeline. Nor does it exist if the chunk's documents do not have the slice. A need of several
+    slices, such as a backward's of all branches, is yielded once for each. Stages are those of the
+    pipeline, on whichever rank they run.
 
     Args:
         plan: plan of the ops.

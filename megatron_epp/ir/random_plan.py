@@ -181,8 +181,8 @@ def arbitrary_block(
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
 
-    None, half or all of a chunk's documents move, each to a random one of ``ranks``, so that a rank
-    may have none. Documents with a prefix and documents that others continue stay sharded.
+    None, about half or all of a chunk's documents move, each to a random one of ``ranks``. A rank
+    may receive none. Documents with a prefix and documents that others continue stay sharded.
     """
     tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}

@@ -80,6 +80,7 @@ def part(name: str) -> str:
 
 
 def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
+    """Return the data of the page's script: plan, legend, rules and runs."""
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)

@@ -196,7 +196,14 @@ def by_rank(records: Iterable[Timed], plan: Plan) -> list[list[Timed]]:
 def timeline_of(
     played: Simulation, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
 ) -> Timeline:
-    """Return the timeline of a simulation."""
+    """Return the timeline of a simulation.
+
+    Args:
+        played: result of :func:`~megatron_epp.sim.play.play`.
+        title: title of the run.
+        budget_bytes: memory budget of each rank; empty if there is none.
+        unit: "s", or "units" for times without a machine.
+    """
     bubbles = []
     ranks = range(played.plan.ranks)
     for bubble in played.bubbles:

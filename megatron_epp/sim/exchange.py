@@ -45,8 +45,8 @@ class Exchange:
 def exchange(cost: Cost, played: Simulation) -> Exchange:
     """Return the communication between replicas in an iteration simulated with ``cost``.
 
-    All values are zero if every weight is on one device, with ZeRO 3, whose gathers are part of the
-    ops, and without a known network.
+    All values are zero if every weight is on one device, or if the network is unknown. They are
+    also zero with ZeRO 3, whose gathers are part of the ops.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))

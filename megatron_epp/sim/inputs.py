@@ -182,6 +182,7 @@ class _Owners(NamedTuple):
 
 
 def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
+    """Return the owners of cached K and V; see :func:`moved_bytes` for ``orders``."""
     if ties.kept is None:
         document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
         first = np.flatnonzero((document >= 0) & (np.asarray(ties.earlier) < 0))

@@ -169,13 +169,13 @@ _PCIE_4, _PCIE_5 = 20e9, 40e9
 # Rates of Hopper and B200: fitted to public measurements that are not held out
 # (docs/results/public_measurements.md). Products are fitted to `own-h100-layer`,
 # `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`.
-# Rates of the others: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink, H20 has
-# 148 Tflops, GB200 has 2,450 Tflops and NVLink across racks (64 of 72 devices are counted), L40S
+# Rates of the others: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink; H20 has
+# 148 Tflops; GB200 has 2,450 Tflops and NVLink across racks (64 of 72 devices are counted). L40S
 # has 362 Tflops and PCIe 4 only. One core of a server reaches about 30 Gflops in float32.
 # Memory rates are those of the data sheets. At that rate, reading K and V explains
 # FlashAttention-3's published times (tests/cost/test_published_attention.py).
-# Nothing is fitted to SimuMax's microbenchmarks of a B200 (configs/system/b200_bf16_ceperm.json),
-# which have products at 1,098 Tflops, gathers at 606 GB/s and an all-to-all at 537 GB/s.
+# Nothing is fitted to SimuMax's microbenchmarks of a B200 (configs/system/b200_bf16_ceperm.json).
+# They have products at 1,098 Tflops, gathers at 606 GB/s and an all-to-all at 537 GB/s.
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
 _HOPPER = (760e12, 530e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _H800 = (760e12, 530e12, 1e-4, _H800_WIRE, 400e9, 1e-5, 8, _PCIE_5)

@@ -93,7 +93,17 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return a whole number; for a list, the value that all layers share."""
+        """Return a whole number; for a list, the value that all layers share.
+
+        Args:
+            key: name of the key.
+            rule: value if neither the file nor the family defines it.
+            least: lower bound.
+            most: upper bound.
+
+        Raises:
+            ValueError: the value is missing, differs by layer, or is out of bounds.
+        """
         value = self.value(key, rule)
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):

@@ -358,6 +358,7 @@ class _Style:
         return [["--no-rope-freq", _mask_text([not each for each in mask])]]
 
     def _scaling(self, rope: Mapping[str, Any]) -> list[list[str]]:
+        """Return the flags of a RoPE scaling, and record what has no flag."""
         config, kind = self.config, rope.get("rope_type", rope.get("type", "default"))
 
         def number(name: str, default: float | None = None) -> str:

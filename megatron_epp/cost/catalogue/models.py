@@ -290,10 +290,10 @@ def _gemma3_27b() -> Model:
 
 
 # Sources: for gpt-* the papers named above; for the others the makers' public configurations and
-# reports. Llama 3 (Meta, 2024), Qwen3 (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI's model
-# card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025), Qwen3-Next
-# (Alibaba, 2025). MTP layers are left out. So are biases, sinks, norms of Q and K, and Gemma's two
-# additional norms, which are up to 0.1% of the parameters.
+# reports: Llama 3 (Meta, 2024), Qwen3 and Qwen3-Next (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss
+# (OpenAI's model card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025).
+# MTP layers are left out. So are biases, sinks, norms of Q and K, and Gemma's two additional norms,
+# which are up to 0.1% of the parameters.
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (

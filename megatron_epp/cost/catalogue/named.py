@@ -44,7 +44,11 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> str:
     """Return an error line with the names similar to ``name``, then all.
 
-    ``others`` are valid, too, but are not suggested.
+    Args:
+        what: what was looked up.
+        name: name that is unknown.
+        known: names that may have been meant.
+        *others: valid names that are never suggested.
     """
     names = list(known)
     near = difflib.get_close_matches(name, names, n=2)

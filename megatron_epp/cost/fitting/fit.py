@@ -246,6 +246,7 @@ def _fit_seconds(
     quality: dict[str, Quality],
     near: bool,
 ) -> Profile:
+    """Return ``template`` with the seconds that the samples determine, and record the quality."""
     known = template.kinds
     layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
     # Measured seconds of pairs include those of the other columns.

@@ -89,6 +89,7 @@ def measured_profile(
 def _fitted(
     every: Sequence[Readings], model: Model, kind: str, origin: Provenance, where: Conditions
 ) -> Profile:
+    """Return the profile of one layer kind from the readings of all ranks."""
     layer = model.shapes[kind]
     template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
     if where.device != "cpu" and layer.masks_diagonal:
@@ -183,8 +184,8 @@ def workspaces(
         head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
 
     Returns:
-        Workspaces by kind of op, those of the last stage, bytes of a recomputed layer by mode, and
-        forward workspaces by mode if they differ from a saved layer's.
+        Four mappings: workspaces by kind of op; those of the last stage; bytes of a recomputed
+        layer by mode; and forward workspaces by mode if they differ from a saved layer's.
     """
 
     def of(kind: Kind, mode: str, end: bool) -> list[Peak]:

@@ -117,6 +117,7 @@ def _held_out(rows_RN: np.ndarray) -> np.ndarray:
 
 
 def _robust(rows_RN: np.ndarray, values_R: np.ndarray, prior_N: np.ndarray | None) -> np.ndarray:
+    """Return coefficients with the least sum of absolute relative errors, by reweighting."""
     relative_RN = rows_RN / values_R[:, None]
     scale_N = np.linalg.norm(relative_RN, axis=0)
     used = scale_N > 0

@@ -82,7 +82,7 @@ class AttentionPart(Part):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.output_hidden + self.heads_hidden + self._gate
 
     @property

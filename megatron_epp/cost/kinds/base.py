@@ -84,11 +84,10 @@ class CarryOver:
     """State that a slice leaves for later slices of its document.
 
     Attributes:
-        channels: channels of every token, such as K and V; sliding-window attention keeps a tail
-            only.
+        channels: channels of every token, such as K and V; with a sliding window only of a tail.
         expanded: channels that later slices recompute from ``channels``; 0: they use them directly.
-        heads: number of heads over which a stage's devices shard it; 0: each device keeps all of
-            it, as in MLA.
+        heads: number of heads over which a stage's devices shard it; 0: each device has all of it,
+            as in MLA.
         tail: elements of the last rows of a slice, which a convolution needs.
         state: elements of a state at the boundary of two slices.
     """
@@ -256,7 +255,7 @@ class Part:
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W: inputs of its products, and the gradients of their outputs."""
+        """Channels saved from I to W: inputs of its products, and gradients of their outputs."""
         return 0
 
     @property

@@ -22,8 +22,8 @@ from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import Kind
 
-# A block of rows selects its keys at once. Elements of a tensor over the block and its context, and
-# the number of such tensors that exist at the same time in forward and backward.
+# Keys are selected for a block of rows at a time: elements of a tensor over the block and its
+# context, and number of such tensors that exist at the same time in forward and in backward.
 CHOICE_BLOCK = 2**24
 CHOICE_TENSORS = 4, 6
 _PER_NUMBER = 2  # channels of two bytes that the index of one selected key takes

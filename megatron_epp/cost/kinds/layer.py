@@ -215,7 +215,7 @@ class Layer:
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         return self._sum(lambda part: part.weight_inputs)
 
     @property

@@ -127,7 +127,7 @@ class MLAPart(AttentionPart):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         gradients = self.query_hidden + self._ranks + self.shape.rotary_size + self._expanded
         return 2 * self.model.hidden + self.output_hidden + self._ranks + gradients
 

@@ -56,7 +56,7 @@ class MLPPart(Part):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.dense_hidden * self.matrices
 
     @property

@@ -114,7 +114,7 @@ class MoEPart(MLPPart):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         inputs_and_gradients = 2 * self._width + self.shape.expert_hidden * self.matrices
         active = self.shape.active_experts * inputs_and_gradients
         once = self.shape.experts + 2 * self.shape.expert_latent

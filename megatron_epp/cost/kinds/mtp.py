@@ -44,7 +44,7 @@ class MTPPart(Part):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         return 3 * self.model.hidden
 
     @property

@@ -107,7 +107,7 @@ class _SSMPart(Part):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels kept from I to W."""
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.projected + self.inner
 
     @property

@@ -1,9 +1,9 @@
 """Rail rings between nodes: how they join a row or column of a grid, and their rates.
 
 A rail ring takes two of a node's ports in a dimension (row or column) of the grid. A Hamiltonian
-decomposition (Walecki's construction) arranges the rings of n nodes so that each pair of nodes has
-a direct link on exactly one of them. There are (n - 1) / 2 rings if n is odd. If n is even, there
-are (n - 2) / 2 rings and a perfect matching, whose pairs get both ports of one more rail:
+decomposition (Walecki's construction) gives each pair of n nodes a direct link on exactly one of
+the rings. There are (n - 1) / 2 rings if n is odd. If n is even, there are (n - 2) / 2 rings and a
+perfect matching, whose pairs get both ports of one more rail:
 
     n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is adjacent in one of them
 

@@ -37,6 +37,7 @@ def check_op_templates(step: Step | StepPart) -> None:
 
 
 def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
+    """Raise a PlanError if ``plan`` has another op template than the group's first plan."""
     leader = block[0]
     who = f"lockstep {lockstep}: replica {plan.replica}"
     if len(plan.chunks) != len(leader.chunks):

@@ -1,7 +1,7 @@
-"""Layout of a start: of those that --epp-layouts allows, the fastest for the devices that are left.
+"""Choice of the parallel layout at start: the fastest that --epp-layouts allows on the devices.
 
 Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks that the layout has no place for are spares: they join no process group, and wait until
+store. Ranks without a place in the layout are spares. They join no process group, and wait until
 the training ends or torchrun ends them.
 """
 
@@ -39,7 +39,10 @@ _DEGREES = "tp", "pp", "cp", "ep"
 
 @dataclass(frozen=True, slots=True)
 class AllowedLayout:
-    """A line of the file: degrees of parallelism, and layers by stage; none: as the flags say."""
+    """A line of the layouts file: degrees of parallelism, and the layers of each stage.
+
+    Empty ``layers``: Megatron's flags decide the layers.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -49,17 +52,20 @@ class AllowedLayout:
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        """Return the line of a file."""
+        """Return the layout as a line of the file."""
         layers = f" layers {' '.join(map(str, self.layers))}" * bool(self.layers)
         return " ".join(f"{name} {getattr(self, name)}" for name in _DEGREES) + layers
 
     def least_ranks(self, expert_tp: int | None) -> int:
-        """Return the least number of ranks, of which those of a job are a multiple."""
+        """Return the smallest number of ranks the layout can train on.
+
+        The number of ranks of a job is a multiple of it.
+        """
         stage = self.tp * self.cp
         return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
 
     def set_on(self, args: Any) -> None:
-        """Override the degrees of ``args``, which are not validated yet."""
+        """Override the degrees on ``args``, before Megatron validates them."""
         args.tensor_model_parallel_size, args.context_parallel_size = self.tp, self.cp
         args.pipeline_model_parallel_size, args.expert_model_parallel_size = self.pp, self.ep
         args.sequence_parallel = args.sequence_parallel and self.tp > 1
@@ -72,9 +78,9 @@ class AllowedLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """A layout for ``devices``, of which ``ranks`` train; the others are spares.
+    """A layout for ``devices`` ranks, of which ``ranks`` train; the others are spares.
 
-    ``seconds`` of an iteration are predicted; 0: lengths or costs are not known.
+    ``seconds`` is the predicted time of an iteration, 0 if lengths or costs are unknown.
     """
 
     layout: AllowedLayout
@@ -84,18 +90,18 @@ class ChosenLayout:
 
     @property
     def has_spares(self) -> bool:
-        """Whether some ranks wait."""
+        """Whether some ranks do not train."""
         return self.ranks < self.devices
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what is kept next to the checkpoint."""
+        """Return the entries that are saved next to the checkpoint."""
         own = {name: getattr(self.layout, name) for name in _DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
 
     def line(self, path: str) -> str:
-        """Return what rank 0 prints."""
+        """Return the line that rank 0 prints; ``path`` is the value of --epp-layouts."""
         waiting = [str(rank) for rank in range(self.ranks, self.devices)]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
@@ -109,19 +115,19 @@ class ChosenLayout:
         )
 
     def to_json(self) -> str:
-        """Return the text that :meth:`from_json` reads."""
+        """Return the JSON text that :meth:`from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "ChosenLayout":
-        """Read what rank 0 chose."""
+        """Parse the text of :meth:`to_json`, which rank 0 stores for the other ranks."""
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
-        """Have ``parser`` give this layout in the place of the degrees that were typed."""
+        """Make ``parser`` override the parsed degrees with this layout."""
         parse = parser.parse_args
 
         def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -138,11 +144,13 @@ class ChosenLayout:
 
 
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
-    """Return the layouts of a file, one a line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
+    """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    What a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
+    A degree that a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
 
-    ValueError: the line that is none, with its number.
+    Raises:
+        ValueError: A line is not a layout (the message has its number), or the number of layouts is
+            not between 1 and ``MOST_LAYOUTS``.
     """
     layouts = []
     text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
@@ -190,13 +198,17 @@ def choose_allowed_layout(
 ) -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
-    Every rank of torchrun calls it, and those that train see their own number from then on.
-    ``search`` finds the layout where all are allowed, for a number of devices.
+    Every rank that torchrun started calls it. On the ranks that train, it sets ``WORLD_SIZE`` to
+    their number.
 
-    ValueError: the file cannot be used, or no layout fits; nothing was written.
+    Args:
+        search: Finds the fastest of all layouts for a number of devices, for --epp-layouts auto.
+
+    Raises:
+        ValueError: The file cannot be used, or no layout fits. Nothing was written.
     """
     if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
-        return None  # without reading all flags twice
+        return None  # do not parse all flags twice
     from megatron.training.arguments import parse_args
 
     with refusals_as_value_errors():
@@ -220,7 +232,7 @@ def choose_allowed_layout(
     else:
         store, began = meeting_store(), time.monotonic()
         while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the search may take longer than a store waits
+            time.sleep(SPARE_POLL_SECONDS)  # the search may outlast the timeout of the store
         answer = store.get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
@@ -231,11 +243,12 @@ def choose_allowed_layout(
 
 
 def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
-    """Return the layout that the checkpoint's run had on as many ``devices``.
+    """Return the layout of the checkpoint's run, if that run had as many ``devices``.
 
-    None: it had none, or the file does not allow it any more.
+    Returns None if no layout was saved, or if the file no longer allows it.
 
-    ValueError: the file cannot be used, or what was kept is damaged.
+    Raises:
+        ValueError: The file cannot be used, or the saved choices are damaged.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices:
@@ -252,10 +265,10 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
 
 @cache
 def meeting_store() -> Any:
-    """Return the store at which all ranks of a start meet: torchrun's, or what rank 0 keeps.
+    """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
 
-    Where torchrun keeps none (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 has one at the port at
-    which the process group is going to ask for it, and gets the same.
+    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens one at
+    ``MASTER_PORT``. The process group later asks for a store at that port and gets the same one.
     """
     if os.environ.get(AGENT_STORE) == "True":
         return torchrun_store()
@@ -275,15 +288,16 @@ def choice(
     devices: int,
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
 ) -> ChosenLayout:
-    """Return the fastest layout that fits, of those that most of the ``devices`` fill.
+    """Return the fastest layout that fits, among those that use the most of the ``devices``.
 
     Args:
         wanted: Megatron's flags, not validated.
-        devices: the number of ranks that there are.
-        seconds_of: predicts an iteration of validated flags; None where plans do not fit.
+        devices: Number of ranks available.
+        seconds_of: Predicts the seconds of an iteration from validated flags; None if plans do not
+            fit the memory.
 
     Raises:
-        ValueError: a line cannot be run at all, or no layout fits.
+        ValueError: A line cannot run at all, or no layout fits.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}
@@ -297,7 +311,7 @@ def choice(
         except ValueError as error:
             impossible[layout] = str(error)
     if len(set(impossible.values())) == 1 and len(impossible) == len(filled) > 1:
-        raise ValueError(next(iter(impossible.values())))  # of other flags
+        raise ValueError(next(iter(impossible.values())))  # the fault of other flags
     for layout, why in impossible.items():
         raise ValueError(f"--epp-layouts {path}:{layout.line}: {layout}: {why}")
     least = min(layout.least_ranks(expert_tp) for layout in filled)
@@ -327,7 +341,11 @@ def choice(
 
 
 def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
-    """Return the flags with ``layout`` as Megatron and --epp take them. ValueError: they do not."""
+    """Return the flags with ``layout``, validated by Megatron and by --epp for ``ranks`` ranks.
+
+    Raises:
+        ValueError: Megatron or --epp refuses the flags.
+    """
     from megatron.training.arguments import (
         core_transformer_config_from_args,
         parse_args,
@@ -352,19 +370,19 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
     with redirect_stdout(io.StringIO()), refusals_as_value_errors():
         args = parse_args(prepare)
         layout.set_on(args)
-        args.rank, args.world_size = 1, ranks  # rank 0 alone prints
+        args.rank, args.world_size = 1, ranks  # only rank 0 prints
         if sum(layout.layers) not in (0, args.num_layers):
             raise ValueError(f"layers of {args.num_layers} in all are expected")
         refusals.require_equal_stages(args)
         validate_args(args)
-        core_transformer_config_from_args(args)  # which checks heads and experts
+        core_transformer_config_from_args(args)  # checks heads and experts
         refusals.refuse(args)
         args.rank = 0
     return args
 
 
 def _resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
-    """Return why the checkpoint does not load with ``layout``; None: it does."""
+    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can."""
     kept = kept_layout(args) if resumes(args) else None
     if kept is None or args.no_load_optim or kept.get("ep") in (None, layout.ep):
         return None
@@ -372,10 +390,10 @@ def _resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
-    """Return the seconds of the first batches' plans, on average; 0 where they are not known.
+    """Return the mean predicted seconds of the first batches; 0 if unknown, None if too large.
 
-    None: they need more memory than there is. Costs are those measured next to the checkpoint, else
-    of --epp-cost-model, else by the device's name.
+    None means that the plans need more memory than there is. The cost model is the one measured
+    next to the checkpoint, else --epp-cost-model, else the coefficients of the device.
     """
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches
@@ -384,7 +402,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
 
     args = copy.copy(args)
-    if args.step_batch_size_schedule:  # as large as they get
+    if args.step_batch_size_schedule:  # the largest size
         sizes = (part.split(":")[1] for part in args.step_batch_size_schedule.split())
         args.global_batch_size, args.step_batch_size_schedule = max(map(int, sizes)), None
     stages = args.pipeline_model_parallel_size
@@ -407,7 +425,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
 
 
 def set_vocabulary_size(args: Namespace) -> None:
-    """Have ``args`` say how many words there are, as Megatron does when training begins."""
+    """Set the vocabulary size on ``args``, as Megatron does when training begins."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     with redirect_stdout(io.StringIO()):
@@ -415,9 +433,11 @@ def set_vocabulary_size(args: Namespace) -> None:
 
 
 def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost, by the first cost model that can be read, and its planner's options.
+    """Return the job's cost from the first readable cost model, and its planner's options.
 
-    ValueError, OSError: none can.
+    Raises:
+        OSError: No cost model can be read.
+        ValueError: No cost model is valid.
     """
     from megatron_epp.mcore.choose.choices import cost_and_options
 
@@ -431,7 +451,7 @@ def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Co
 
 
 def cost_models(args: Namespace) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's."""
+    """Yield values of --epp-cost-model: the checkpoint's own measurement, then the user's."""
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
     if args.epp_cost_model is None and args.load and (Path(args.load) / FILE_NAME).exists():
@@ -443,7 +463,7 @@ def cost_models(args: Namespace) -> Iterator[str | None]:
 
 
 def wait_as_spare(chosen: ChosenLayout) -> None:
-    """Wait until the training of the other ranks ends."""
+    """Wait, on a spare rank, until the training of the other ranks ends."""
     rank = os.environ["RANK"]
     print(
         f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
@@ -451,13 +471,13 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
         flush=True,
     )
     store, key = meeting_store(), _end_of(chosen)
-    with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
+    with suppress(RuntimeError):  # the store on rank 0 ends with rank 0
         while not store.check([key]):
             time.sleep(SPARE_POLL_SECONDS)
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:
-    """Have spares end, on rank 0 of those that trained."""
+    """Let the spares end; only rank 0 of the training ranks writes the key."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
         meeting_store().set(_end_of(chosen), "ended")
 
