@@ -33,21 +33,24 @@ def job(tmp_path_factory) -> tuple[list[str], dict[int, float]]:
 
 
 @pytest.mark.parametrize(
-    ("strike", "status"),
+    ("strike", "statuses"),
     [
-        (Strike("kill", "first", "save", 4), -signal.SIGKILL),
-        (Strike("close", "rank", "evaluation", 4), 1),
+        (Strike("kill", "first", "save", 4), {-signal.SIGKILL}),
+        # gloo aborts where its listening socket is closed before anybody waits for a message.
+        (Strike("close", "rank", "evaluation", 4), {-signal.SIGABRT, 1}),
     ],
     ids=str,
 )
-def test_a_struck_job_ends_and_continues(job, tmp_path, monkeypatch, strike, status) -> None:
+def test_a_struck_job_ends_and_continues(job, tmp_path, monkeypatch, strike, statuses) -> None:
     words, straight = job
     words = [*words, "--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2"]
     for name, text in strikes.environment([strike], tmp_path).items():
         monkeypatch.setenv(name, text)
     struck = train(words, 2, PROGRAM)
-    assert f"strike 0: {strike}" in struck.output and status in struck.statuses, struck.output
-    assert 0 not in struck.statuses and struck.errors and "Traceback" not in struck.output
+    assert f"strike 0: {strike}" in struck.output and statuses & {*struck.statuses}, struck.output
+    # The other rank says so, or where it was when torchrun ended it.
+    assert 0 not in struck.statuses and "megatron_epp: " in struck.output
+    assert "Traceback" not in struck.output
     resumed = trained(words, 2, PROGRAM)
     assert "strike" not in resumed.output
     assert sorted(losses(resumed.output)) == [3, 4]  # of 4, nothing is loaded
