@@ -133,8 +133,9 @@ def lost_rank(error: BaseException) -> LinkLost | None:
         return None
     frames = traceback.extract_tb(error.__traceback__)
     names = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
-    ours = [frame for frame, name in zip(frames, names, strict=True) if name.startswith("megatron")]
-    place = ours[-1] if ours else frames[-1]
+    pairs = zip(frames, names, strict=True)
+    in_megatron = [frame for frame, name in pairs if name.startswith("megatron")]
+    place = in_megatron[-1] if in_megatron else frames[-1]
     where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
     return LinkLost(f"{where}: another rank is lost: {reason(error)[:300]}")
 
