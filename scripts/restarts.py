@@ -1,9 +1,9 @@
 """Restarts on other numbers of devices: a node is killed, torchrun starts the job on what is left.
 
-    python scripts/restarts.py [--seeds 10] [--folder restarts] [--rows WORD ...]
+    python scripts/restarts.py [--seeds 10] [--folder restarts] [--jobs 3] [--rows WORD ...]
 
-Every row trains a small model in float64 over gloo, on "nodes" of two processes, each with an agent
-of torchrun of its own. At a random iteration one node is killed outright; torchrun restarts the
+Every row trains a small model in float64 over gloo, on "nodes" of two ranks, each with an agent
+of torchrun of its own. At a random iteration a whole node is killed outright; torchrun restarts the
 others, and the job goes on from its last checkpoint with the layout that --epp-layouts has for
 them; then another node is killed; then all come back. Losses are compared with those of an
 undisturbed run: at most 1e-12 apart. A row that is done is kept, so that a second call
@@ -12,14 +12,11 @@ goes on.
 
 import argparse
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
+import shutil
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,9 +24,17 @@ from random import Random
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.attack.nodes import (  # noqa: E402
+    Launch,
+    Nodes,
+    be_launchers,
+    losses,
+    worst_difference,
+)
 from tests.mcore.runs import flags, write_corpus  # noqa: E402
+from tests.waiting import until  # noqa: E402
 
-BOUND, ITERATIONS, PATIENCE_SECONDS = 1e-12, 12, 600.0
+BOUND, ITERATIONS = 1e-12, 12
 PROGRAM = str(ROOT / "tests" / "mcore" / "double_losses.py")
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 EXPERTS = {
@@ -62,111 +67,89 @@ ROWS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--jobs", type=int, default=3, help="rows at once: nodes wait much")
     parser.add_argument("--folder", type=Path, default=Path("restarts"))
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    be_launchers()
     options = parser.parse_args()
+    options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     corpus = options.folder / "documents"
     if not corpus.with_suffix(".idx").exists():
         write_corpus(corpus, LENGTHS * 6)
+
+    def done(name: str, seed: int) -> dict:
+        kept = options.folder / f"{name}-{seed}.json"
+        if not kept.exists():
+            kept.write_text(json.dumps(row(ROWS[name], seed, corpus, options.folder / name)))
+        return json.loads(kept.read_text())
+
+    wanted = [(name, seed) for seed in range(options.seeds) for name in options.rows]
     worst = 0.0
-    print(f"{'row':<12} {'seed':>4} {'starts':>24} {'restarts':>8} {'worst':>8}", flush=True)
-    for name in options.rows:
-        for seed in range(options.seeds):
-            kept = options.folder / f"{name}-{seed}.json"
-            if not kept.exists():
-                kept.write_text(json.dumps(row(ROWS[name], seed, corpus, options.folder / name)))
-            done = json.loads(kept.read_text())
-            worst = max(worst, done["worst"])
-            starts = " ".join(map(str, done["ranks"]))
-            print(f"{name:<12} {seed:>4} {starts:>24} {done['kills']:>8} {done['worst']:>8.1e}")
+    print("| row | seed | ranks that train / devices, by start | worst difference |")
+    print("|---|---|---|---|", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (name, seed), found in zip(
+            wanted, pool.map(done, *zip(*wanted, strict=True)), strict=True
+        ):
+            worst = max(worst, found["worst"])
+            starts = ", ".join(found["ranks"])
+            print(f"| {name} | {seed} | {starts} | {found['worst']:.1e} |", flush=True)
     return int(worst > BOUND)
 
 
 def row(row: Row, seed: int, corpus: Path, folder: Path) -> dict:
     """Train undisturbed, then with kills; return how far losses are apart."""
     random, folder = Random(seed), folder.with_name(f"{folder.name}-{seed}")
-    folder.mkdir(exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     (folder / "layouts").write_text(row.layouts)
     how = {
         "epp": True,
         "global_batch_size": 5,
         "train_iters": ITERATIONS,
         "clip_grad": 0,
+        "epp_effort": 0,
         "seed": seed + 1,
     }
     how |= {"lr_decay_style": "constant", "epp_layouts": folder / "layouts", **row.model}
     how["pipeline_model_parallel_size"] = None
-    straight = losses(job(flags(corpus, **how), row.nodes[:1], [], folder / "straight.log"))
-    assert len(straight) == ITERATIONS, f"{folder}/straight.log"
+    straight = losses(job(flags(corpus, **how), row.nodes[:1], [], folder / "straight"))
+    assert len(straight) == ITERATIONS, f"{folder}/straight"
     saved = {"save": folder / "saved", "load": folder / "saved", "save_interval": 1}
-    at = sorted(random.sample(range(2, ITERATIONS), len(row.nodes) - 1))
-    output = job(flags(corpus, **how, **saved), row.nodes, at, folder / "killed.log")
-    found = losses(output)
-    assert len(found) == ITERATIONS, f"{folder}/killed.log"
-    worst = max(abs(found[i] / loss - 1) for i, loss in straight.items())
+    at = sorted(random.sample(range(1, ITERATIONS - 2), len(row.nodes) - 1))
+    output = job(flags(corpus, **how, **saved), row.nodes, at, folder / "killed")
+    assert len(losses(output)) == ITERATIONS, f"{folder}/killed"
+    worst = worst_difference(output, straight)
     ranks = re.findall(r"--epp-layouts .* on (\d+) of (\d+) devices", output)
-    return {"worst": worst, "kills": len(at), "ranks": ["/".join(pair) for pair in ranks]}
+    return {"worst": worst, "ranks": ["/".join(pair) for pair in ranks]}
 
 
-def losses(output: str) -> dict[int, float]:
-    """By iteration, as the last start that came to it printed it."""
-    return {int(i): float(x) for i, x in re.findall(r"exact: iteration (\d+) ([-+.e0-9]+)", output)}
+def job(words: Sequence[str], counts: Sequence[int], kills: Sequence[int], folder: Path) -> str:
+    """Run on ``counts[0]`` nodes; kill or add nodes when iterations ``kills`` are through."""
+    with Nodes(folder, PROGRAM, words, Launch(f"1:{max(counts)}", 2)) as nodes:
+        for node in range(counts[0]):
+            nodes.start(node)
+        for iteration, count in zip(kills, counts[1:], strict=False):
+            until(
+                lambda at=iteration: nodes.last_iteration() >= at or has_failed(nodes),
+                lambda: nodes.said[-600:],
+            )
+            assert not has_failed(nodes), f"{nodes.log}: torchrun has ended"
+            for node in range(count, len(nodes.agents)):
+                nodes.kill(node)
+            for node in range(len(nodes.agents), count):
+                nodes.start(node)
+        until(lambda: all(map(nodes.has_ended, nodes.agents)), lambda: nodes.said[-600:])
+        statuses = [agent.exitcode for agent in nodes.agents.values()]
+        assert not any(statuses), f"{nodes.log}: {statuses}"
+        assert not nodes.left(), f"{nodes.log}: left {nodes.left()}"
+        return nodes.said
 
 
-def job(words: Sequence[str], nodes: Sequence[int], kills: Sequence[int], log: Path) -> str:
-    """Run on ``nodes[0]`` nodes, kill or add nodes when iterations ``kills`` are through."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    most, agents = max(nodes), []
-    with log.open("w") as file:
-        try:
-            for _ in range(nodes[0]):
-                agents.append(agent(words, most, port, file))
-                until(lambda: listening(port), agents)  # the first keeps the store
-            for iteration, count in zip(kills, nodes[1:], strict=False):
-                until(lambda at=iteration: max(losses(log.read_text()), default=0) >= at, agents)
-                while len(agents) > count:
-                    os.killpg(agents.pop().pid, signal.SIGKILL)
-                while len(agents) < count:
-                    agents.append(agent(words, most, port, file))
-            until(lambda: all(one.poll() is not None for one in agents), ())
-        finally:
-            for one in agents:
-                if one.poll() is None:
-                    os.killpg(one.pid, signal.SIGKILL)
-    assert not any(one.returncode for one in agents), f"{log}: {[a.returncode for a in agents]}"
-    return log.read_text()
-
-
-def agent(words: Sequence[str], most: int, port: int, file) -> subprocess.Popen:
-    """Start torchrun for a node of two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{most}"]
-    command += ["--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", str(port)]
-    command += ["--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return subprocess.Popen(
-        [*command, PROGRAM, *words], env=env, stdout=file, stderr=file, start_new_session=True
-    )
-
-
-def listening(port: int) -> bool:
-    """Return whether a process accepts connections."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def until(reached, agents: Sequence[subprocess.Popen]) -> None:
-    """Wait until ``reached``; an agent that has failed meanwhile ends the row."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < end, "no progress"
-        assert not any(one.poll() for one in agents), "torchrun has ended"
-        time.sleep(0.2)
+def has_failed(nodes: Nodes) -> bool:
+    """Return whether an agent has ended with a status."""
+    return any(agent.exitcode for agent in nodes.agents.values())
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ def training_log(
     return result
 
 
-if __name__ == "__main__":
+def main() -> None:
     arguments.validate_args, training.training_log = validate_args, training_log
     with cpu_host.double_precision():
         run()
+
+
+if __name__ == "__main__":
+    main()

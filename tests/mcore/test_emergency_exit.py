@@ -124,7 +124,7 @@ def test_refused_ranks_finish_their_asynchronous_saves_together(
     finish = "megatron.training.async_utils.maybe_finalize_async_save"
     megatron.patch.setattr(finish, lambda blocking: done.append(blocking))
     megatron.patch.setenv("WORLD_SIZE", "2")
-    megatron.patch.setattr(job_exit, "_may_report", lambda: (False, False))
+    megatron.patch.setattr(job_exit, "_may_report", lambda lost: (False, False))
     megatron.patch.setattr(
         job_exit, "_meeting_place", lambda: SimpleNamespace(add=lambda key, number: met)
     )

@@ -118,6 +118,28 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
     return ValueError(f"{reason(error)} (Megatron, {where})")
 
 
+def lost_rank(error: BaseException) -> LinkLost | None:
+    """Return the loss of another rank that an exception is, met outside of the pipeline's links.
+
+    A collective of Megatron's meets it while a checkpoint is saved or gradients are reduced; torch
+    raises it of gloo as a plain RuntimeError, of a store as one of its own. None: it is not, or
+    ranks have not met yet.
+    """
+    distributed = torch.distributed
+    of_store = (distributed.DistNetworkError, distributed.DistStoreError)
+    if not (isinstance(error, of_store) or "gloo/transport" in str(error)):
+        return None
+    if isinstance(error, LinkLost) or not distributed.is_initialized():
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    names = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    pairs = zip(frames, names, strict=True)
+    in_megatron = [frame for frame, name in pairs if name.startswith("megatron")]
+    place = in_megatron[-1] if in_megatron else frames[-1]
+    where = f"{place.name} ({os.path.basename(place.filename)}:{place.lineno})"
+    return LinkLost(f"{where}: another rank is lost: {reason(error)[:300]}")
+
+
 def reason(error: BaseException) -> str:
     """Return one line for an exception of Megatron's: its message, else its place and condition."""
     message = " ".join(str(error).split())
@@ -140,7 +162,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     logger.debug("where the refusal came from", exc_info=error)
     status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
     try:
-        may_report, alone = _may_report()
+        may_report, alone = _may_report(status == FAILED)
         if may_report:
             rank, _ = rank_of()
             where = f" (rank {rank} on {socket.gethostname()})" if alone else ""
@@ -181,10 +203,11 @@ def require_launcher() -> None:
         end_now(FAILED)
 
 
-def _may_report() -> tuple[bool, bool]:
+def _may_report(lost: bool = False) -> tuple[bool, bool]:
     """Wait for the other ranks; return whether this rank reports, and whether any is not refused.
 
-    Rank 0 reports, or, if it is not refused, the first rank that is.
+    Rank 0 reports, or, if it is not refused, the first rank that is. ``lost``: another rank is
+    gone, possibly rank 0 with the store that it keeps.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
@@ -203,8 +226,9 @@ def _may_report() -> tuple[bool, bool]:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
         return is_first, store.add(_REFUSED, 0) < ranks
     except Exception:
-        # There is no store, or it ended with rank 0, which has reported then; the job ends anyway.
-        return rank == 0, False
+        # There is no store, or it ended with rank 0, which has reported then, unless it was killed;
+        # the job ends anyway.
+        return rank == 0 or lost, lost
 
 
 def _meeting_place() -> Any:

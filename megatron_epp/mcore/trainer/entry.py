@@ -56,10 +56,10 @@ def main(
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
     except job_exit.ENDINGS as error:
-        mistake = job_exit.refused_by_megatron(error)
-        if mistake is None and not job_exit.is_users_mistake(error):
+        ending = job_exit.refused_by_megatron(error) or job_exit.lost_rank(error)
+        if ending is None and not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse_and_exit(mistake or error)
+        job_exit.refuse_and_exit(ending or error)
     job_exit.finish()
 
 
