@@ -24,7 +24,6 @@ Only replies are written to stdout; whatever else prints goes to stderr.
 import argparse
 import json
 import os
-import select
 import sys
 import threading
 import time
@@ -65,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--vocab-parallel auto: a job that runs has decided; expected on or off")
     if arguments.placement == machine.AUTO_PLACEMENT:
         raise UsageError("--placement auto: a job that runs has decided; expected a placement")
+    from megatron_epp.control.planner_process import end_with_reader
+
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     # Nobody need read the last reply: closing may find the pipe broken too.
@@ -73,19 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
         os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
     ):
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        threading.Thread(target=_end_with_reader, args=(replies.fileno(),), daemon=True).start()
+        threading.Thread(target=end_with_reader, args=(replies.fileno(),), daemon=True).start()
         _warm_up(cost, options)
         serve(sys.stdin, replies, lambda request: answer(request, cost, options))
     return 0
-
-
-def _end_with_reader(replies: int) -> None:
-    """End this process as soon as nobody reads its replies any more, in the midst of a plan too: a
-    trainer that was killed leaves no other sign. A terminal or a file never says so."""
-    broken = select.poll()
-    broken.register(replies, 0)  # errors are always told
-    broken.poll()
-    os._exit(0)
 
 
 def serve(

@@ -161,16 +161,24 @@ class CostMonitor:
     def _kept(self, folder: str) -> dict[int, str]:
         """The texts of all refits in ``folder``, by iteration; copied to where this run keeps its
         own."""
-        kept = {
-            int(named[1]): _refit_text(path)
-            for path in Path(folder).glob("epp-cost-model.from-*.json")
-            if (named := _NAMED.fullmatch(path.name))
-        }
+        kept = {first: _refit_text(path) for first, path in _refits(folder).items()}
         for place in self.folders:
             for first, text in kept.items():
                 if not (path := Path(place) / _FILE.format(first)).exists():
                     self._try(f"an earlier refit, {path},", partial(write_atomically, path, text))
         return kept
+
+
+def last_refit(folder: str) -> Path | None:
+    """Return the cost model that a run with this ``folder`` refitted last; None: there is none."""
+    refits = _refits(folder)
+    return refits[max(refits)] if refits else None
+
+
+def _refits(folder: str) -> dict[int, Path]:
+    """All refits in ``folder``, by iteration."""
+    paths = Path(folder).glob("epp-cost-model.from-*.json")
+    return {int(named[1]): path for path in paths if (named := _NAMED.fullmatch(path.name))}
 
 
 def _refit_text(path: Path) -> str:

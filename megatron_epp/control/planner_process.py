@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -35,6 +36,17 @@ LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
 SILENCE_SECONDS = 30.0
 # Trainers come first where cores are few.
 NICENESS = 5
+
+
+def end_with_reader(replies: int) -> None:
+    """End this process as soon as nobody reads its replies any more, in the midst of a plan too.
+
+    A trainer that was killed leaves no other sign. A terminal or a file never says so.
+    """
+    broken = select.poll()
+    broken.register(replies, 0)  # errors are always told
+    broken.poll()
+    os._exit(0)
 
 
 class PlannerFailed(RuntimeError):

@@ -94,8 +94,8 @@ class ChosenLayout:
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
 
-    def line(self, path: str) -> str:
-        """Return what rank 0 prints."""
+    def line(self, path: str, how: str = "") -> str:
+        """Return what rank 0 prints; ``how`` the layout was found."""
         waiting = [str(rank) for rank in range(self.ranks, self.devices)]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
@@ -105,7 +105,7 @@ class ChosenLayout:
         )
         return (
             f"--epp-layouts {path}: {self.layout} on {self.ranks} of {self.devices} devices, "
-            f"{seconds}{spares}"
+            f"{seconds}{spares}{how}"
         )
 
     def to_json(self) -> str:
@@ -206,9 +206,13 @@ def choose_allowed_layout(
     rank, devices = wanted.rank, wanted.world_size
     key = f"layout of {devices}"
     if rank == 0:
-        answer = ""
+        from megatron_epp.mcore.choose.ahead import found_ahead
+
+        answer, how = "", ""
         try:
             chosen = as_before(wanted, devices)
+            if chosen is None and (chosen := found_ahead(wanted, devices)) is not None:
+                how = "; searched ahead"
             if chosen is None and wanted.epp_layouts == ALL_LAYOUTS:
                 chosen = search(wanted, devices)
             chosen = chosen or choice(wanted, devices, predicted_seconds)
@@ -216,7 +220,7 @@ def choose_allowed_layout(
         finally:
             if devices > 1:
                 meeting_store().set(key, answer)
-        print(chosen.line(wanted.epp_layouts), flush=True)
+        print(chosen.line(wanted.epp_layouts, how), flush=True)
     else:
         store, began = meeting_store(), time.monotonic()
         while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
@@ -274,6 +278,7 @@ def choice(
     wanted: Namespace,
     devices: int,
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
+    resumed_ep: int | None = None,
 ) -> ChosenLayout:
     """Return the fastest layout that fits, of those that most of the ``devices`` fill.
 
@@ -281,6 +286,7 @@ def choice(
         wanted: Megatron's flags, not validated.
         devices: the number of ranks that there are.
         seconds_of: predicts an iteration of validated flags; None where plans do not fit.
+        resumed_ep: of the run that this one resumes; None: as its checkpoint says.
 
     Raises:
         ValueError: a line cannot be run at all, or no layout fits.
@@ -311,7 +317,7 @@ def choice(
         able = [layout for layout, count in filled.items() if count == ranks]
         predicted = {}
         for layout in able:
-            if (reason := _resume_refusal(validated[layout], layout)) is not None:
+            if (reason := resume_refusal(validated[layout], layout, resumed_ep)) is not None:
                 refused.append(f"{layout}: {reason}")
             elif (seconds := seconds_of(validated[layout], layout)) is None:
                 refused.append(f"{layout}: its plans need more memory than there is")
@@ -363,12 +369,18 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
     return args
 
 
-def _resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
-    """Return why the checkpoint does not load with ``layout``; None: it does."""
-    kept = kept_layout(args) if resumes(args) else None
-    if kept is None or args.no_load_optim or kept.get("ep") in (None, layout.ep):
+def resume_refusal(
+    args: Namespace, layout: AllowedLayout, resumed_ep: int | None = None
+) -> str | None:
+    """Return why the checkpoint, or one of ``resumed_ep``, does not load with ``layout``.
+
+    None: it does.
+    """
+    if resumed_ep is None and resumes(args):
+        resumed_ep = (kept_layout(args) or {}).get("ep")
+    if args.no_load_optim or resumed_ep in (None, layout.ep):
         return None
-    return f"the optimizer's states of experts load with ep {kept['ep']} alone (--no-load-optim)"
+    return f"the optimizer's states of experts load with ep {resumed_ep} alone (--no-load-optim)"
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
@@ -431,11 +443,16 @@ def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Co
 
 
 def cost_models(args: Namespace) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's."""
+    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's.
+
+    Of that run the last refit comes first.
+    """
+    from megatron_epp.control.cost_monitor import last_refit
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
-    if args.epp_cost_model is None and args.load and (Path(args.load) / FILE_NAME).exists():
-        yield str(Path(args.load) / FILE_NAME)
+    if args.epp_cost_model is None and args.load:
+        measured = last_refit(args.load), Path(args.load) / FILE_NAME
+        yield from (str(path) for path in measured if path is not None and path.exists())
     yield args.epp_cost_model
 
 

@@ -64,6 +64,14 @@ class Config:
         "devices keeps its layout.",
         metavar="FILE|auto",
     )
+    epp_search_ahead: bool = flag(
+        True,
+        "With --epp-layouts and --save: while training runs, search the layouts for 1, 2 and 4 "
+        "nodes less in a process of its own, at the lowest priority, and keep them next to the "
+        "checkpoint; a restart on as many devices then starts without a search "
+        "(--no-epp-search-ahead: it searches).",
+        action=argparse.BooleanOptionalAction,
+    )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
         " (default: a GPU less a margin; on a CPU 0.8 of the available memory, shared by the local "

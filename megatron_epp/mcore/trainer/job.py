@@ -1,6 +1,7 @@
 """One rank's part of a job with ``--epp``, built step by step when Megatron builds its model."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
+from megatron_epp.mcore.choose.kept import LAYOUT_KEY
 from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -259,7 +261,18 @@ class Job:
             self.hooks.summary,
             self._write_scalars,
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
+            search_ahead=self._search_ahead(),
         )
+
+    def _search_ahead(self) -> Callable[[bool], None] | None:
+        """Return what rank 0 searches layouts for fewer devices with, where some are allowed."""
+        args = self.args
+        layouts = getattr(args, LAYOUT_KEY, None) is not None and args.epp_search_ahead
+        if not (layouts and args.save and dist.get_rank() == 0):
+            return None
+        from megatron_epp.mcore.choose.ahead import SearchAhead
+
+        return SearchAhead(args, sys.argv[1:]).look
 
     def _write_scalars(self, iteration: int, step: AcceptedStep, report: IterationReport) -> None:
         if telemetry.wanted():
