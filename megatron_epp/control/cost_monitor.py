@@ -9,14 +9,14 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.control.drift import Drift
+from megatron_epp.control.drift import SLOW, Drift
 from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
@@ -41,10 +41,23 @@ _NAMED = re.compile(r"epp-cost-model\.from-([0-9]{6,})\.json")
 
 
 class CostMonitor:
-    """``may_refit``: the cost model was measured by the job itself, so the job may mend it."""
+    """``may_refit``: the cost model was measured by the job itself, so the job may mend it.
 
-    def __init__(self, groups: Groups, folders: Sequence[str], may_refit: bool):
+    on_these_devices   gives the profile of a run that is resumed the slowness of this start's ranks
+    keep_speeds        called on all ranks with every rank's slowness, replica by replica, where one
+                       became slow
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        folders: Sequence[str],
+        may_refit: bool,
+        on_these_devices: Callable[[Profile], Profile] = lambda profile: profile,
+        keep_speeds: Callable[[Sequence[float]], None] = lambda slowness: None,
+    ):
         self.groups, self.folders, self.may_refit = groups, folders, may_refit
+        self.on_these_devices, self.keep_speeds = on_these_devices, keep_speeds
         self.drift = Drift(may_refit)
         self._try = BestEffort()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
@@ -56,6 +69,8 @@ class CostMonitor:
     ) -> float:
         """Seconds that the cost model predicts for this rank's ops. In lockstep an op takes as long
         as the worst of the ``block``'s plans: that is what is learnt from it."""
+        first = min(other.replica for other in (*block, plan))
+        cost = cost.of_replicas(first, max(1, len(block)))
         each = [
             [(one, other) for one in residuals(other, cost.table(other), records)]
             for other in (block or (plan,))
@@ -104,6 +119,8 @@ class CostMonitor:
             self.drift.forget()
             self._samples.clear()
             return recorded
+        if self.may_refit and self.drift.lagging and not self._recorded:
+            return self._with_lagging(iteration, cost)
         due = self.drift.alarmed and iteration - self._tried >= PAUSE
         if not (self.may_refit and due) or self._recorded:
             return None
@@ -124,6 +141,43 @@ class CostMonitor:
         self._samples.clear()
         return Profile.from_json(text)
 
+    def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
+        """Return the cost model by which ranks that became slow, or fast again, are so; None: all
+        are as they were. Collective: reports are the same on all ranks."""
+        profile, ranks = cost.layout.profile, self.groups.pipeline_size
+        known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
+        slowness = list(known)
+        places = {
+            replica * ranks + rank: factor for (replica, rank), factor in self.drift.lagging.items()
+        }
+        # Where few ranks are there, the others seem slow while one that was slow recovers.
+        faster = {place for place, factor in places.items() if factor < 1 < known[place]}
+        slower = {place for place, factor in places.items() if factor > 1}
+        for place in faster or slower:
+            slowness[place] *= places[place]
+        least = min(slowness)
+        slowness = [factor / least if factor / least > SLOW else 1.0 for factor in slowness]
+        learnt = profile.with_slowness(slowness, ranks)
+        if learnt == profile:
+            return None
+        self.drift.forget()
+        self._samples.clear()
+        if self.groups.control.rank() == 0:
+            logger.warning(
+                "from iteration %d on: ranks count as %s times as slow as the fastest, replica by "
+                "replica; documents are divided by that now, layers and the order of ranks follow "
+                "at the next start with --epp-layouts",
+                iteration + 1, " ".join(f"{factor:.3g}" for factor in slowness),
+            )  # fmt: skip
+            self._keep(iteration, learnt.to_json())
+        self._try("the speeds of devices", partial(self.keep_speeds, slowness))
+        return learnt
+
+    def _keep(self, iteration: int, text: str) -> None:
+        for folder in self.folders:
+            path = Path(folder) / _FILE.format(iteration + 1)
+            self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
+
     def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
         """Return the text of a better cost model, none, or ``_FEW``."""
         if len(rows) < LEAST:
@@ -141,9 +195,7 @@ class CostMonitor:
             iteration + 1, len(rows), 100 * better.after, 100 * better.before,
         )  # fmt: skip
         text = better.profile.to_json()
-        for folder in self.folders:
-            path = Path(folder) / _FILE.format(iteration + 1)
-            self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
+        self._keep(iteration, text)
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
@@ -153,7 +205,10 @@ class CostMonitor:
             return None
         text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
         kept = json.loads(text)
-        profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
+        profiles = {
+            int(first): self.on_these_devices(Profile.from_json(each))
+            for first, each in kept.items()
+        }
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}
         before = [first for first in profiles if first <= iteration]
         return profiles[max(before)] if before else None

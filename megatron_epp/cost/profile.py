@@ -275,6 +275,9 @@ class Profile(LayerCoefficients):
     rank_slowness                 of every pipeline rank, where devices were measured that differ:
                                   what an op takes there over these seconds, those of the fastest;
                                   none: all are alike
+    replica_slowness              the same of every pipeline rank of every replica, the first one's
+                                  first, where replicas differ; ``rank_slowness`` is then that of
+                                  the slowest replica, rank by rank
     """
 
     provenance: Provenance
@@ -303,6 +306,7 @@ class Profile(LayerCoefficients):
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerCoefficients] = dataclasses.field(default_factory=dict)
     rank_slowness: tuple[float, ...] = ()
+    replica_slowness: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> dict[str, LayerCoefficients]:
@@ -347,7 +351,21 @@ class Profile(LayerCoefficients):
         """The profile of one device on which every op takes ``factor`` times as long."""
         layers = self.times(dict.fromkeys(_LAYER_SECONDS, factor))
         ends = _times(self, dict.fromkeys(_END_SECONDS, factor))
-        return dataclasses.replace(layers, **ends, rank_slowness=())
+        return dataclasses.replace(layers, **ends, rank_slowness=(), replica_slowness=())
+
+    def with_slowness(self, slowness: Sequence[float], ranks: int) -> "Profile":
+        """The profile on devices of this ``slowness``: of each of the ``ranks`` of a pipeline, for
+        every replica or for all; of the fastest device it becomes 1."""
+        rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
+        least = min(slowness, default=1.0)
+        rows = [tuple(round(factor / least, 3) for factor in row) for row in rows]
+        worst = tuple(map(max, zip(*rows, strict=True)))
+        unlike = len(set(rows)) > 1
+        return dataclasses.replace(
+            self,
+            rank_slowness=worst if unlike or set(worst) - {1.0} else (),
+            replica_slowness=sum(rows, ()) if unlike else (),
+        )
 
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
@@ -468,11 +486,13 @@ _COLUMN_FIELDS: Mapping[str, Any] = {
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
-_AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
+_SLOWNESS = ("rank_slowness", "replica_slowness")
+_AT_LEAST_1 = ("tp", "cp", "routing", *_SLOWNESS)
 # Fields that files of before there were such layers lack.
 _LATER: Mapping[str, Any] = {
     "heads": 0.0,
     "rank_slowness": [],
+    "replica_slowness": [],
     "chosen": 0,
     "chosen_seconds": {},
     "column_seconds": {},
@@ -497,7 +517,7 @@ def _limits(name: str, kind: Any) -> Limits:
     if name.startswith("head_"):
         keys = _HEAD_NAMES
     most = _MOST
-    if name == "rank_slowness" or ("seconds" in name and "per_second" not in name):
+    if name in _SLOWNESS or ("seconds" in name and "per_second" not in name):
         most = _MOST_SECONDS
     elif "bytes" in name and "per_second" not in name:
         most = _MOST_BYTES_OF_A_TOKEN

@@ -38,7 +38,7 @@ class Peak:
 class Readings:
     """Measurements of one rank.
 
-    rank            of the pipeline
+    rank            of the pipeline, of the ``replica``
     held            samples of bytes from F to B; ``peaks`` beyond them
     again           (letter, tokens, seconds that it added to B, seconds of F) of one layer
     module_seconds  by name of a selective set's module: of one layer, per token
@@ -64,6 +64,7 @@ class Readings:
     host: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     stores_last_slice: bool = False
+    replica: int = 0
 
     def of_fastest(self, factor: float) -> "Readings":
         """Seconds as they were on a device that is ``factor`` times as fast."""

@@ -14,16 +14,24 @@ DIFFER = 1.25  # times as slow; less is what a busy host does to devices that ar
 ALIKE = 1.1  # ranks so near each other take their median
 
 
-def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Seconds of every pipeline rank over those of the fastest; none where devices are alike.
+def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
+    """Return the number of ranks of a pipeline."""
+    return 1 + max(one.rank for every in of_kinds.values() for one in every)
+
+
+def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
+    """Seconds of every pipeline rank of every replica, the first one's first, over those of the
+    fastest; none where devices are alike.
 
     Ranks are compared in the kinds of layers that they share, by the median over chunks of F and
     of B; where a rank shares none it is taken for as fast as the others are on average.
     """
-    ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
+    replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
+    in_pipeline = pipeline_ranks(of_kinds)
+    ranks = replicas * in_pipeline
     rows, sides = [], []
     for every in of_kinds.values():
-        offsets = _offsets(every)
+        offsets = _offsets(every, in_pipeline)
         for rank, offset in offsets.items():
             row = np.zeros(ranks)
             row[list(offsets)] = -1 / len(offsets)
@@ -37,13 +45,14 @@ def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ..
     return tuple(round(float(factor), 3) for factor in factors / factors.min())
 
 
-def _offsets(every: Sequence[Readings]) -> dict[int, float]:
-    """Log seconds of one kind's layers by pipeline rank, beyond the mean of the ranks that have
-    it."""
+def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
+    """Log seconds of one kind's layers by rank, replica by replica, beyond the mean of the ranks
+    that have it."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
+        rank = one.replica * in_pipeline + one.rank
         for key, seconds in _seconds(one):
-            seen.setdefault(one.rank, {}).setdefault(key, []).append(math.log(seconds))
+            seen.setdefault(rank, {}).setdefault(key, []).append(math.log(seconds))
     shared = set.intersection(*(set(each) for each in seen.values()))
     keys = sorted(shared)
     logs = np.array([[median(each[key]) for key in keys] for each in seen.values()])

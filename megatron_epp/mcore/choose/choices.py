@@ -42,7 +42,13 @@ from megatron_epp.mcore.flags.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.job.job_cost import (
+    analytic,
+    device_name,
+    on_these_devices,
+    training_cost,
+    training_levers,
+)
 from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of, placed_values
@@ -281,6 +287,7 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    profile = on_these_devices(args, profile)
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():

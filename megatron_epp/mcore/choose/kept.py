@@ -22,6 +22,7 @@ CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 LAYOUT_KEY = "epp_layout"  # on Megatron's args, too: what --epp-layouts chose
+SLOWNESS = "slowness"  # of every pipeline rank of every replica, in the layout, where it is known
 
 
 def resumes(args: Any) -> bool:
@@ -81,14 +82,16 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 
 
 def keeps_layout(args: Any) -> bool:
-    """Return whether this start has the layout of the run that it resumes.
+    """Return whether this start has the layout of the run that it resumes, on devices as slow.
 
     Where --epp-layouts does not choose, flags say the layout, and what was kept has to fit them.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
     return chosen is None or (
-        kept is not None and all(chosen[name] == kept.get(name) for name in degrees)
+        kept is not None
+        and all(chosen[name] == kept.get(name) for name in degrees)
+        and chosen.get(SLOWNESS) == kept.get(SLOWNESS)
     )
 
 

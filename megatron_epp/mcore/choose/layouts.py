@@ -15,7 +15,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY, kept_layout, resumes
+from megatron_epp.mcore.choose.kept import LAYOUT_KEY, SLOWNESS, kept_layout, resumes
 from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner import Options
@@ -75,12 +75,16 @@ class ChosenLayout:
     """A layout for ``devices``, of which ``ranks`` train; the others are spares.
 
     ``seconds`` of an iteration are predicted; 0: lengths or costs are not known.
+    ``speeds``: how slow the device of each of torchrun's ranks is, where that is known; ``order``:
+    those ranks in the order that the job has them in, the spares last; none: as they are.
     """
 
     layout: AllowedLayout
     devices: int
     ranks: int
     seconds: float
+    speeds: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def has_spares(self) -> bool:
@@ -92,17 +96,43 @@ class ChosenLayout:
         """Return what is kept next to the checkpoint."""
         own = {name: getattr(self.layout, name) for name in _DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
+        if self.speeds:
+            own |= {"speeds": list(self.speeds), SLOWNESS: list(self.slowness)}
+        own |= {"order": list(self.order)} if self.order else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
+
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """Return torchrun's ranks in the order that the job has them in."""
+        return self.order or tuple(range(self.devices))
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """Return how slow every pipeline rank of every replica is; none: it is not known."""
+        if not self.speeds:
+            return ()
+        stage, block = self.ranks // self.layout.pp, self.layout.tp * self.layout.cp
+        worst: dict[int, float] = {}
+        for number, device in enumerate(self.in_order[: self.ranks]):
+            place = number % stage // block * self.layout.pp + number // stage
+            worst[place] = max(self.speeds[device], worst.get(place, 0.0))
+        return tuple(worst[place] for place in sorted(worst))
 
     def line(self, path: str, how: str = "") -> str:
         """Return what rank 0 prints; ``how`` the layout was found."""
-        waiting = [str(rank) for rank in range(self.ranks, self.devices)]
+        waiting = [str(rank) for rank in self.in_order[self.ranks :]]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
             f"predicted {self.seconds:.4g} s an iteration"
             if self.seconds
             else "lengths or costs not known"
         )
+        if len(set(self.speeds)) > 1:
+            slow = ", ".join(
+                f"{rank} ({speed:g})" for rank, speed in enumerate(self.speeds) if speed > 1
+            )
+            ranks = " ".join(map(str, self.in_order[: self.ranks]))
+            how = f"; slow ranks (times the fastest): {slow}; order of ranks {ranks}{how}"
         return (
             f"--epp-layouts {path}: {self.layout} on {self.ranks} of {self.devices} devices, "
             f"{seconds}{spares}{how}"
@@ -118,7 +148,8 @@ class ChosenLayout:
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
-        return cls(AllowedLayout(**of_layout, layers=layers), **entries)
+        several = {name: tuple(entries.pop(name)) for name in ("speeds", "order")}
+        return cls(AllowedLayout(**of_layout, layers=layers), **entries, **several)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
         """Have ``parser`` give this layout in the place of the degrees that were typed."""
@@ -203,19 +234,16 @@ def choose_allowed_layout(
         wanted = parse_args(prepare_parser)
     if not wanted.epp or wanted.epp_layouts is None:
         return None
+    from megatron_epp.mcore.choose.device_speeds import this_rank
+
     rank, devices = wanted.rank, wanted.world_size
     key = f"layout of {devices}"
+    if rank > 0:
+        meeting_store().set(f"device {rank} of {devices}", this_rank())
     if rank == 0:
-        from megatron_epp.mcore.choose.ahead import found_ahead
-
-        answer, how = "", ""
+        answer = ""
         try:
-            chosen = as_before(wanted, devices)
-            if chosen is None and (chosen := found_ahead(wanted, devices)) is not None:
-                how = "; searched ahead"
-            if chosen is None and wanted.epp_layouts == ALL_LAYOUTS:
-                chosen = search(wanted, devices)
-            chosen = chosen or choice(wanted, devices, predicted_seconds)
+            chosen, how = chosen_by_rank_0(wanted, devices, search)
             answer = chosen.to_json()
         finally:
             if devices > 1:
@@ -229,20 +257,56 @@ def choose_allowed_layout(
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
         chosen = ChosenLayout.from_json(answer)
+    rank = chosen.in_order.index(rank)
+    os.environ["RANK"] = str(rank)
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
 
 
-def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
-    """Return the layout that the checkpoint's run had on as many ``devices``.
+def chosen_by_rank_0(
+    wanted: Namespace, devices: int, search: Callable[[Namespace, int], ChosenLayout]
+) -> tuple[ChosenLayout, str]:
+    """Return the layout of this start, and how it was found where that is worth a word.
+
+    ValueError: the file cannot be used, or no layout fits.
+    """
+    from megatron_epp.mcore.choose.ahead import found_ahead
+    from megatron_epp.mcore.choose.device_speeds import are_unlike, ordered, speeds_of, this_rank
+
+    names = [this_rank()]
+    if wanted.load and devices > 1:
+        store = meeting_store()
+        names += [store.get(f"device {rank} of {devices}").decode() for rank in range(1, devices)]
+    speeds: tuple[float, ...] = ()
+    if len(names) == devices and not wanted.use_tp_pp_dp_mapping:
+        speeds = speeds_of(names, wanted.load)
+    if (chosen := as_before(wanted, devices, speeds)) is not None:
+        return chosen, ""
+    unlike = are_unlike(speeds)
+    if not unlike and (chosen := found_ahead(wanted, devices)) is not None:
+        return replace(chosen, speeds=speeds), "; searched ahead"
+    if wanted.epp_layouts == ALL_LAYOUTS:
+        chosen = search(wanted, devices)
+    else:
+        chosen = choice(wanted, devices, predicted_seconds)
+    chosen = replace(chosen, speeds=speeds)
+    if unlike:
+        chosen = ordered(validated_with(wanted, chosen.layout, chosen.ranks), chosen)
+    return chosen, ""
+
+
+def as_before(
+    wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
+) -> ChosenLayout | None:
+    """Return the layout that the checkpoint's run had on as many ``devices`` of these ``speeds``.
 
     None: it had none, or the file does not allow it any more.
 
     ValueError: the file cannot be used, or what was kept is damaged.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
-    if kept is None or kept.get("devices") != devices:
+    if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
         return None
     numbers = {name: kept.get(name, 0) for name in (*_DEGREES, "ranks")}
     if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
@@ -251,7 +315,10 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
     layout = AllowedLayout(**numbers, layers=layers)
     if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
         return None
-    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
+    order = tuple(kept.get("order", ()))
+    if order and sorted(order) != list(range(devices)):
+        return None
+    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)), speeds, order)
 
 
 @cache
@@ -393,7 +460,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     from megatron_epp.mcore.choose.choices import first_batches
     from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
-    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
+    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
 
     args = copy.copy(args)
     if args.step_batch_size_schedule:  # as large as they get
@@ -413,6 +480,10 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
         cost, options = first_cost_and_options(args, layers)
     except (OSError, ValueError):
         return 0.0
+    if cost.layout.profile.rank_slowness:
+        by_time = layers_by_time(args) and not layout.layers
+        seconds = unlike_seconds(cost, batches, options, args.epp_planner, by_time)
+        return None if seconds is None else seconds / len(batches)
     held = [heaviest(lengths, cost) for lengths in batches]
     seconds = sketched_seconds(cost, held, options, args.epp_planner)
     return None if seconds is None else seconds / len(held)
@@ -461,7 +532,7 @@ def cost_models(args: Namespace) -> Iterator[str | None]:
 
 def wait_as_spare(chosen: ChosenLayout) -> None:
     """Wait until the training of the other ranks ends."""
-    rank = os.environ["RANK"]
+    rank = chosen.in_order[int(os.environ["RANK"])]
     print(
         f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
         f"has no place for it among {chosen.devices} devices",

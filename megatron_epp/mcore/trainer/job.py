@@ -26,7 +26,7 @@ from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.emergency_exit import end_now
-from megatron_epp.mcore.job.job_cost import host_budget_bytes
+from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_devices
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.kinds.registry import heads_of, layers_see, sees_full_documents
@@ -256,13 +256,25 @@ class Job:
         return Observer(
             groups,
             steps,
-            CostMonitor(groups, folders, may_refit),
+            CostMonitor(
+                groups,
+                folders,
+                may_refit,
+                partial(on_these_devices, args),
+                self._keep_speeds,
+            ),
             self.recorder,
             self.hooks.summary,
             self._write_scalars,
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
             search_ahead=self._search_ahead(),
         )
+
+    def _keep_speeds(self, slowness: Sequence[float]) -> None:
+        """Keep how slow the devices are, for the next start. Collective."""
+        from megatron_epp.mcore.choose.device_speeds import keep_speeds
+
+        keep_speeds(slowness, self.place.groups, self.args.save)
 
     def _search_ahead(self) -> Callable[[bool], None] | None:
         """Return what rank 0 searches layouts for fewer devices with, where some are allowed."""
