@@ -1,4 +1,4 @@
-"""``double_losses`` on nodes of one device, whose last iteration waits for the search of layouts."""
+"""``double_losses`` on nodes of one device; the last iteration waits for the search of layouts."""
 
 import os
 import runpy
@@ -7,7 +7,6 @@ from typing import Any
 
 import psutil
 from megatron.training import get_args, training
-
 
 log = training.training_log
 

@@ -137,7 +137,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.choose.device_speeds import keep_speeds
+    from megatron_epp.mcore.job.device_speeds import keep_speeds
     from megatron_epp.mcore.job.job_cost import training_levers
     from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
     from megatron_epp.mcore.lm_head.shard import full_output_layer

@@ -24,7 +24,6 @@ from typing import Any
 from megatron_epp import __version__
 from megatron_epp.control.files import write_atomically
 from megatron_epp.cost.catalogue.devices import GIB
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY
 from megatron_epp.mcore.choose.layouts import (
     ALL_LAYOUTS,
     ChosenLayout,
@@ -32,7 +31,7 @@ from megatron_epp.mcore.choose.layouts import (
     read_layouts,
     resume_refusal,
 )
-from megatron_epp.mcore.flags.config import ANALYTIC
+from megatron_epp.mcore.flags.config import ANALYTIC, LAYOUT_KEY
 from megatron_epp.mcore.job.job_cost import default_budget_bytes, device_name
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.safe_files import bounded_text

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.control.files import write_atomically
 from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, SLOWNESS, placement_by_time
 from megatron_epp.mcore.job.checkpoint_folders import TRACKER
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
@@ -21,8 +21,6 @@ CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..
 # "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
-LAYOUT_KEY = "epp_layout"  # on Megatron's args, too: what --epp-layouts chose
-SLOWNESS = "slowness"  # of every pipeline rank of every replica, in the layout, where it is known
 
 
 def resumes(args: Any) -> bool:

@@ -1,40 +1,30 @@
-"""Layout of a start: of those that --epp-layouts allows, the fastest for the devices that are left.
+"""Layouts that --epp-layouts allows, and which of them is the fastest for a number of devices.
 
-Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks that the layout has no place for are spares: they join no process group, and wait until
-the training ends or torchrun ends them.
+The choice depends on the flags, the number and what the checkpoint's run has measured; start.py
+makes it for the devices of a start.
 """
 
 import copy
 import io
 import json
-import os
-import socket
-import sys
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY, SLOWNESS, kept_layout, resumes
-from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
+from megatron_epp.mcore.choose.kept import kept_layout, resumes
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner import Options
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
 ALL_LAYOUTS = "auto"
-SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
-_DEGREES = "tp", "pp", "cp", "ep"
+DEGREES = "tp", "pp", "cp", "ep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +41,7 @@ class AllowedLayout:
     def __str__(self) -> str:
         """Return the line of a file."""
         layers = f" layers {' '.join(map(str, self.layers))}" * bool(self.layers)
-        return " ".join(f"{name} {getattr(self, name)}" for name in _DEGREES) + layers
+        return " ".join(f"{name} {getattr(self, name)}" for name in DEGREES) + layers
 
     def least_ranks(self, expert_tp: int | None) -> int:
         """Return the least number of ranks, of which those of a job are a multiple."""
@@ -94,7 +84,7 @@ class ChosenLayout:
     @property
     def facts(self) -> dict[str, Any]:
         """Return what is kept next to the checkpoint."""
-        own = {name: getattr(self.layout, name) for name in _DEGREES}
+        own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         if self.speeds:
             own |= {"speeds": list(self.speeds), SLOWNESS: list(self.slowness)}
@@ -198,10 +188,10 @@ def _layout(words: Sequence[str], line: int) -> AllowedLayout:
     for word in rest:
         if word == "layers":
             layers = tuple(_number(word, text) for text in rest)
-        elif word in _DEGREES and word not in degrees:
+        elif word in DEGREES and word not in degrees:
             degrees[word] = _number(word, next(rest, ""))
         else:
-            raise ValueError(f"{word[:40]!r}: expected each of {', '.join(_DEGREES)} once, layers")
+            raise ValueError(f"{word[:40]!r}: expected each of {', '.join(DEGREES)} once, layers")
     if layers and degrees.setdefault("pp", len(layers)) != len(layers):
         raise ValueError(f"layers of {len(layers)} stages; expected those of pp {degrees['pp']}")
     return AllowedLayout(**degrees, layers=layers, line=line)
@@ -214,131 +204,6 @@ def _number(word: str, text: str) -> int:
 
 
 # ------------------------------------------------------------------ the choice
-
-
-def choose_allowed_layout(
-    search: Callable[[Namespace, int], ChosenLayout],
-) -> ChosenLayout | None:
-    """Return the layout of this start; None without --epp-layouts.
-
-    Every rank of torchrun calls it, and those that train see their own number from then on.
-    ``search`` finds the layout where all are allowed, for a number of devices.
-
-    ValueError: the file cannot be used, or no layout fits; nothing was written.
-    """
-    if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
-        return None  # without reading all flags twice
-    from megatron.training.arguments import parse_args
-
-    with refusals_as_value_errors():
-        wanted = parse_args(prepare_parser)
-    if not wanted.epp or wanted.epp_layouts is None:
-        return None
-    from megatron_epp.mcore.choose.device_speeds import this_rank
-
-    rank, devices = wanted.rank, wanted.world_size
-    key = f"layout of {devices}"
-    if rank > 0:
-        meeting_store().set(f"device {rank} of {devices}", this_rank())
-    if rank == 0:
-        answer = ""
-        try:
-            chosen, how = chosen_by_rank_0(wanted, devices, search)
-            answer = chosen.to_json()
-        finally:
-            if devices > 1:
-                meeting_store().set(key, answer)
-        print(chosen.line(wanted.epp_layouts, how), flush=True)
-    else:
-        store, began = meeting_store(), time.monotonic()
-        while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the search may take longer than a store waits
-        answer = store.get(key).decode()
-        if not answer:
-            raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
-        chosen = ChosenLayout.from_json(answer)
-    rank = chosen.in_order.index(rank)
-    os.environ["RANK"] = str(rank)
-    if rank < chosen.ranks:
-        os.environ["WORLD_SIZE"] = str(chosen.ranks)
-    return chosen
-
-
-def chosen_by_rank_0(
-    wanted: Namespace, devices: int, search: Callable[[Namespace, int], ChosenLayout]
-) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and how it was found where that is worth a word.
-
-    ValueError: the file cannot be used, or no layout fits.
-    """
-    from megatron_epp.mcore.choose.ahead import found_ahead
-    from megatron_epp.mcore.choose.device_speeds import are_unlike, ordered, speeds_of, this_rank
-
-    names = [this_rank()]
-    if wanted.load and devices > 1:
-        store = meeting_store()
-        names += [store.get(f"device {rank} of {devices}").decode() for rank in range(1, devices)]
-    speeds: tuple[float, ...] = ()
-    if len(names) == devices and not wanted.use_tp_pp_dp_mapping:
-        speeds = speeds_of(names, wanted.load)
-    if (chosen := as_before(wanted, devices, speeds)) is not None:
-        return chosen, ""
-    unlike = are_unlike(speeds)
-    if not unlike and (chosen := found_ahead(wanted, devices)) is not None:
-        return replace(chosen, speeds=speeds), "; searched ahead"
-    if wanted.epp_layouts == ALL_LAYOUTS:
-        chosen = search(wanted, devices)
-    else:
-        chosen = choice(wanted, devices, predicted_seconds)
-    chosen = replace(chosen, speeds=speeds)
-    if unlike:
-        chosen = ordered(validated_with(wanted, chosen.layout, chosen.ranks), chosen)
-    return chosen, ""
-
-
-def as_before(
-    wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
-) -> ChosenLayout | None:
-    """Return the layout that the checkpoint's run had on as many ``devices`` of these ``speeds``.
-
-    None: it had none, or the file does not allow it any more.
-
-    ValueError: the file cannot be used, or what was kept is damaged.
-    """
-    kept = kept_layout(wanted) if resumes(wanted) else None
-    if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
-        return None
-    numbers = {name: kept.get(name, 0) for name in (*_DEGREES, "ranks")}
-    if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
-        return None
-    ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
-    layout = AllowedLayout(**numbers, layers=layers)
-    if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
-        return None
-    order = tuple(kept.get("order", ()))
-    if order and sorted(order) != list(range(devices)):
-        return None
-    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)), speeds, order)
-
-
-@cache
-def meeting_store() -> Any:
-    """Return the store at which all ranks of a start meet: torchrun's, or what rank 0 keeps.
-
-    Where torchrun keeps none (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 has one at the port at
-    which the process group is going to ask for it, and gets the same.
-    """
-    if os.environ.get(AGENT_STORE) == "True":
-        return torchrun_store()
-    return torch.distributed.TCPStore(
-        host_name=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        world_size=None,
-        is_master=os.environ["RANK"] == "0",
-        timeout=timedelta(seconds=SPARE_PATIENCE_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
 
 
 def choice(
@@ -525,30 +390,3 @@ def cost_models(args: Namespace) -> Iterator[str | None]:
         measured = last_refit(args.load), Path(args.load) / FILE_NAME
         yield from (str(path) for path in measured if path is not None and path.exists())
     yield args.epp_cost_model
-
-
-# ------------------------------------------------------------------ spares
-
-
-def wait_as_spare(chosen: ChosenLayout) -> None:
-    """Wait until the training of the other ranks ends."""
-    rank = chosen.in_order[int(os.environ["RANK"])]
-    print(
-        f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
-        f"has no place for it among {chosen.devices} devices",
-        flush=True,
-    )
-    store, key = meeting_store(), _end_of(chosen)
-    with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
-        while not store.check([key]):
-            time.sleep(SPARE_POLL_SECONDS)
-
-
-def release_spares(chosen: ChosenLayout | None) -> None:
-    """Have spares end, on rank 0 of those that trained."""
-    if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
-        meeting_store().set(_end_of(chosen), "ended")
-
-
-def _end_of(chosen: ChosenLayout) -> str:
-    return f"end of {chosen.ranks} of {chosen.devices}"

@@ -20,6 +20,9 @@ from megatron_epp.planner.settings import shared_setting
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
 # although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
+# Likewise, and kept next to the checkpoint: what --epp-layouts chose; in it, where that is known,
+# how slow every pipeline rank of every replica is.
+LAYOUT_KEY, SLOWNESS = "epp_layout", "slowness"
 PARTITION_AUTO = "auto"
 PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual pipelines say
 PLACEMENT_AUTO = "auto"  # by the corpus's lengths, together with the partition

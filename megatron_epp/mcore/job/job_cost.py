@@ -27,8 +27,7 @@ from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY, SLOWNESS
-from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
 from megatron_epp.mcore.kinds.registry import expert_ranks_of, sees_full_documents
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes

@@ -19,12 +19,12 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY
 from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, LAYOUT_KEY, Config
 from megatron_epp.mcore.job import megatron_gpt
+from megatron_epp.mcore.job.device_speeds import keep_speeds
 from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_devices
 from megatron_epp.mcore.job.process_groups import make_groups
@@ -261,7 +261,7 @@ class Job:
                 folders,
                 may_refit,
                 partial(on_these_devices, args),
-                self._keep_speeds,
+                lambda slowness: keep_speeds(slowness, groups, args.save),
             ),
             self.recorder,
             self.hooks.summary,
@@ -269,12 +269,6 @@ class Job:
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
             search_ahead=self._search_ahead(),
         )
-
-    def _keep_speeds(self, slowness: Sequence[float]) -> None:
-        """Keep how slow the devices are, for the next start. Collective."""
-        from megatron_epp.mcore.choose.device_speeds import keep_speeds
-
-        keep_speeds(slowness, self.place.groups, self.args.save)
 
     def _search_ahead(self) -> Callable[[bool], None] | None:
         """Return what rank 0 searches layouts for fewer devices with, where some are allowed."""
