@@ -1,4 +1,4 @@
-"""``double_losses`` whose reports say that the device of rank 1 takes 1.5 times as long as it should.
+"""``double_losses`` whose reports say that rank 1's device takes 1.5 times as long as it should.
 
 All others take what is predicted by the cost model that the run began with, and the cost model of
 layers is never refitted: whatever this machine does meanwhile, the reports are the same.

@@ -91,7 +91,19 @@ def test_which_ranks_form_a_pipeline_is_the_simulators_choice() -> None:
 def test_by_the_command_line(tmp_path: Path, capsys) -> None:
     file, out = tmp_path / "cost.json", tmp_path / "a.step"
     words = ["plan", "--lengths", str(tmp_path / "lengths"), "--model", "llama3-8b", "--context"]
-    words += ["32768", "--device", "h100-80g", "--cp", "8", "--dp", "2", "--effort", "0"]
+    words += [
+        "32768",
+        "--device",
+        "h100-80g",
+        "--pp",
+        "1",
+        "--cp",
+        "8",
+        "--dp",
+        "2",
+        "--effort",
+        "0",
+    ]
     words += ["--cost-model", str(file), "-o", str(out), "--global-batch-size", str(len(LENGTHS))]
     (tmp_path / "lengths").write_text("\n".join(map(str, LENGTHS)))
     tokens = {}
@@ -104,5 +116,5 @@ def test_by_the_command_line(tmp_path: Path, capsys) -> None:
     assert tokens[1, 1][1] > 0.8 * tokens[1, 1][0]
     assert tokens[1, 2][1] < 0.7 * tokens[1, 2][0]
     capsys.readouterr()
-    assert main([*words[:-1], "28", "--dp", "4"]) == 2
+    assert main([*words, "--dp", "4"]) == 2
     assert "measured on 2 replicas whose devices differ" in capsys.readouterr().err

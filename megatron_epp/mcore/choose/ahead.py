@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_epp import __version__
 from megatron_epp.control.files import write_atomically
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.mcore.choose.layouts import (
@@ -72,7 +71,8 @@ def search_digest(wanted: Namespace, folder: str) -> str:
     else:
         costs = bounded_text(Path(str(source)), "a cost model")
     node = os.environ.get("LOCAL_WORLD_SIZE", "1")  # within which tensors are sharded
-    text = json.dumps([__version__, flags, allowed, costs, node], sort_keys=True)
+    package = sys.modules[__name__.partition(".")[0]]  # whose next release may search otherwise
+    text = json.dumps([package.__version__, flags, allowed, costs, node], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
