@@ -97,7 +97,11 @@ def test_speeds_are_kept_by_device(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_rank_becomes_slow_documents_move_and_a_restart_orders_its_ranks(tmp_path: Path) -> None:
-    """slow_rank.py says that rank 1 takes 1.5 times as long as predicted; losses stay the same."""
+    """slow_rank.py says that two ranks take 1.5 times as long as predicted; losses stay the same.
+
+    They are at different stages of both replicas, so both are slow, the first one at the stage with
+    most layers.
+    """
     lengths = [97, 60, 40, 26, 90, 12, 65, 30, 52, 128, 129, 21, 50, 77, 18, 150, 33, 80, 61, 11]
     corpus, folder = write_corpus(tmp_path / "documents", lengths * 4), tmp_path / "kept"
     folder.mkdir()
@@ -109,26 +113,28 @@ def test_a_rank_becomes_slow_documents_move_and_a_restart_orders_its_ranks(tmp_p
     how |= {"epp_layouts": tmp_path / "layouts", "load": folder, "save": folder}
     how |= {"save_interval": 6}
     first = trained(flags(corpus, **how, epp_record=tmp_path / "first"), 4, SLOW_RANK)
-    assert "slow rank: pipeline rank 0 of replica 1 takes 1.50 times what the" in first.output
-    moved = "from iteration 6 on: ranks count as 1 1 1.5 1 times as slow as the fastest"
+    for place in ("1 of replica 0", "0 of replica 1"):
+        assert f"slow rank: pipeline rank {place} takes 1.50 times what the" in first.output
+    moved = "from iteration 6 on: ranks count as 1 1.5 1.5 1 times as slow as the fastest"
     assert first.output.count(moved) == 1
     host = socket.gethostname()
     assert json.loads((folder / SPEEDS_FILE).read_text()) == {
-        f"{host} {rank}": 1.5 if rank == 1 else 1 for rank in range(4)
+        f"{host} {rank}": factor for rank, factor in enumerate((1, 1.5, 1.5, 1))
     }
-    tokens = []
-    for iteration in (5, 6, 7, 8):
-        text = (tmp_path / "first" / f"iteration-00000{iteration}.step").read_text()
-        tokens.append([sum(plan.documents) for plan in Step.parse(text).plans])
-    assert tokens[0][1] > 0.75 * tokens[0][0]  # the fast one has more from then on
-    assert all(slow < 0.85 * fast for fast, slow in tokens[1:])
+    tokens = {}
+    for iterations in ((3, 4, 5), (6, 7, 8)):
+        files = (tmp_path / "first" / f"iteration-00000{each}.step" for each in iterations)
+        plans = zip(*(Step.parse(file.read_text()).plans for file in files), strict=True)
+        tokens[iterations[0]] = [sum(sum(p.documents) for p in of_one) for of_one in plans]
+    assert tokens[3][0] > 0.85 * tokens[3][1]
+    assert tokens[6][0] < 0.8 * tokens[6][1]  # the other one has more from then on
     # The next start knows: layers and the order of ranks are other ones.
     for file in folder.glob("latest*"):
         file.write_text("6")
     how |= {"save": None, "epp_record": tmp_path / "second"}
     again = trained(flags(corpus, **how), 4, SLOW_RANK)
-    (order,) = re.findall(r"slow ranks \(times the fastest\): 1 \(1.5\); order of ranks ([\d ]+)",
-                          again.output)  # fmt: skip
-    assert order in ("0 3 2 1", "0 2 3 1")
+    slow = r"slow ranks \(times the fastest\): 1 \(1.5\), 2 \(1.5\); order of ranks ([\d ]+)"
+    (order,) = re.findall(slow, again.output)
+    assert order.strip() in ("0 1 3 2", "0 3 1 2")  # in one replica, or on one stage
     assert "chosen anew, as the checkpoint's run had another layout" in again.output
     assert exact(again) == pytest.approx(exact(first)[6:], rel=1e-12)
