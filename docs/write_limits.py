@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the table of what does not run into docs/what_works.md, from the table of capabilities.
+"""Writes the table of what does not run into docs/reference/support.md from the capabilities table.
 
     python docs/write_limits.py
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_epp.mcore.capabilities.table import TABLE
 
-FILE = Path(__file__).with_name("what_works.md")
+FILE = Path(__file__).parent / "reference" / "support.md"
 UNTYPED = "`--epp` in scripts"
 BEGIN, END = "<!-- written by docs/write_limits.py -->\n", "<!-- end -->\n"
 PLACES = {"epp": "`--epp`", "slices": "slices", "calls": "calls", "no_gpu": "no GPU"}

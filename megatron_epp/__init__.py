@@ -30,7 +30,7 @@ def install(
     ``items`` gives documents of your own in the place of --data-path: called with the samples that
     training, validation and test want (None: one epoch), it returns a dataset for each, or None. A
     dataset has a length, ``original_seq_lens`` (the length of every item, known ahead), and items
-    that are mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
+    that are mappings of tokens, labels, loss_mask and original_seq_len; docs/guides/data.md.
     """
     from megatron_epp.mcore.patching import patch_points
     from megatron_epp.mcore.trainer import setup

@@ -4,7 +4,7 @@
     python -m megatron_epp.run -m PACKAGE.MODULE ARGUMENTS
 
 MEGATRON_EPP=0 runs the script as it is. Processes that the script starts elsewhere, such as Ray's
-workers, want the variable: see docs/integrations.md.
+workers, want the variable: see docs/guides/frameworks.md.
 """
 
 import os

@@ -5,8 +5,8 @@
     python scripts/docstring_baseline.py --write    writes it anew; refuses to make it longer
 
 ``.ruff_baseline.toml``, which pyproject.toml extends, lets a file off the rules (D, google
-convention, with D401) that it broke when they were introduced. A file that keeps a rule by now must
-leave the list, and no file may enter it.
+convention, with D401, without D105 and D107) that it broke when they were introduced. A file that
+keeps a rule by now must leave the list, and no file may enter it.
 """
 
 import json
@@ -28,7 +28,8 @@ def broken_rules() -> dict[str, list[str]]:
     """Return the docstring rules that each file of the package breaks, without the baseline."""
     settings = 'lint.pydocstyle.convention = "google"'
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--config", settings]
-    command += ["--select", "D,D401", "--output-format", "json", "megatron_epp"]
+    command += ["--select", "D,D401", "--ignore", "D105,D107"]
+    command += ["--output-format", "json", "megatron_epp"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise SystemExit(done.stderr)

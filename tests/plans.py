@@ -23,7 +23,7 @@ from megatron_epp.ir import (
 )
 from megatron_epp.ir.random_plan import arbitrary_plan, arbitrary_prefixes, by_stage
 
-# The plan of docs/plans.md: a cut document, a hybrid chunk, a whole document.
+# The plan of docs/reference/plan_format.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\
 plan v1
 replica 0 of 1

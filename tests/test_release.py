@@ -54,7 +54,7 @@ def test_the_sdist_has_what_users_of_a_wheel_lack(sdist: Path) -> None:
         "scripts/prepare_corpus.py",
         "scripts/upstream/check_upstream.py",
         "requirements.txt",
-        "docs/loops.md",
+        "docs/guides/external_loops.md",
         "tests/golden/00-wlb.plan",
         "CITATION.cff",
     ):

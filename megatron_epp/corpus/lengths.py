@@ -214,7 +214,10 @@ def read_lengths(path: Path) -> np.ndarray:
             continue
         length = int(word) if _LENGTH.fullmatch(word) else 0
         if not 1 <= length <= MOST_LENGTH:
-            shared = "; what documents share is planned for training loops alone (docs/loops.md)"
+            shared = (
+                "; what documents share is planned for training loops alone "
+                "(docs/guides/external_loops.md)"
+            )
             raise ValueError(
                 f"{path}, line {number}: {quoted(word)} is no document length; expected a positive "
                 f"whole number of tokens, at most {MOST_LENGTH}, on each line"

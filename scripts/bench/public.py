@@ -1,7 +1,7 @@
 """Predict every public measurement of the catalogue, and write how far off the predictions are.
 
-    python scripts/bench/public.py                  prints the table
-    python scripts/bench/public.py --write          writes scores and docs/public_measurements.md
+    python scripts/bench/public.py            prints the table
+    python scripts/bench/public.py --write    writes scores and docs/results/public_measurements.md
 
 The measurements are `public_measurements.json` of `megatron_epp/cost/catalogue`, the scores, which
 `plan`, `compare` and `tune` read, `public_scores.json` next to it. Steps are those of Megatron's
@@ -37,7 +37,7 @@ from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import constant, interleaved_warm_up
 from megatron_epp.sim.exchange import alone_seconds
 
-PAGE = ROOT / "docs" / "public_measurements.md"
+PAGE = ROOT / "docs" / "results" / "public_measurements.md"
 # Of a parameter on the device that has its states: gradient, two moments, master weight and weight,
 # the states written, too; of every parameter its gradient set to 0.
 OPTIMIZER_BYTES, GRADIENT_BYTES = 30, 4
@@ -301,8 +301,8 @@ _HEAD = """\
 
 <!-- written by scripts/bench/public.py --write; do not edit -->
 
-The analytic cost model (`cost_model.md`) predicts measurements that others have published, with
-their configurations: `megatron_epp/cost/catalogue/public_measurements.json`.
+The analytic cost model ([cost_model](../how/cost_model.md)) predicts measurements that others have
+published, with their configurations: `megatron_epp/cost/catalogue/public_measurements.json`.
 
 - *Comparable* (c) is a row in bf16, on a device of the catalogue, with kernels of 2024 or later,
   and with no exchange inside a layer (tensor, context, expert parallel) hidden behind computation.

@@ -16,7 +16,7 @@
 # "skipped" by name. --bound: the most for any step. STEP: only these, ok or not.
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
 # --dry-run: every step in a small size without a GPU, over a reference of Transformer Engine's kernels and ranks of this host
-#   (megatron_epp/te_reference): what fails then is ours. No figure of it is a measurement. docs/gpu_day.md is such a page.
+#   (megatron_epp/te_reference): what fails then is ours. No figure of it is a measurement. docs/contributing/gpu_day.md is such a page.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2

@@ -36,7 +36,7 @@ def test_a_bad_length_names_its_line(tmp_path, text):
 def test_prefixes_are_for_loops(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("4000\n900\nprefix 1: 0[0:4000]\n")
-    with pytest.raises(ValueError, match=r"line 3: .* planned for training loops alone \(docs/loo"):
+    with pytest.raises(ValueError, match=r"line 3: .* planned for training loops alone \(docs/gui"):
         open_corpus(str(path))
 
 

@@ -724,7 +724,7 @@ def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
 
 
 def test_the_model_file_of_the_docs(tmp_path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how" / "cost_model.md").read_text()
     start = text.index('    {"name": "mine"')
     path = tmp_path / "mine.json"
     path.write_text(text[start : text.index("\n\n", start)])

@@ -155,7 +155,7 @@ GRID = {"name": "mine", "between": "all-to-all", "nodes": [2, 3]}
 
 
 def test_the_page_describes_every_key_and_its_file_is_one(tmp_path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "topologies.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "topologies.md").read_text()
     (example,) = re.findall(r"```json\n(.*?)```", page, re.S)
     file = tmp_path / "hall.json"
     file.write_text(example)

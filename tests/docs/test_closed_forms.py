@@ -1,4 +1,4 @@
-"""The table of closed forms in docs/plans.md, played by the simulator on equal chunks.
+"""The closed forms in docs/reference/plan_format.md, played by the simulator on equal chunks.
 
 p stages, m packed micro-batches, each cut into n slices of equal time (n 1: whole). A micro-batch
 takes a stage f seconds forward and b backward, of which half is for the weights; it holds one unit

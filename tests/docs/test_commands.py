@@ -17,7 +17,7 @@ from megatron_epp.cli.options import DOING, parse
 from tests.corpus.test_idx_file import write_pair
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python", ".venv/bin/python", "bash", "torchrun", "export", "git")
 QUICK = {"plan", "compare", "simulate", "draw", "check"}
 # What would take minutes, or needs the files of a training run.
@@ -75,7 +75,7 @@ def _megatron_flags() -> set[str]:
     return _flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_pair(tmp_path / "my", [9001, 1501, 901, 301, 13, 4001, 2501, 60001] * 4)
@@ -117,5 +117,5 @@ def test_links_and_paths_exist() -> None:
             if "NAME" in word:  # of a kind, a framework
                 continue
             if (base / first).is_dir() and not (base / word).exists():
-                missing.append(f"{page.name}: {word}")
+                missing.append(f"{page.relative_to(ROOT)}: {word}")
     assert not missing

@@ -1,4 +1,4 @@
-"""Every flag and every lever has a row in docs/flags.md's tables of defaults, with its default."""
+"""Every flag and every lever has a row with its default in docs/reference/flags.md."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from megatron_epp.flag_fields import flag_of
 from megatron_epp.planner.options import LEVERS, TRAINING_LEVERS
 from megatron_epp.planner.settings import SharedSettings
 
-PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
 
 
 def word(default: Any) -> str:

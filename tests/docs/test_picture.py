@@ -21,7 +21,7 @@ def test_the_house_is_drawn_from_its_imports() -> None:
     script = load("draw_architecture")
     kept = script.FILE.read_text()
     assert script.picture() == kept, "run python docs/draw_architecture.py and look at the picture"
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "how" / "architecture.md").read_text()
     rooms = [path.parent.name for path in script.PACKAGE.glob("*/__init__.py")]
     assert (
         "architecture.svg" in page
@@ -36,7 +36,7 @@ def test_what_does_not_run_is_written_from_what_is_refused() -> None:
 
 
 def test_pages_count_the_patch_points() -> None:
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
     counts = re.findall(r"\b(\d+) of (\d+)\b", page.split("## Flags")[0])
     assert len(counts) >= 3
     assert {int(count) for pair in counts for count in pair} == {len(STABLE.fingerprints)}

@@ -1,6 +1,6 @@
 """Certifies small copies of published models, by the flags that ``--model`` makes of their facts.
 
-python -m tests.mcore.certify_published [NAME ...]     a line each; docs/planning.md has the table
+python -m tests.mcore.certify_published [NAME ...]   a line each; docs/how/planner.md has the table
 """
 
 import json

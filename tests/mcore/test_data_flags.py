@@ -177,11 +177,11 @@ def test_full_validation_is_the_loss_over_the_whole_set(tmp_path: Path) -> None:
     assert full == pytest.approx(batches, rel=1e-6)
 
 
-# ------------------------------------------------------------------ the table of docs/data.md
+# ----------------------------------------------------------- the table of docs/guides/data.md
 
 
 def test_every_flag_that_counts_samples_has_its_row() -> None:
     rows = re.findall(
-        r"^\| `(--[a-z-]+)` \| (.+) \|$", (ROOT / "docs" / "data.md").read_text(), re.M
+        r"^\| `(--[a-z-]+)` \| (.+) \|$", (ROOT / "docs" / "guides" / "data.md").read_text(), re.M
     )
     assert dict(rows) == UNITS

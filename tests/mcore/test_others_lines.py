@@ -1,8 +1,8 @@
 """Command lines of others, scaled down: they start and train with --epp as they stand.
 
-Written after ms-swift's, slime's and Megatron-LM's own dense examples (docs/versions.md): sizes and
-data are ours, flags of the frameworks' own left out, and what a host without a GPU cannot do (fp8,
-fused kernels). Flags of the pipeline, of memory and of parallelism are as there.
+Written after ms-swift's, slime's and Megatron-LM's own dense examples (docs/reference/versions.md):
+sizes and data are ours, flags of the frameworks' own left out, and what a host without a GPU cannot
+do (fp8, fused kernels). Flags of the pipeline, of memory and of parallelism are as there.
 """
 
 import json

@@ -253,7 +253,7 @@ def test_megatrons_fingerprints_are_those_of_the_installed_one() -> None:
 
 
 def test_the_page_says_which_version_was_read() -> None:
-    page = (ROOT / "docs" / "integrations.md").read_text()
+    page = (ROOT / "docs" / "guides" / "frameworks.md").read_text()
     for framework in FRAMEWORKS:
         (row,) = re.findall(rf"^\| {framework.name} \| (.+?) \|", page, flags=re.MULTILINE)
         assert row == READ[framework.name]["version"]

@@ -61,8 +61,8 @@ def test_every_step_of_the_day_ends_well(left_out, tmp_path) -> None:
     listed = subprocess.run([*DAY, "--list"], capture_output=True, text=True, check=True).stdout
     assert [line.split()[0] for line in listed.splitlines()] == list(found)
     # The page in docs is such a one, of the same steps.
-    assert steps((ROOT / "docs" / "gpu_day.md").read_text()) == found, (
-        "bash scripts/gpu/gpu_day.sh --dry-run --page docs/gpu_day.md writes it anew"
+    assert steps((ROOT / "docs" / "contributing" / "gpu_day.md").read_text()) == found, (
+        "bash scripts/gpu/gpu_day.sh --dry-run --page docs/contributing/gpu_day.md writes it anew"
     )
     # What the logs must show is on it: else a pattern is wrong, or a step did nothing.
     for name, says in SHOWN.items():

@@ -159,16 +159,17 @@ _LATENCY = {2: 27e-6, 4: 33e-6, 8: 45e-6}
 _PCIE_4, _PCIE_5 = 20e9, 40e9
 
 # Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
-# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312), with all that a layer
-# does besides; Hopper's and B200's are fitted to public measurements that are not held out, as
-# docs/public_measurements.md has them: products to `own-h100-layer`, `megatron-moe-layer` and
-# `simumax-b200`, attention to `trl-long` and `simumax-b200`. Others follow in the shares of their
-# data sheets: H800 is an H100 with 400 GB/s of NVLink, H20 has 148 Tflops, GB200 2,450 and NVLink
-# over racks (64 of 72 devices counted), L40S 362 and PCIe 4 alone. One core of a server reaches
-# about 30 Gflops in float32. Memory's rates are the data sheets': read at that rate, K and V
-# explain FlashAttention-3's published times (tests/cost/test_published_attention.py). SimuMax's own
-# microbenchmarks of a B200 (configs/system/b200_bf16_ceperm.json), to which nothing is fitted, have
-# products at 1,098 Tflops, gathers at 606 GB/s and an all-to-all at 537.
+# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312), with all that a
+# layer does besides; Hopper's and B200's are fitted to public measurements that are not held out,
+# as docs/results/public_measurements.md has them: products to `own-h100-layer`,
+# `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`. Others
+# follow in the shares of their data sheets: H800 is an H100 with 400 GB/s of NVLink, H20 has 148
+# Tflops, GB200 2,450 and NVLink over racks (64 of 72 devices counted), L40S 362 and PCIe 4 alone.
+# One core of a server reaches about 30 Gflops in float32. Memory's rates are the data sheets':
+# read at that rate, K and V explain FlashAttention-3's published times
+# (tests/cost/test_published_attention.py). SimuMax's own microbenchmarks of a B200
+# (configs/system/b200_bf16_ceperm.json), to which nothing is fitted, have products at 1,098
+# Tflops, gathers at 606 GB/s and an all-to-all at 537.
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
 _HOPPER = (760e12, 530e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _H800 = (760e12, 530e12, 1e-4, _H800_WIRE, 400e9, 1e-5, 8, _PCIE_5)

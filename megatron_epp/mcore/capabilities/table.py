@@ -1,6 +1,6 @@
 """The table of what does not run: a row is a feature, where it does not, and what to do instead.
 
-docs/what_works.md is written from it. What layers do not run is handed in by their kinds
+docs/reference/support.md is written from it. What layers do not run is handed in by their kinds
 (mcore/kinds/). Flags whose job a plan does are taken out on the command line before (replaced.py);
 where they come another way, as from a checkpoint's arguments or from a script's own, they are
 refused by rows here.

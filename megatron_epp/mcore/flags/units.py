@@ -1,7 +1,8 @@
 """What Megatron's flags that count samples count with ``--epp``, where a sample is a document.
 
 A sample of Megatron's own data sets has --seq-length tokens; a document has its own length.
-docs/data.md has the table, which a test compares; a job whose flags count samples says so at start.
+docs/guides/data.md has the table, which a test compares; a job whose flags count samples says so at
+start.
 """
 
 from typing import Any

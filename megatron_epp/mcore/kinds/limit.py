@@ -1,4 +1,4 @@
-"""A feature that does not run: where, and what to do instead; a row of docs/what_works.md."""
+"""A feature that does not run: where, and what to do; a row of docs/reference/support.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

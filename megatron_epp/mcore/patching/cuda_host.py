@@ -143,7 +143,7 @@ def one_queue(device: torch.device) -> str | None:
     return (
         f"{CONNECTIONS}=1: with one hardware queue, ops stand behind messages that wait, and "
         f"planned orders may gain nothing; export {CONNECTIONS}={QUEUES} where the framework lets "
-        "you (docs/integrations.md)"
+        "you (docs/guides/frameworks.md)"
     )
 
 
