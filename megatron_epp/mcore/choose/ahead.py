@@ -45,7 +45,15 @@ LEAST_SECONDS_BETWEEN = 60.0
 NICENESS = 19
 _PROCESS = "megatron_epp.mcore.choose.search_process"
 # Of a start, not of the job; the layouts count by what they are, not by the name of their file.
-_OF_A_START = {"rank", "world_size", "local_rank", "load", "save", "epp_layouts"}
+_OF_A_START = {
+    "rank",
+    "world_size",
+    "local_rank",
+    "load",
+    "save",
+    "epp_layouts",
+    "epp_search_ahead",
+}
 
 
 def search_digest(wanted: Namespace, folder: str) -> str:
