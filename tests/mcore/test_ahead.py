@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
+from megatron_epp.mcore.choose import start
 from megatron_epp.mcore.choose.ahead import (
     AHEAD_FILE,
     LEAST_SECONDS_BETWEEN,
@@ -23,7 +25,12 @@ from megatron_epp.mcore.choose.ahead import (
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, cost_models
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
+from megatron_epp.mcore.trainer import job
+from tests.test_floors import imports
+from tests.test_imports import every_source
 
+# What searches and orders is imported by starts with --epp-layouts alone.
+LATE = {f"megatron_epp.mcore.choose.{name}" for name in ("ahead", "rank_order", "search_layouts")}
 SHAPE = Model("small", 4, 32, 128, 4, 2, 8, 128, gated=True)
 
 
@@ -144,3 +151,33 @@ def test_nothing_is_searched_where_no_node_would_be_left(tmp_path: Path, monkeyp
     assert (search._process is None) is (lost == 1) is (search.devices == [])
     search._process = None
     search.close()
+
+
+def test_other_starts_import_and_read_nothing(monkeypatch) -> None:
+    for module, source in every_source().items():
+        early = {name for _, name, lazy in imports(source, module) if not lazy}
+        found = {name for name in early if name.rpartition(".")[0] in LATE or name in LATE}
+        assert module in LATE or not found, module
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--epp", "--epp-layout", "x"])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "megatron.training.arguments", None)  # an import would fail
+        assert start.choose_allowed_layout() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "searches"),
+    [
+        ({}, True),
+        ({"epp_layout": None}, False),
+        ({"epp_search_ahead": False}, False),
+        ({"save": None}, False),
+    ],
+)
+def test_whether_a_job_searches_ahead(tmp_path: Path, monkeypatch, changes, searches) -> None:
+    monkeypatch.setattr(job.dist, "get_rank", lambda: 0)
+    given = {"save": str(tmp_path), "epp_search_ahead": True, "epp_memory_budget_gib": None}
+    given |= {LAYOUT_KEY: {"devices": 4, "ep": 1}}
+    look = job.Job._search_ahead(SimpleNamespace(args=SimpleNamespace(**given | changes)))
+    assert (look is not None) is searches
+    if look is not None:
+        look.__self__.close()

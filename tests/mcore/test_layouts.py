@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.mcore.choose import layouts
+from megatron_epp.mcore.choose.ahead import AHEAD_FILE
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, choice, read_layouts
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
-from megatron_epp.mcore.choose.ahead import AHEAD_FILE
 from tests.mcore.runs import Run, flags, train, trained, write_corpus
 from tests.mcore.test_uneven_batches import DOUBLE, exact
 
