@@ -22,8 +22,9 @@ from megatron_epp.mcore.choose.ahead import (
     found_ahead,
     search_digest,
 )
+from megatron_epp.mcore.choose.choices import cost_models
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
-from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, cost_models
+from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from megatron_epp.mcore.trainer import job
 from tests.test_floors import imports

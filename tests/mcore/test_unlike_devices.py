@@ -137,4 +137,5 @@ def test_a_rank_becomes_slow_documents_move_and_a_restart_orders_its_ranks(tmp_p
     (order,) = re.findall(slow, again.output)
     assert order.strip() in ("0 1 3 2", "0 3 1 2")  # in one replica, or on one stage
     assert "chosen anew, as the checkpoint's run had another layout" in again.output
+    assert f"by {folder}/epp-cost-model.from-000006.json (simulated)" in again.output
     assert exact(again) == pytest.approx(exact(first)[6:], rel=1e-12)

@@ -23,10 +23,10 @@ from typing import Any
 
 from megatron_epp.control.files import write_atomically
 from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.mcore.choose.choices import cost_models
 from megatron_epp.mcore.choose.layouts import (
     ALL_LAYOUTS,
     ChosenLayout,
-    cost_models,
     read_layouts,
     resume_refusal,
 )

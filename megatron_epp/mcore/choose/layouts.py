@@ -8,17 +8,15 @@ import copy
 import io
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.cost import Cost
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
-from megatron_epp.planner import Options
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
@@ -322,7 +320,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     of --epp-cost-model, else by the device's name.
     """
     from megatron_epp.cost.build import even_layers
-    from megatron_epp.mcore.choose.choices import first_batches
+    from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
     from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
@@ -360,33 +358,3 @@ def set_vocabulary_size(args: Namespace) -> None:
 
     with redirect_stdout(io.StringIO()):
         build_tokenizer(args)
-
-
-def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost, by the first cost model that can be read, and its planner's options.
-
-    ValueError, OSError: none can.
-    """
-    from megatron_epp.mcore.choose.choices import cost_and_options
-
-    *better, last = cost_models(args)
-    for source in better:
-        args.epp_cost_model = source
-        with suppress(OSError, ValueError):
-            return cost_and_options(args, layers)
-    args.epp_cost_model = last
-    return cost_and_options(args, layers)
-
-
-def cost_models(args: Namespace) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's.
-
-    Of that run the last refit comes first.
-    """
-    from megatron_epp.control.cost_monitor import last_refit
-    from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
-
-    if args.epp_cost_model is None and args.load:
-        measured = last_refit(args.load), Path(args.load) / FILE_NAME
-        yield from (str(path) for path in measured if path is not None and path.exists())
-    yield args.epp_cost_model
