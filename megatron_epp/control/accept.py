@@ -1,4 +1,4 @@
-"""A step is taken only by all ranks alike, and only if it fits this job and these documents."""
+"""Agreement of all ranks on a step that fits this job and these documents."""
 
 import logging
 import math
@@ -27,20 +27,23 @@ from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-# What a rank says of its step: it is fine, this job cannot run it, or there is none.
+# Verdict of a rank on its step: valid, not runnable by this job, or missing.
 _FINE, _REFUSED, _MISSING = 0, 1, 2
-_RANKS = 2**32  # more than there are: a verdict and a rank in one number
+_RANKS = 2**32  # more ranks than any job has: one number encodes a verdict and a rank
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedStep:
-    """This rank's part of an iteration's step, and of the whole step what all ranks know of it.
+    """This rank's part of a step, with what all ranks know about the whole step.
 
-    tokens                 of the global batch
-    predicted_seconds      of the slowest replica; 0 where plans predict nothing
-    predicted_peak_bytes   of every pipeline rank in the worst replica; empty likewise
-    splits_backward        whether any replica's plan has I and W
-    planning               the longest wait of a replica for its plan, and so on
+    Attributes:
+        part: plans of this rank's lockstep group, or of its replica alone.
+        tokens: number of tokens in the global batch.
+        predicted_seconds: prediction for the slowest replica; 0 if the plans have no prediction.
+        predicted_peak_bytes: predicted peak of each pipeline rank in its worst replica; empty if
+            the plans have no prediction.
+        splits_backward: whether the plan of any replica splits backward into I and W.
+        planning: planning facts of the iteration, each the maximum over all ranks.
     """
 
     part: StepPart
@@ -52,21 +55,26 @@ class AcceptedStep:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those of this rank's block."""
+        """Plans of this rank's lockstep group."""
         return self.part.plans
 
     def plan_of(self, replica: int) -> Plan:
-        """Return the plan of ``replica``, of this rank's block."""
+        """Return the plan of ``replica``, which must be in this rank's lockstep group."""
         return self.part.plan_of(replica)
 
 
 class AcceptedSteps:
-    """The steps of ``steps`` that all ranks agree on and this job can run.
+    """Source of the steps that all ranks agree on and that this job can run.
 
-    layers           of every stage of this job
-    placement        the pipeline rank of every stage; none where stage i lies on rank i
-    cp               context-parallel ranks of a stage
-    whole            whether the model trains on whole documents only, each spread over all ranks
+    Args:
+        steps: source that supplies the step of each iteration.
+        groups: process groups of the job.
+        layers: number of layers of each stage.
+        current_op: what this rank is doing, for the log and the watcher.
+        cp: context-parallel size.
+        full_documents: whether training accepts whole documents only, each sharded over all
+            context-parallel ranks.
+        placement: pipeline rank of each stage; empty if stage i is on rank i.
     """
 
     def __init__(
@@ -89,8 +97,19 @@ class AcceptedSteps:
         following: Following | None,
         forward_only: bool,
     ) -> AcceptedStep:
-        """The step for documents of ``lengths``; ``following``: those of later iterations, to be
-        planned meanwhile. PlanError: ranks differ, or this job cannot run the step."""
+        """Return the step for a batch, and have the next steps planned. Collective.
+
+        Args:
+            iteration: number of the iteration.
+            lengths: tokens of each document of the global batch.
+            following: lengths of the batches of later iterations; None if nothing should be planned
+                ahead.
+            forward_only: whether the step is an evaluation.
+
+        Raises:
+            PlanError: the ranks have different steps, a rank has none, or this job cannot run the
+                step.
+        """
         self.current_op.enter("the plan that all ranks agree on")
         try:
             accepted = self._agreed(iteration, lengths, forward_only)
@@ -102,8 +121,11 @@ class AcceptedSteps:
         return accepted
 
     def _agreed(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> AcceptedStep:
-        """Have the step, and hear of all ranks whether they have it, too; a refusal of one is
-        everybody's. Collective: whatever a rank finds, it takes part in every exchange."""
+        """Get the step and exchange verdicts with all ranks.
+
+        If one rank refuses, all ranks raise its error. A rank takes part in every exchange whatever
+        its own verdict is, so that no rank blocks.
+        """
         groups, control = self.groups, self.groups.control
         verdict, reason, sourced = _FINE, "", None
         try:
@@ -139,7 +161,10 @@ def _part(step: Step | StepPart, replica: int) -> StepPart:
 
 
 def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
-    """What all ranks must have alike: the whole step, or who computes what."""
+    """Return the text that must be equal on all ranks.
+
+    It is the whole step, or only the assignment of documents if each replica has its own part.
+    """
     step, text = sourced.step, sourced.text
     if isinstance(step, StepPart) and step.lockstep < step.replicas:
         text = step.division
@@ -147,7 +172,10 @@ def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
 
 
 def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
-    """Numbers of a rank's own plans of which the largest counts; as many on every rank."""
+    """Return the numbers of this rank's plans whose maximum over all ranks counts.
+
+    The row has the same length on every rank.
+    """
     ranks = len(groups.pipeline_ranks)
     if sourced is None:
         return [0.0] * (6 + ranks)
@@ -192,12 +220,23 @@ def accept(
     full_documents: bool = False,
     placement: tuple[int, ...] = (),
 ) -> None:
-    """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
+    """Check that ``replica`` of this job can run the step on these documents.
 
-    ``placement``: the pipeline rank of every stage, none where stage i lies on rank i. ``cp``:
-    context-parallel ranks of a stage. ``full_documents``: whether training takes whole documents
-    only. ``lockstep``: replicas that share the experts of a layer; all of their ranks hold the
-    plans of all of them.
+    Args:
+        sourced: step and its origin.
+        lengths: tokens of each document of the global batch.
+        forward_only: whether the step must be an evaluation.
+        layers: number of layers of each stage of this job.
+        replica: data-parallel rank whose part is checked.
+        replicas: data-parallel size of this job.
+        lockstep: number of replicas over which the experts of a layer are sharded; each of their
+            ranks holds the plans of all of them.
+        cp: context-parallel size.
+        full_documents: whether training accepts whole documents only.
+        placement: pipeline rank of each stage; empty if stage i is on rank i.
+
+    Raises:
+        PlanError: the step does not fit, with the reason.
     """
     step, source = sourced.step, sourced.source
     if step.replicas != replicas:
@@ -231,7 +270,7 @@ def accept(
         raise PlanError(f"{source} is for {kind} only")
     try:
         check_op_templates(step)
-        for one in part.plans:  # a block begins together, or not at all
+        for one in part.plans:  # the replicas of a lockstep group all start, or none does
             check(one)
             check_ranks(one, cp)
             if full_documents and not forward_only:
@@ -241,7 +280,7 @@ def accept(
 
 
 def _require_full_documents(plan: Plan) -> None:
-    """Raise a PlanError where a span is no whole document on all ranks."""
+    """Raise a PlanError unless every span is a whole document sharded over all CP ranks."""
     for number, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
             if span.local or span.tokens != plan.documents[span.document]:

@@ -1,8 +1,8 @@
-"""Predicted against measured seconds; where they drift apart, the cost model is refitted.
+"""Comparison of predicted with measured seconds, and refits of the cost model on drift.
 
-A refit takes effect with the next iteration, and is kept in a file named after that iteration
-beside the checkpoint: a resumed run plans with the cost models with which the run before it
-planned, each from its iteration on, and learns anew where they end.
+A refit takes effect with the next iteration. It is saved next to the checkpoint, in a file named
+after that iteration. A resumed run uses each refit of the earlier run from the same iteration on,
+and makes refits of its own after the last one.
 """
 
 import json
@@ -30,22 +30,26 @@ from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED = 2000  # ops of this rank that a refit learns from
+REMEMBERED = 2000  # number of this rank's latest ops that a refit uses
 PAUSE = 20  # iterations between two attempts to refit
-# An op says how fast its device is where it takes so many times as long as its host may need to
-# issue it, with recompute up to 2.2.
+# An op's duration is informative about the device only if it exceeds the host's launch time by this
+# factor. With recompute the host's launch time grows by a factor of up to 2.2.
 _OF_HOST = 2.5
-_FEW = "few"  # ops, in the place of a better cost model's text
+_FEW = "few"  # broadcast instead of a cost model: there are too few ops
 _FILE = "epp-cost-model.from-{:06d}.json"
 _NAMED = re.compile(r"epp-cost-model\.from-([0-9]{6,})\.json")
 
 
 class CostMonitor:
-    """``may_refit``: the cost model was measured by the job itself, so the job may mend it.
+    """Monitor that compares predictions with measurements and refits the cost model.
 
-    on_these_devices   gives the profile of a run that is resumed the slowness of this start's ranks
-    keep_speeds        called on all ranks with every rank's slowness, replica by replica, where one
-                       became slow
+    Args:
+        groups: process groups of the job.
+        folders: folders in which refits are saved.
+        may_refit: whether this job measured the cost model itself, and may therefore replace it.
+        on_these_devices: gives a profile of the run that is resumed this start's slowness of ranks.
+        keep_speeds: called on all ranks with the slowness of every rank of every replica when a
+            rank became slow, or fast again.
     """
 
     def __init__(
@@ -61,14 +65,22 @@ class CostMonitor:
         self.drift = Drift(may_refit)
         self._try = BestEffort()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
-        self._recorded: dict[int, Profile] = {}  # by iteration, of the run that is resumed
+        # Refits of the resumed run that are still to come, by iteration
+        self._recorded: dict[int, Profile] = {}
         self._tried = -PAUSE
 
     def busy(
         self, cost: Cost, plan: Plan, records: Sequence[Timed], block: Sequence[Plan] = ()
     ) -> float:
-        """Seconds that the cost model predicts for this rank's ops. In lockstep an op takes as long
-        as the worst of the ``block``'s plans: that is what is learnt from it."""
+        """Return the predicted seconds of this rank's ops, and keep the ops as samples for a refit.
+
+        Args:
+            cost: cost model that predicts.
+            plan: plan of this rank's replica.
+            records: measured ops of this rank.
+            block: plans of the lockstep group. In lockstep an op takes as long as its slowest
+                counterpart, so that one's prediction and sample count.
+        """
         first = min(other.replica for other in (*block, plan))
         cost = cost.of_replicas(first, max(1, len(block)))
         each = [
@@ -76,8 +88,8 @@ class CostMonitor:
             for other in (block or (plan,))
         ]
         worst = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
-        # H and G are shares of the output layer's figures, which no refit knows to mend; a chunk
-        # with local documents does without some of what a layer does.
+        # A refit has no coefficients for H and G, which are fractions of the LM head's. A chunk on
+        # single ranks omits part of a layer's work, such as communication.
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))
             for one, other in worst
@@ -88,7 +100,8 @@ class CostMonitor:
         return sum(one.predicted for one, _ in worst)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
-        # An offloaded layer computes what a kept one does; its copies are beside that.
+        """Return an op as a sample for a refit, at the speed of the fastest rank's device."""
+        # An offloaded layer computes as a saved one does; its copies run concurrently.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
         ends = (one.stage == 0, has_head * cost.layout.predictions)
@@ -96,7 +109,7 @@ class CostMonitor:
         return Sample(
             choice,
             *ends,
-            max(1, one.tokens),  # an empty chunk is a row of padding
+            max(1, one.tokens),  # an empty chunk consists of one padding row
             plan.pairs(one.chunk),
             0,
             one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
@@ -105,11 +118,14 @@ class CostMonitor:
         )
 
     def check_drift(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """Warnings about the iteration; the same on every rank."""
+        """Return warnings about the iteration; they are the same on every rank."""
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """A better cost model from the next iteration on; collective while the alarm is on."""
+        """Return a better cost model to use from the next iteration on, or None.
+
+        Collective while the drift alarm is on.
+        """
         recorded = self._recorded.pop(iteration + 1, None)
         if recorded is not None:
             if self.groups.control.rank() == 0:
@@ -142,8 +158,10 @@ class CostMonitor:
         return Profile.from_json(text)
 
     def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
-        """Return the cost model by which ranks that became slow, or fast again, are so; None: all
-        are as they were. Collective: reports are the same on all ranks."""
+        """Return the cost model in which ranks that became slow, or fast again, are so.
+
+        None: all are as they were. Collective: reports are the same on all ranks.
+        """
         profile, ranks = cost.layout.profile, self.groups.pipeline_size
         known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
         slowness = list(known)
@@ -179,7 +197,7 @@ class CostMonitor:
             self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
 
     def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
-        """Return the text of a better cost model, none, or ``_FEW``."""
+        """Return the JSON text of a better cost model, "" if there is none, or ``_FEW``."""
         if len(rows) < LEAST:
             return _FEW
         samples: dict[Kind, list[Sample]] = {}
@@ -199,8 +217,10 @@ class CostMonitor:
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
-        """The refit that was in force when ``iteration`` is the next; later ones come when it is
-        their turn. Collective."""
+        """Return the refit in force at ``iteration``, or None, and keep those of later iterations.
+
+        Collective.
+        """
         if not (folder and self.may_refit):
             return None
         text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
@@ -214,8 +234,7 @@ class CostMonitor:
         return profiles[max(before)] if before else None
 
     def _kept(self, folder: str) -> dict[int, str]:
-        """The texts of all refits in ``folder``, by iteration; copied to where this run keeps its
-        own."""
+        """Return all refits in ``folder`` by iteration, and copy them to this run's folders."""
         kept = {first: _refit_text(path) for first, path in _refits(folder).items()}
         for place in self.folders:
             for first, text in kept.items():

@@ -1,4 +1,4 @@
-"""Detection of iterations that take another time than predicted, and of a slow rank.
+"""Detection of iterations whose time differs from the prediction, and of slow ranks.
 
 A warning says what to do, or that nothing needs to be done.
 """
@@ -9,20 +9,21 @@ from dataclasses import dataclass, field
 
 from megatron_epp.control.report import IterationReport
 
-BAND = 0.15  # of the predicted seconds; outside, the cost model no longer tells the truth
-RECENT = 8  # iterations whose median counts
-SLOW = 1.1  # a rank against the median of the others, in units of what was predicted for each
-PATIENCE = 5  # iterations in a row
+BAND = 0.15  # relative error of predicted seconds beyond which the cost model counts as wrong
+RECENT = 8  # number of iterations whose median error counts
+SLOW = 1.1  # a rank's measured/predicted ratio over the other ranks' median
+PATIENCE = 5  # consecutive iterations before a slow rank is reported
 
 
 @dataclass
 class Drift:
-    """Fed with every iteration; says each thing once, until it is over.
+    """Detector that receives every iteration and reports each problem once until it ends.
 
-    may_refit   the job measured its cost model itself, and mends it when it drifts
-    alarmed     the last iterations left the band and have not come back
-    lagging     (replica, pipeline rank) that came to be slower, or faster, than its figures say for
-                PATIENCE iterations now, and how many times, by the median
+    Attributes:
+        may_refit: whether the job measured its cost model itself and refits it when it drifts.
+        alarmed: whether the median error left the band and has not returned.
+        lagging: for each (replica, pipeline rank) that has been slower or faster than predicted for
+            ``PATIENCE`` iterations, against the others: how many times, by the median.
     """
 
     may_refit: bool = False
@@ -33,11 +34,11 @@ class Drift:
     _recent: dict[tuple[int, int], deque] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """Warnings about the iteration, if any."""
+        """Record an iteration and return warnings about it, if any."""
         return [*self._drifts(predicted_seconds, report), *self._lags(report)]
 
     def forget(self) -> None:
-        """The cost model has changed: errors so far say nothing of it."""
+        """Discard the errors so far, because the cost model has changed."""
         self._errors.clear()
         self.alarmed = False
         self._slow, self._recent, self.lagging = {}, {}, {}
@@ -69,7 +70,7 @@ class Drift:
         )
 
     def _lags(self, report: IterationReport) -> list[str]:
-        """The same ops, another rank: seconds of each over those predicted for it."""
+        """Compare each rank's measured/predicted ratio with the median of the other ranks."""
         ratios = {
             (each.replica, each.rank): each.busy / each.predicted_busy
             for each in report.ranks

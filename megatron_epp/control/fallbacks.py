@@ -1,13 +1,13 @@
-"""Iterations that were planned by the fallback, because the planner failed: kept, and replayed.
+"""Record of the iterations that the fallback planner planned because the planner failed.
 
-A planner dies by accident, and the plan that is used meanwhile is another one: the losses differ
-by rounding, or by what dropout draws. A run that is resumed from before such an iteration would
-ask a planner that lives. So every fallback is a line in a file beside the checkpoint:
+The fallback's plan differs from the planner's, so losses differ by rounding or by dropout's random
+numbers. A run resumed from before such an iteration must use the same planner again. Every fallback
+is therefore a line in a file next to the checkpoint:
 
     iteration 2 planner packing the planner process has ended
 
-and, where replicas plan for themselves, names the one whose planner failed, or the first of those
-that run in lockstep with it:
+If replicas plan separately, the line names the replica whose planner failed. In lockstep it names
+the first replica of the group:
 
     iteration 2 replica 1 of 2 planner packing the planner process has ended
 """
@@ -26,13 +26,20 @@ FALLBACKS_FILE = "epp-fallbacks.txt"
 _LINE = re.compile(
     r"iteration ([1-9]\d{0,14})( replica (\d{1,9}) of (\d{1,9}))? planner (\S+) (.+)"
 )
-Place = tuple[int, int] | None  # replica, of so many; None: all of them
+Place = tuple[int, int] | None  # (replica, number of replicas); None: all replicas
 
 
 class Fallbacks:
-    """``folders``: where they are kept; ``loaded_from``: the folder of the run that is resumed.
+    """Fallbacks of this run and of the run that it resumes.
 
-    What another run left in ``folders`` is forgotten. ValueError: a file that cannot be read.
+    Files of other runs in ``folders`` are overwritten.
+
+    Args:
+        folders: folders in which the fallbacks are saved.
+        loaded_from: folder of the run that is resumed.
+
+    Raises:
+        ValueError: the file in ``loaded_from`` cannot be parsed.
     """
 
     def __init__(self, folders: Sequence[str], loaded_from: str | None = None):
@@ -47,7 +54,7 @@ class Fallbacks:
                 self._write(folder)
 
     def read(self, text: str, source: str = "") -> None:
-        """Add the lines of ``text``; ``source`` names it where one cannot be read."""
+        """Add the lines of ``text``; ``source`` names the file in errors."""
         for number, line in enumerate(text.splitlines(), 1):
             match = _LINE.fullmatch(line)
             if match is None:
@@ -61,17 +68,24 @@ class Fallbacks:
 
     @property
     def text(self) -> str:
-        """Every line, as the file has them."""
+        """All lines, in the format of the file."""
         ordered = sorted(self._lines.items(), key=lambda item: (item[0][0], item[0][1] or ()))
         return "".join(f"{line}\n" for _, line in ordered)
 
     def of(self, iteration: int, place: Place = None) -> str | None:
-        """Return which planner made the plan of ``place`` in ``iteration``, if not the planner."""
+        """Return the planner that stood in for ``place`` in ``iteration``, or None."""
         everywhere = self._planners.get((iteration, None))
         return self._planners.get((iteration, place), everywhere)
 
     def add(self, iteration: int, planner: str, reason: str, place: Place = None) -> None:
-        """Keep that ``planner`` stood in, for the replica of ``place``."""
+        """Record and save that ``planner`` planned an iteration instead of the usual planner.
+
+        Args:
+            iteration: number of the iteration.
+            planner: name of the planner that stood in.
+            reason: why the usual planner failed.
+            place: (replica, number of replicas); None: all replicas.
+        """
         words = " ".join(reason.split()) or "no reason"
         where = "" if place is None else f"replica {place[0]} of {place[1]} "
         line = f"iteration {iteration} {where}planner {planner} {words}"

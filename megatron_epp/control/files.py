@@ -1,7 +1,7 @@
-"""Files that a job keeps in folders: written whole or not at all, by one job at a time.
+"""Files of a job: written atomically, in folders that one job at a time claims.
 
-A job may be killed while it writes, its disk may be full, and another job may have been given the
-same folder. None of these may leave a file that cannot be read, or end a training that could go on.
+A job may be killed while it writes, its disk may be full, and another job may use the same folder.
+In none of these cases is a file left unreadable, and none ends a training run that could continue.
 """
 
 import fcntl
@@ -21,26 +21,28 @@ from megatron_epp.safe_files import bounded_text, open_regular, replace_file
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "epp-job.lock"
-# How long a job that has just ended may take to go: a checkpoint's writer is a process it forked.
+# Time that a finished job may need to release its lock: a forked process writes its checkpoint.
 LOCK_PATIENCE_SECONDS = 5.0
 _SCRATCH = "megatron_epp-"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader, whenever it comes, finds the old text or the
-    new one, after a power failure too; see :func:`~megatron_epp.safe_files.replace_file`."""
+    """Write ``text`` to ``path`` so that a reader sees either the old or the new text.
+
+    This also holds after a power failure; see :func:`~megatron_epp.safe_files.replace_file`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text, durable=True)
 
 
 class BestEffort:
-    """Does what training can do without; the first failure of each kind is a warning."""
+    """Runner of actions that training can do without; it logs the first failure of each kind."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
-        """``what`` names what is lost if ``action`` fails, whatever it fails of."""
+        """Run ``action``; log any exception, with ``what`` naming what is lost."""
         try:
             action()
         except Exception as error:
@@ -54,16 +56,19 @@ class BestEffort:
                 )  # fmt: skip
 
 
-# ------------------------------------------------------------------ one job a folder
+# ------------------------------------------------------------------ one job per folder
 
 
 def claim(
     folders: Sequence[tuple[str, str | None]], patience_seconds: float = LOCK_PATIENCE_SECONDS
 ) -> list[TextIO]:
-    """Make (flag, folder) this job's own for as long as the returned files are open.
+    """Lock every (flag, folder) for this job while the returned files are open.
 
-    ValueError: a folder cannot be written, or another job that lives writes it. A job that died,
-    however it died, holds nothing: the lock goes with its process, and with those that it forked.
+    The operating system releases the locks when the process and its forks have ended, in whatever
+    way.
+
+    Raises:
+        ValueError: a folder cannot be written, or a running job has claimed it.
     """
     deadline = time.monotonic() + patience_seconds
     locks: dict[Path, TextIO] = {}
@@ -94,14 +99,15 @@ def claim(
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         locks[path].write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         locks[path].flush()
-        os.fsync(locks[path].fileno())  # for other hosts, too
+        os.fsync(locks[path].fileno())  # so that other hosts see it, too
     return list(locks.values())
 
 
 def owner_of(folder: str, owner: str = "", patience_seconds: float = LOCK_PATIENCE_SECONDS) -> str:
-    """Return which job has claimed ``folder``, in its lock's words, as this host sees them.
+    """Return the text of the lock in ``folder``, which names the job that claimed it.
 
-    Waits for ``owner``: a shared file system may show them late.
+    Waits up to ``patience_seconds`` until the text contains ``owner``, because a shared file system
+    may show it late.
     """
     deadline, words = time.monotonic() + patience_seconds, "no such folder"
     while os.path.isdir(folder):
@@ -116,7 +122,10 @@ def owner_of(folder: str, owner: str = "", patience_seconds: float = LOCK_PATIEN
 
 
 def _lock(file: TextIO) -> bool:
-    """Whether the lock is ours now. A file system without locks cannot tell: then it is, too."""
+    """Try to lock ``file``, and return whether it is locked.
+
+    A file system without locks counts as locked.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +137,7 @@ def _lock(file: TextIO) -> bool:
 
 @contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """A folder for temporary files; those that killed processes left behind go, too."""
+    """Create a temporary folder, and remove those of processes that have been killed."""
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)
@@ -147,4 +156,4 @@ def _remove_if_left(folder: Path) -> None:
             if _lock(lock):
                 shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return  # another user's, or not locked yet by who is just making it
+        return  # it belongs to another user, or its creator has not locked it yet

@@ -1,14 +1,15 @@
-"""Memory that each rank's device may hold, corrected by near misses and failures in training.
+"""Memory budget of each rank's device, corrected by near misses and failures in training.
 
-Two things can be wrong, and each is learnt as what it is. The budget: a rank that ran out of
-memory may hold less than was thought. The prediction: a rank that held more than was predicted is
-planned for as much less, by a factor that is compared with what *plans* predict, so a steady error
-is learnt once and not again every iteration. Where devices share experts, what they hold depends on
-how many tokens choose theirs: what was held beyond the prediction is put down to that first, as a
-factor on that part of the memory alone, and at once, for it may come back where memory is short.
-Every change is an event with its iteration, kept
-beside the checkpoint: on resume, plans are made with the budgets that they were made with before,
-each from its iteration on.
+Three values are learned separately:
+
+- The budget: a rank that ran out of memory may hold less than was assumed.
+- The correction: a rank that held more than predicted gets plans whose prediction is lower by that
+  factor. The factor is relative to the predictions of *plans*, so a constant error is learned once.
+- The routing: with experts on several devices, memory depends on how many tokens choose each
+  expert. An excess is attributed to this first, as a factor on that part of the memory alone.
+
+Every change is an event with its iteration, saved next to the checkpoint. A resumed run therefore
+plans each iteration with the same budgets as before.
 """
 
 import math
@@ -22,12 +23,12 @@ from megatron_epp.ir.errors import quoted
 from megatron_epp.safe_files import bounded_text
 
 BUDGET_FILE = "epp-budget.txt"
-NEAR = 0.97  # of what a device may hold: above it a wrong prediction matters
-TOLERANCE = 1.01  # measured over corrected prediction; below it nothing is learnt
-SPARE = 0.95  # of what was held when memory ran out
-SHRINK = 0.9  # after the first failure of an iteration, at the least; then its square, ...
-ROUTING_STEP = 0.05  # in which the factor of experts grows: each time plans are made anew
-LEAST_SHRINK = 0.5  # ... but never by more than this at once: what is cut is not given back
+NEAR = 0.97  # fraction of the budget above which a wrong prediction matters
+TOLERANCE = 1.01  # measured over corrected prediction; nothing is learned below it
+SPARE = 0.95  # fraction of the bytes held when memory ran out
+SHRINK = 0.9  # headroom left after the first failure of an iteration; then its square, and so on
+ROUTING_STEP = 0.05  # granularity of the routing factor, as each change discards plans made ahead
+LEAST_SHRINK = 0.5  # lower bound of a single cut, because no cut is ever undone
 
 _EVENT = re.compile(
     r"iteration (\d{1,15}) stage (\d{1,15}) budget_bytes (\d{1,18}) correction (\d{1,9}\.\d{6}) "
@@ -36,16 +37,25 @@ _EVENT = re.compile(
 
 
 def cut(tried: int) -> float:
-    """Fraction of the headroom that is left when an iteration has failed for the ``tried``-th time:
-    0.9, 0.81 of that, 0.66 of that, and then a half each time."""
+    """Return the fraction of the headroom left after the ``tried``-th failure of an iteration.
+
+    The sequence is 0.9, then 0.81, then 0.66, then 0.5 each time, each relative to the one before.
+    """
     return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """From ``iteration`` on (its repetition included) a device of pipeline rank ``rank`` may hold
-    ``budget_bytes``, and holds ``correction`` times what is predicted for its chunks; experts of
-    the fullest device get ``routing`` times an even share of tokens."""
+    """Change of a memory budget, effective from an iteration on (its repetition included).
+
+    Attributes:
+        iteration: first iteration that the event applies to.
+        rank: pipeline rank.
+        budget_bytes: bytes that a device of ``rank`` may hold.
+        correction: bytes held for chunks over those predicted.
+        reason: text for the log and the file.
+        routing: tokens of the most loaded device's experts over an even distribution.
+    """
 
     iteration: int
     rank: int
@@ -59,7 +69,7 @@ class Event:
 
     @property
     def line(self) -> str:
-        """The line of the file, which calls a pipeline rank a stage."""
+        """Line of the file, which calls a pipeline rank a stage."""
         return self._text("stage")
 
     def _text(self, rank: str) -> str:
@@ -71,7 +81,11 @@ class Event:
 
     @classmethod
     def parse(cls, line: str) -> "Event":
-        """Parse a :attr:`line` of the file."""
+        """Parse a :attr:`line` of the file.
+
+        Raises:
+            ValueError: the line is not a budget event.
+        """
         match = _EVENT.fullmatch(line)
         if match is None:
             raise ValueError(
@@ -84,12 +98,17 @@ class Event:
 
 
 class MemoryBudget:
-    """``device_bytes``: what a device of every pipeline rank may hold, states included.
+    """Memory that a device of each pipeline rank may hold, and what training learns about it.
 
-    states_bytes   of every rank: weights, gradients, optimizer; what else is held is for chunks
-    corrections    of every rank: bytes held for chunks over those predicted, at least 1
-    routing        tokens of the fullest device's experts over an even share, at most ``most``:
-                   the devices that share them
+    Args:
+        device_bytes: budget of each pipeline rank, model states included.
+        states_bytes: weights, gradients and optimizer states of each rank; the rest is for chunks.
+        most: upper bound of ``routing``: the expert-parallel size.
+
+    Attributes:
+        corrections: for each rank, bytes held for chunks over those predicted, at least 1.
+        routing: tokens of the most loaded device's experts over an even distribution.
+        events: changes so far.
     """
 
     def __init__(
@@ -100,11 +119,11 @@ class MemoryBudget:
         self.corrections = (1.0,) * len(self.device_bytes)
         self.routing, self.most_routing = 1.0, most
         self.events: list[Event] = []
-        self._recorded: list[Event] = []  # of the run that is resumed, still to come
+        self._recorded: list[Event] = []  # events of the resumed run that are still to come
 
     @property
     def planned_bytes(self) -> tuple[float, ...]:
-        """Bytes that plans may predict for every pipeline rank, states included."""
+        """Bytes that plans may predict for each pipeline rank, model states included."""
         return tuple(
             states + (budget - states) / correction
             for budget, states, correction in zip(
@@ -115,11 +134,17 @@ class MemoryBudget:
     def failed(
         self, iteration: int, rank: int, held_bytes: int, what: str, tried: int = 1
     ) -> Event:
-        """``held_bytes`` for chunks were too much; ``what``: op and reason; ``tried``: how many
-        times the iteration has failed.
+        """Reduce the budget after an op ran out of memory, and return the event.
 
-        A first failure says how much there is. That it was followed by another one says that plans
-        need more than they predict.
+        The first failure of an iteration shows how much memory there is, and lowers the budget. A
+        repeated failure shows that plans need more than they predict, and raises the correction.
+
+        Args:
+            iteration: number of the iteration that failed.
+            rank: pipeline rank that failed.
+            held_bytes: bytes held for chunks when it failed.
+            what: op and reason, for the log.
+            tried: how often the iteration has failed, this time included.
         """
         states, correction = self.states_bytes[rank], self.corrections[rank]
         headroom = self.device_bytes[rank] - states
@@ -137,14 +162,18 @@ class MemoryBudget:
         peak_bytes: Sequence[float],
         routed_bytes: Callable[[], Sequence[float]] = tuple,
     ) -> list[Event]:
-        """Events that follow from the iteration's peaks (for chunks), measured against the
-        predicted ones (states included).
+        """Compare an iteration's peaks with its predictions, and return the resulting events.
 
-        ``routed_bytes()``: by how much each rank's would grow if the fullest device's experts got
-        one even share more; asked for only where more was held than predicted.
+        They take effect with the next iteration. While events of a resumed run are left, those are
+        applied instead.
 
-        Learnt from the next iteration on. While there are events of the run that is resumed, those
-        are what was learnt.
+        Args:
+            iteration: number of the iteration that ran.
+            predicted_bytes: predicted peak of each rank, model states included.
+            peak_bytes: measured peak of each rank, without model states.
+            routed_bytes: function that returns each rank's increase of the predicted peak if the
+                most loaded device got one even share of tokens more. It is called only if a rank
+                held more than predicted.
         """
         if self._recorded:
             due = [event for event in self._recorded if event.iteration <= iteration + 1]
@@ -173,7 +202,7 @@ class MemoryBudget:
         return learnt
 
     def _stepped(self, routing: float) -> float:
-        """The next step above, or the most that is possible."""
+        """Return the next routing step at or above ``routing``, limited to the maximum."""
         return min(self.most_routing, _rounded(math.ceil(routing / ROUTING_STEP) * ROUTING_STEP))
 
     def _routing_of(self, iteration: int, rank: int, routing: float) -> Event:
@@ -189,7 +218,7 @@ class MemoryBudget:
         )
 
     def _adopt(self, event: Event) -> Event:
-        """Apply ``event``. A budget is only lowered, a factor only raised."""
+        """Apply ``event``: budgets only shrink, factors only grow."""
         at = event.rank
         if event.budget_bytes < math.floor(self.device_bytes[at]):
             self.device_bytes = _with(self.device_bytes, at, float(event.budget_bytes))
@@ -198,23 +227,29 @@ class MemoryBudget:
         self.events.append(event)
         return event
 
-    # -------------------------------------------------------------- kept
+    # -------------------------------------------------------------- saved
 
     def save(self, folder: str) -> None:
+        """Write all events to the budget file in ``folder``."""
         events = (event.line for event in (*self.events, *self._recorded))
         lines = (f"stages {len(self.device_bytes)}", *events)
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
-        """Adopt the events of a run that is resumed behind ``iteration``; later ones when it is
-        their turn. ValueError: a file that cannot be read."""
+        """Apply the events of a resumed run up to the iteration after ``iteration``.
+
+        Later events are applied when their iteration is next.
+
+        Raises:
+            ValueError: the file cannot be parsed.
+        """
         path = Path(folder) / BUDGET_FILE
         if not path.exists():
             return
         text = bounded_text(path, "what training learnt about memory", "replace")
         head, *lines = text.splitlines() or [""]
         if head != f"stages {len(self.device_bytes)}":
-            return  # another number of pipeline ranks: nothing of this holds any more
+            return  # the number of pipeline ranks differs, so the events do not apply
         for number, line in enumerate(lines, 2):
             try:
                 event = Event.parse(line)
@@ -232,7 +267,7 @@ class MemoryBudget:
 
 
 def _rounded(factor: float) -> float:
-    """As the file keeps it, and not below: a resumed run must plan with the same."""
+    """Round up to the six decimals of the file, so that a resumed run plans with the same value."""
     return math.ceil(factor * 1e6) / 1e6
 
 

@@ -1,4 +1,4 @@
-"""An iteration observed: logged, recorded, drawn, compared with its prediction, learnt from."""
+"""Observation of iterations: log, records, comparison with predictions, and learning from them."""
 
 import dataclasses
 import logging
@@ -28,20 +28,28 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 MIB = 2**20
-SHORT_SECONDS = 1.0  # of waiting for the first plan, which are not worth a line
+SHORT_SECONDS = 1.0  # shorter waits for the first plan are not logged
 
-# One line on an iteration, for the log: its number, step, report, seconds waited for the plan.
+# Formats the log line of an iteration from its number, step, report and seconds waited for the
+# plan.
 Summary = Callable[[int, AcceptedStep, IterationReport, float], str]
-# Draws the same where the user looks (mcore/trainer/telemetry.py).
+# Writes the same to TensorBoard or Weights & Biases (mcore/trainer/telemetry.py).
 Telemetry = Callable[[int, AcceptedStep, IterationReport], None]
 
 
 class Observer:
-    """Follows the iterations of a job. What it keeps is never worth the training itself.
+    """Observer of a job's iterations; a failure to record them never ends training.
 
-    loaded_from   the folder of the run that is resumed, which has learnt before
-    search_ahead  called after every iteration whose plans the job makes: whether the cost model is
-                  another one now
+    Args:
+        groups: process groups of the job.
+        steps: source of the steps.
+        monitor: monitor of predicted against measured seconds.
+        recorder: writer of ``--epp-record``, if any.
+        summary: formatter of the log line.
+        telemetry: writer of scalars.
+        loaded_from: folder of the run that is resumed, with what that run learned.
+        search_ahead: called after each iteration that this job planned, with whether the cost model
+            has changed.
     """
 
     def __init__(
@@ -63,8 +71,7 @@ class Observer:
         self._try = BestEffort()
 
     def resume(self, iteration: int) -> None:
-        """Once, before the first iteration: plan as the run before the checkpoint would have
-        planned on, with its budgets and its cost model."""
+        """Restore the memory budgets and the cost model of a resumed run before it begins."""
         if self._resumed:
             return
         self._resumed = True
@@ -85,8 +92,14 @@ class Observer:
         failure: Failure | None,
         host_bytes: int = 0,
     ) -> IterationReport:
-        """Reports of ``step`` from all ranks, given this rank's ``records`` of it and the most that
-        it held in its host's memory. Collective."""
+        """Gather the reports of all ranks on ``step``. Collective.
+
+        Args:
+            step: step that this rank ran.
+            records: timed ops of this rank.
+            failure: op at which this rank ran out of memory, if it did.
+            host_bytes: peak of this rank's offloaded bytes in host memory.
+        """
         groups, predicted = self.groups, 0.0
         plan, block = step.plan_of(groups.replica), step.plans
         if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
@@ -96,7 +109,7 @@ class Observer:
         return gather_report(own_report, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt) -> None:
-        """A training iteration is through. Collective."""
+        """Log, record and learn from a finished training iteration. Collective."""
         self._record(iteration, done)
         step, report = done.step, done.report
         waited = step.planning.waited_seconds
@@ -138,7 +151,7 @@ class Observer:
             )
 
     def _of_chunks(self, step: AcceptedStep) -> tuple[float, ...]:
-        """Return predicted peaks as they are measured: of chunks, without the states."""
+        """Return predicted peaks as they are measured: chunks only, without model states."""
         predicted = step.predicted_peak_bytes
         if not (predicted and isinstance(self.steps, PredictingSource)):
             return predicted
@@ -148,7 +161,7 @@ class Observer:
     def _learn(
         self, iteration: int, steps: AdaptiveSource, step: AcceptedStep, report: IterationReport
     ) -> None:
-        """Where a peak came near its budget and was predicted lower, plan with less from now on."""
+        """Reduce the memory of plans if a peak came near its budget and exceeded its prediction."""
         if not step.predicted_peak_bytes:
             return
         learnt = steps.budget.measured(
@@ -164,8 +177,11 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
-        """The part of each rank's peak that routing decides, from the ranks that have plans made.
-        Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
+        """Return the part of each rank's peak that depends on expert routing. Collective.
+
+        Only ranks that plan compute it. All ranks call it or none does, as peaks and predictions
+        are the same on all ranks.
+        """
         groups = self.groups
         own = routed_bytes(cost, step.plans) if groups.plans else [0.0] * groups.pipeline_size
         return largest(own, groups.control)
@@ -174,7 +190,14 @@ class Observer:
 def summary_line(
     iteration: int, step: AcceptedStep, report: IterationReport, waited_seconds: float
 ) -> str:
-    """One line on an iteration: what was predicted, what was measured."""
+    """Return the log line of an iteration: predicted and measured seconds, peaks and waits.
+
+    Args:
+        iteration: number of the iteration.
+        step: its step, with the predictions.
+        report: its measurements.
+        waited_seconds: time that training waited for the plan.
+    """
     predicted, planning = step.predicted_seconds, step.planning
     seconds = f"{report.seconds:.3f} s"
     peaks = [f"{peak / MIB:.1f}" for peak in report.peak_bytes]

@@ -1,4 +1,4 @@
-"""Steps planned as training goes: every replica's part on one of its hosts, for its ranks alone."""
+"""Steps planned during training: one host plans each replica's part, and only its ranks get it."""
 
 import logging
 import time
@@ -24,19 +24,30 @@ from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-FALLBACK = "packing"  # whole documents side by side: needs no search
-_ROUNDING = 1e-9  # of a prediction in GiB
+FALLBACK = "packing"  # packs whole documents; needs no search
+_ROUNDING = 1e-9  # relative rounding error of a prediction in GiB
 
 
 class PlannedSteps:
-    """Steps of which each replica has its own part planned, and its ranks get the text of that.
+    """Source that has the part of each replica planned, and broadcasts its text to that replica.
 
-    Which documents a replica has follows from lengths and cost model, alike on all hosts. Replicas
-    in lockstep are planned together. With ``processes`` above 0 processes of their own plan, at
-    most so many on this rank, each on another iteration. When one fails, training goes on with the
-    fallback planner for that iteration and replica, which is logged and kept: ``fallbacks`` also
-    names those of a run that is resumed. Plans stay within ``budget``, which is kept in
-    ``folders``; whoever changes it calls :meth:`narrow`.
+    The assignment of documents to replicas follows from lengths and cost model, and is the same on
+    all hosts. Replicas in lockstep are planned together. If a planner process fails, the fallback
+    planner plans that iteration of the replica. The fallback is logged and recorded for a resumed
+    run.
+
+    Args:
+        cost: cost model of the job.
+        options: options of the planners.
+        planner: name of the planner.
+        groups: process groups of the job.
+        processes: most planner processes on this rank, each on another iteration; 0 plans in this
+            process.
+        fallbacks: fallbacks of this run and of the run that it resumes.
+        folders: folders in which the memory budget is saved.
+
+    Attributes:
+        budget: memory budget of the plans; call :meth:`narrow` after changing it.
     """
 
     def __init__(
@@ -63,12 +74,12 @@ class PlannedSteps:
 
     @property
     def _first(self) -> int:
-        """The first of the replicas that are planned together."""
+        """First of the replicas that are planned together."""
         return self.groups.replica - self.groups.replica % self.options.lockstep
 
     @property
     def _place(self) -> tuple[int, int] | None:
-        """Whose fallbacks are kept: one block's among several; None where there is one."""
+        """Key of this replica's fallbacks: None if all replicas are planned together."""
         replicas = self.groups.replicas
         return None if replicas == self.options.lockstep else (self._first, replicas)
 
@@ -81,7 +92,7 @@ class PlannedSteps:
             self.pool.restart()
 
     def narrow(self) -> None:
-        """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
+        """Save the budget and plan with it from now on; discard plans made ahead."""
         profile = replace(self.cost.layout.profile, routing=self.budget.routing)
         cost = self.cost.replace(profile=profile)
         self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
@@ -94,8 +105,10 @@ class PlannedSteps:
         self._start_anew()
 
     def shrink_evaluation(self, tokens: int) -> None:
-        """Evaluate in chunks of at most ``tokens`` from now on. Not kept for a resumed run: the
-        loss is the same, however it is computed."""
+        """Evaluate in chunks of at most ``tokens`` from now on.
+
+        This is not saved for a resumed run, because the loss does not depend on the chunks.
+        """
         self._evaluation_tokens = tokens
 
     def adopt(self, profile: Profile) -> None:
@@ -105,12 +118,12 @@ class PlannedSteps:
         self._start_anew()
 
     def took(self, seconds: float) -> None:
-        """The last iteration's seconds, by which a planner process is judged to hang."""
+        """Set the time of the last iteration, from which time-outs of processes follow."""
         if self.pool is not None:
             self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return this replica's part. Collective over the ranks of those planned together."""
+        """Return this replica's part. Collective over the ranks that are planned together."""
         group = self.groups.planned_together
         planning = Planning()
 
@@ -124,7 +137,7 @@ class PlannedSteps:
 
         self._fell_back = ""
         sourced = shared(plan, group, self.groups.planner, StepPart.parse)
-        if self.groups.block is not None:  # else all ranks compare the text (accept.py)
+        if self.groups.block is not None:  # otherwise all ranks compare the text (accept.py)
             agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
         return replace(sourced, planning=planning)
 
@@ -138,7 +151,7 @@ class PlannedSteps:
     def _plan(
         self, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Return the part and its text, on the rank that has it made."""
+        """Return the part and its text; only the rank that plans calls this."""
         if forward_only and self._evaluation_tokens is not None:
             return self._planned_here(lengths, self.planner, True)
         planner = self.planner
@@ -152,7 +165,7 @@ class PlannedSteps:
             except PlannerFailed as failure:
                 if not forward_only:
                     return self._stand_in(self.pool, iteration, lengths, failure)
-                # Evaluations are planned alike by everybody.
+                # Evaluations need no recorded fallback: any plan gives the same loss.
                 logger.warning("an evaluation: the planner failed (%s)", failure)
         return self._planned_here(lengths, planner, forward_only)
 
@@ -163,8 +176,8 @@ class PlannedSteps:
     def _planned_here(
         self, lengths: Sequence[int], planner: str, forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Plan in this process."""
-        # Imported where plans are made: solver and compiler take seconds to load.
+        """Plan in this process instead of a planner process."""
+        # Imported only where plans are made: solver and compiler take seconds to load.
         from megatron_epp.planner import evaluation_part, plan_part
 
         place = self.groups.replicas, self._first
@@ -178,7 +191,12 @@ class PlannedSteps:
     def _asked(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """A planner process's part. PlannerFailed: it gave none; PlanError: there can be none."""
+        """Return the part of a planner process and its text.
+
+        Raises:
+            PlannerFailed: the process gave no answer.
+            PlanError: no plan fits.
+        """
         try:
             text = pool.reply(iteration, lengths, forward_only)["step"]
         except PlannerRefused as refusal:
@@ -188,7 +206,7 @@ class PlannedSteps:
     def _stand_in(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
     ) -> tuple[StepPart, str]:
-        """The fallback's part, which is kept; where that does not fit, the planner's after all."""
+        """Return the fallback's part and record it; if it does not fit, ask the planner again."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
             part, text = self._planned_here(lengths, FALLBACK, False)
@@ -207,7 +225,7 @@ class PlannedSteps:
         return part, text
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Have rank 0 keep which replicas' plans the fallback made in ``iteration``. Collective."""
+        """Have rank 0 record which replicas the fallback planned in ``iteration``. Collective."""
         control = self.groups.control
         own = (self._place, self._fell_back) if self._fell_back else None
         every: list[Any] | None = [None] * control.size() if control.rank() == 0 else None
@@ -216,7 +234,7 @@ class PlannedSteps:
             self.fallbacks.add(iteration, FALLBACK, reason, place)
 
     def _require_fit(self, step: StepPart) -> None:
-        """Raise a PlanError where a rank's predicted peak is above the budget of its device."""
+        """Raise a PlanError if a rank's predicted peak exceeds the budget of its device."""
         for plan in step.plans:
             if plan.predicted is None:
                 continue
@@ -240,7 +258,7 @@ class PlannedSteps:
         return f" ({held / GIB:.4g} GiB, as chunks hold {correction:.3g} times what is predicted)"
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Have the iterations after ``iteration`` planned, as far ahead as planning takes."""
+        """Request plans of the iterations after ``iteration``, as far ahead as planning takes."""
         if self.pool is None:
             return
         for later in range(1, self.pool.ahead + 1):
@@ -256,9 +274,18 @@ def shared(
     source: int = 0,
     parse: Callable[[str], Step | StepPart] = Step.parse,
 ) -> SourcedStep:
-    """The step that rank ``source`` of ``group`` plans, on every rank; its refusal is everybody's.
+    """Plan on rank ``source`` of ``group`` and return the step on every rank. Collective.
 
-    Collective. The text is printed once, by who made the step, and parsed once on every rank.
+    The planning rank prints the text once, and every other rank parses it once.
+
+    Args:
+        plan: function that makes the step; only rank ``source`` calls it.
+        group: process group of the ranks that need the step.
+        source: rank of ``group`` that plans.
+        parse: parser of the text.
+
+    Raises:
+        ValueError: ``plan`` raised one on rank ``source``; all ranks raise it.
     """
     sourced, text, error = None, None, None
     if group.rank() == source:

@@ -1,7 +1,7 @@
-"""Planner processes of one replica, each on another iteration.
+"""Planner processes of one replica, each of which plans a different iteration.
 
-How many there are changes when a plan is there, never what it says: a request is answered by one
-process, from its lengths alone.
+The number of processes changes when a plan is ready, but not the plan: one process answers each
+request, from its lengths alone.
 """
 
 import hashlib
@@ -16,15 +16,15 @@ from typing import Any
 
 from megatron_epp.control.planner_process import PlannerProcess
 
-# Plans and iterations that are remembered; and by how much planning may take longer than it did.
+# Number of recent plans and iterations whose times count; safety factor on the planning time.
 REMEMBERED_PLANS = 8
 MARGIN = 1.25
-# Memory that one process takes, compiled code and solver included.
+# Memory of one process, compiled code and solver included.
 PROCESS_BYTES = 400 << 20
 
 
 def default_cores(local_ranks: int) -> int:
-    """Return cores of this host for planner processes: half of those that its ranks leave idle."""
+    """Return the number of cores for planner processes: half of those that the ranks leave."""
     return max(1, (len(os.sched_getaffinity(0)) - local_ranks) // 2)
 
 
@@ -36,15 +36,19 @@ class _Request:
 
 
 class PlannerPool:
-    """At most ``most`` processes, of which ``make`` starts one.
+    """Planner processes that a replica asks for the plans of coming iterations.
 
-    Another one is started when the processes there are cannot keep up with the iterations.
+    The pool starts another process when the existing ones cannot keep up with the iterations.
 
-    discarded   plans that were asked for and not used
+    Args:
+        make: function that starts a process.
+        most: upper bound of the number of processes.
+
+    Attributes:
+        discarded: number of plans that were requested and not used.
     """
 
     def __init__(self, make: Callable[[], PlannerProcess], most: int = 1):
-        """Start one process."""
         self._make, self.most = make, max(1, most)
         self.processes: list[PlannerProcess] = []
         self.discarded = 0
@@ -52,14 +56,14 @@ class PlannerPool:
         self._requests: dict[str, _Request] = {}
         self._planning: deque[float] = deque(maxlen=REMEMBERED_PLANS)
         self._iterations: deque[float] = deque(maxlen=REMEMBERED_PLANS)
-        self._since: float | None = None  # when the trainer last got a plan
+        self._since: float | None = None  # time at which training last received a plan
         self._start()
 
     @property
     def ahead(self) -> int:
-        """How many iterations ahead to plan, one process for each.
+        """Number of iterations to plan ahead, one process each.
 
-        As many as iterations go by while one is planned, the slowest of late.
+        It is the number of iterations that run while the slowest recent plan is made.
         """
         if not (self._planning and self._iterations):
             return 1
@@ -69,11 +73,11 @@ class PlannerPool:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest plan of late."""
+        """Seconds of the slowest recent plan."""
         return max(self._planning, default=0.0)
 
     def ask(self, iteration: int, lengths: Sequence[int], forward_only: bool = False) -> str:
-        """Have a plan made, unless it is under way; return the request's name."""
+        """Request a plan unless the request is pending, and return the request's name."""
         name = _request_name(iteration, lengths, forward_only)
         if name in self._requests:
             request = self._requests[name]
@@ -88,7 +92,11 @@ class PlannerPool:
         return name
 
     def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> dict[str, Any]:
-        """Return the reply for an iteration that training runs now. PlannerFailed: none comes."""
+        """Return the reply for the iteration that training runs now.
+
+        Raises:
+            PlannerFailed: no reply comes.
+        """
         if self._since is not None and not forward_only:
             self._iterations.append(time.monotonic() - self._since)
         name = self.ask(iteration, lengths, forward_only)
@@ -104,20 +112,20 @@ class PlannerPool:
         return reply
 
     def took(self, seconds: float) -> None:
-        """Note the last iteration's seconds, by which a process is judged to hang."""
+        """Set the time of the last iteration, from which the time-out of a process follows."""
         self._took = seconds
         for process in self.processes:
             process.iteration_seconds = seconds
 
     def _drop(self, stale: Callable[[_Request], bool]) -> None:
-        """Discard what was asked for and is not going to be used."""
+        """Discard requests that will not be used."""
         for name in [name for name, request in self._requests.items() if stale(request)]:
             request = self._requests.pop(name)
             request.process.forget(name)
             self.discarded += 1
 
     def restart(self) -> None:
-        """Plan otherwise from now on: what was planned ahead is discarded."""
+        """Discard plans made ahead and start the processes anew, as their settings changed."""
         self._drop(lambda request: True)
         count = len(self.processes)
         self.close()
@@ -138,6 +146,6 @@ class PlannerPool:
 
 
 def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
-    """Names what a plan depends on, so that a reply is never used for another batch."""
+    """Return a name that depends on all that the plan does, so that a reply fits only its batch."""
     digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
     return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"

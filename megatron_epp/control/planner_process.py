@@ -1,8 +1,8 @@
-"""A planner process, seen from the trainer: asked iterations ahead, replaced when it dies.
+"""Planner process as the trainer sees it: it plans iterations ahead and is replaced if it dies.
 
-A subprocess that reads and writes lines of JSON, and no pool of forked or spawned workers: a
-trainer that has a CUDA context cannot be forked, a spawned worker would import the trainer's main
-module, and a process with a command line of its own can be run, fed and watched by hand.
+It is a subprocess that reads and writes lines of JSON, not a pool of workers. A trainer with a CUDA
+context cannot be forked, and a spawned worker would import the trainer's main module. A process
+with a command line of its own can also be run and inspected by hand.
 """
 
 import atexit
@@ -26,15 +26,15 @@ from megatron_epp.cost.layer_kinds import format_kinds
 
 logger = logging.getLogger(__name__)
 
-# A reply that takes longer counts as a planner that hangs: so many iterations' time, as a plan that
-# takes longer is worth less than the iterations it would hold up. Never less than a process needs
-# to start on a busy host, nor more than what the other ranks, who wait in a collective meanwhile,
-# have patience for (--distributed-timeout-minutes, 10). Before the first iteration nobody knows.
+# A planner that takes longer than this many iterations counts as hung, because waiting longer costs
+# more than the plan gains. The bounds: a process needs time to start on a busy host, and the other
+# ranks wait in a collective (--distributed-timeout-minutes, 10). Before the first iteration the
+# upper bound applies.
 PATIENCE_ITERATIONS = 20
 LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
-# After this long without a plan the log says what training waits for.
+# Wait without a plan after which the log says what training waits for.
 SILENCE_SECONDS = 30.0
-# Trainers come first where cores are few.
+# Trainers have priority where cores are scarce.
 NICENESS = 5
 
 
@@ -50,21 +50,28 @@ def end_with_reader(replies: int) -> None:
 
 
 class PlannerFailed(RuntimeError):
-    """No plan came: the process died, hung, or answered with an error."""
+    """Failure to return a plan: the process died, hung, or answered with an error."""
 
 
 class PlannerRefused(PlannerFailed):
-    """The planner lives and says why these documents cannot be planned."""
+    """Refusal of a working planner, with the reason why these documents cannot be planned."""
 
 
 class PlannerProcess:
-    """``python -m megatron_epp serve`` over pipes: requests out, replies in, in one order.
+    """Process ``python -m megatron_epp serve``, with requests and replies over pipes.
 
-    Requests do not wait; :meth:`reply` waits for one. A process that died is started anew with
-    the next request.
+    :meth:`ask` does not wait; :meth:`reply` waits for one reply. A process that has died is started
+    again with the next request.
 
-    replica             whose plans it makes, and of those in lockstep with it; None: whole steps
-    iteration_seconds   what an iteration took of late, where one has run
+    Args:
+        cost: cost model to plan with.
+        options: options of the planners.
+        planner: name of the planner.
+        replicas: data-parallel size.
+        replica: replica to plan for, with those in lockstep with it; None plans whole steps.
+
+    Attributes:
+        iteration_seconds: time of a recent iteration; None before the first.
     """
 
     def __init__(
@@ -77,13 +84,13 @@ class PlannerProcess:
     ):
         self.planner, self.replicas, self.replica = planner, replicas, replica
         self.iteration_seconds: float | None = None
-        # Has no name in any folder, so however this job ends nothing is left of it.
+        # An unnamed file, so that nothing remains however this job ends.
         self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
         layout = cost.layout
         self._profile.write(layout.profile.to_json())
         self._profile.flush()
         budgets = [repr(budget / GIB) for budget in cost.device_budget_bytes]
-        # Named where it could do nothing, this lever is refused.
+        # The command refuses this lever where it has no effect.
         idle = {"local"} if layout.cp == 1 or options.lockstep > 1 else set[str]()
         self._command = [
             *(sys.executable, "-m", "megatron_epp", "serve"),
@@ -113,7 +120,7 @@ class PlannerProcess:
         atexit.register(self.close)
 
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
-        """Send a request unless one of that name is under way."""
+        """Send a request unless one of the same name is pending."""
         if name in self._asked:
             return
         if self._process is None or self._process.poll() is not None:
@@ -131,11 +138,16 @@ class PlannerProcess:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, OSError):
-            return  # reply() will tell
+            return  # reply() reports it
         self._asked.add(name)
 
     def reply(self, name: str) -> dict[str, Any]:
-        """The reply to the request ``name``; a :class:`PlannerFailed` where none will come."""
+        """Wait for the reply to the request ``name`` and return it.
+
+        Raises:
+            PlannerRefused: the planner says that these documents cannot be planned.
+            PlannerFailed: no reply will come.
+        """
         began = time.monotonic()
         while name not in self._replies:
             if name not in self._asked:
@@ -148,25 +160,25 @@ class PlannerProcess:
         return reply
 
     def forget(self, name: str) -> None:
-        """Drop the request ``name``, which nobody will use, or its reply."""
+        """Drop the request ``name`` or its reply, which will not be used."""
         self._replies.pop(name, None)
         if name in self._asked:
             self._unwanted.add(name)
 
     def collect(self) -> None:
-        """Take replies that have come, without waiting: a full pipe would hold the process up."""
+        """Read the replies that have arrived; a full pipe would block the process."""
         while self._process is not None and self._readable.select(0):
             assert self._process.stdout is not None
             data = os.read(self._process.stdout.fileno(), 1 << 20)
             if not data:
-                return  # it has ended, which reply() finds
+                return  # the process has ended, which reply() reports
             self._read += data
             while b"\n" in self._read:
                 line, _, self._read = self._read.partition(b"\n")
                 self._take(line)
 
     def _take(self, line: bytes) -> None:
-        """Keep a reply."""
+        """Store the reply in ``line``, unless its request was dropped."""
         reply = json.loads(line)
         name = reply["id"]
         self._asked.discard(name)
@@ -177,24 +189,24 @@ class PlannerProcess:
 
     @property
     def unanswered(self) -> int:
-        """Requests that the process still works on."""
+        """Number of requests that the process has not answered."""
         return len(self._asked)
 
     @property
     def pid(self) -> int | None:
-        """The process id, while there is a process."""
+        """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
     def patience_seconds(self) -> float:
-        """How long a reply may take."""
+        """Seconds that a reply may take."""
         if self.iteration_seconds is None:
             return MOST_PATIENCE_SECONDS
         patience = PATIENCE_ITERATIONS * self.iteration_seconds
         return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
 
     def _line(self, name: str, began: float) -> bytes:
-        """The next line of the process; ``name`` is waited for since ``began``."""
+        """Return the next line of the process, waiting for ``name`` since ``began``."""
         patience = self.patience_seconds
         report_at = began + min(SILENCE_SECONDS, patience)
         while b"\n" not in self._read:
@@ -224,7 +236,7 @@ class PlannerProcess:
         package = str(Path(__file__).parents[2])
         path = [package, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        self._profile.seek(0)  # where /dev/fd shares the place in the file, it begins there
+        self._profile.seek(0)  # if /dev/fd shares the file offset, the process reads from here
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -243,7 +255,7 @@ class PlannerProcess:
         return process
 
     def _stop(self) -> None:
-        """End the process, if there is one, and forget what it was asked."""
+        """Kill the process, if there is one, and forget its requests."""
         self._asked, self._unwanted, self._replies = set(), set(), {}
         if self._process is not None:
             self._process.kill()
@@ -255,6 +267,7 @@ class PlannerProcess:
             self._process = None
 
     def close(self) -> None:
+        """End the process and delete its cost model."""
         self._stop()
         self._profile.close()
         atexit.unregister(self.close)

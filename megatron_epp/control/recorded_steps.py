@@ -1,4 +1,4 @@
-"""Steps that somebody else made: one file for every iteration, or a folder of recorded steps."""
+"""Steps read from files: one file for every iteration, or a folder of recorded steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,13 +7,15 @@ from megatron_epp.control.step_source import Following, SourcedStep
 from megatron_epp.ir import Plan, PlanError, Step
 from megatron_epp.safe_files import read_bounded
 
-MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few
+MOST_BYTES = 256 << 20  # of a file; a plan of a hundred thousand chunks has a few MiB
 
 
 class RecordedSteps:
-    """Reads ``--epp-plan``; every rank reads it, and the ranks compare what they read.
+    """Source of the steps in ``--epp-plan``; every rank reads it, and the ranks compare the texts.
 
-    ValueError: there is nothing to read. PlanError: what is there is no step.
+    Raises:
+        ValueError: the file or folder does not exist, or is no text.
+        PlanError: the text is not a valid step.
     """
 
     def __init__(self, path: str):
@@ -25,6 +27,7 @@ class RecordedSteps:
             self._step = _read(self.path)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        """Return the step of ``iteration``, or the only one."""
         if self._step is not None:
             return self._step
         path = self.path / f"iteration-{iteration:06d}.step"
@@ -33,11 +36,15 @@ class RecordedSteps:
         return _read(path)
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Nothing to prepare: the plan is there."""
+        """Do nothing: recorded steps need no preparation."""
 
 
 def first_recorded(path: str) -> Plan:
-    """A plan of ``--epp-plan``, to tell what they all have in common. ValueError: there is none."""
+    """Return the first plan of ``--epp-plan``, which shows what all of them have in common.
+
+    Raises:
+        ValueError: there is none.
+    """
     source = RecordedSteps(path)
     if source._step is not None:
         return source._step.step.plans[0]

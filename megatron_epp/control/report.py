@@ -1,4 +1,4 @@
-"""Reports of an iteration: every rank's records, gathered, summed up and, if wanted, written."""
+"""Reports of an iteration: every rank's records, gathered, summarised and optionally written."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -38,19 +38,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One pipeline rank's iteration in a few numbers; seconds and bytes.
+    """Summary of one pipeline rank's iteration; times in seconds.
 
-    start, stop   of its first and last op
-    busy          in F, B, I, W
-    waiting       in receives and sends
-    peak_bytes    the most held for chunks
-    predicted_busy   what the cost model predicted for ``busy``; 0 where there is none
-    failure       the op that ran out of memory, and its stage, if one did; ``held_bytes``, how
-                  much was held
-    host_bytes    the most that offloaded layers took of the host's memory
-    failed_tokens of the chunk that memory ran out at; in lockstep, of the largest that ran with it
-    chunks        of the replica's plan
-    recomputed, recomputed_in_part   layers of its chunks that are, over all
+    Attributes:
+        replica: data-parallel rank.
+        rank: pipeline rank.
+        start: start of the first op.
+        stop: stop of the last op.
+        busy: time in F, B, I and W.
+        waiting: time in receives and sends.
+        peak_bytes: peak of the bytes held for chunks.
+        predicted_busy: the cost model's prediction of ``busy``; 0 if there is none.
+        failure: op that ran out of memory and its stage, if one did.
+        held_bytes: bytes held when ``failure`` ran out of memory.
+        host_bytes: peak of the offloaded layers in host memory.
+        failed_tokens: tokens of the chunk of ``failure``; in lockstep, of the largest chunk that
+            ran with it.
+        chunks: chunks of the replica's plan.
+        recomputed: fraction of its layers (over all chunks) that are recomputed in full.
+        recomputed_in_part: fraction of its layers with selective recomputation.
     """
 
     replica: int
@@ -80,7 +86,17 @@ class RankReport:
         host_bytes: int = 0,
         block: Sequence[Plan] = (),
     ) -> "RankReport":
-        """Sum up a rank's ``records``; ``block``: the plans of the replicas in lockstep with it."""
+        """Summarise a rank's ``records``.
+
+        Args:
+            replica: data-parallel rank.
+            rank: pipeline rank.
+            records: timed ops of the rank, in order.
+            predicted_busy: predicted seconds of its ops.
+            failure: op that ran out of memory, if one did.
+            host_bytes: peak of the offloaded layers in host memory.
+            block: plans of the replicas in lockstep with it, its own included.
+        """
         modes = _layer_modes(block, replica)
         failed = () if failure is None else [p.chunks[failure.op.chunk].tokens for p in block]
         return cls(
@@ -104,18 +120,19 @@ class RankReport:
 
     @property
     def failed_op(self) -> str:
-        """Text such as ``F3 of stage 2``."""
+        """Failed op and its stage, such as ``F3 of stage 2``."""
         assert self.failure is not None, "no op ran out of memory"
         return f"{self.failure.op} of stage {self.failure.stage}"
 
     def row(self) -> list[float]:
-        """Return every field as a number, the first three of the failure; inverse: ``from_row``."""
+        """Return all fields as numbers, the failure's three first; see :meth:`from_row`."""
         op = self.failure
         failure = (-1, 0, 0) if op is None else (COMPUTE.index(op.kind), op.chunk, op.stage)
         return [*map(float, (*failure, *(getattr(self, field.name) for field in _numbers())))]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankReport":
+        """Return the report that :meth:`row` turned into numbers."""
         kind, chunk, stage, *numbers = row
         op = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
         failure = None if op is None else StageOp(int(stage), op)
@@ -147,21 +164,22 @@ class IterationReport:
 
     @property
     def seconds(self) -> float:
+        """Time from the first op's start to the last op's stop over all ranks."""
         return max(each.stop for each in self.ranks) - min(each.start for each in self.ranks)
 
     @property
     def chunks(self) -> int:
-        """Chunks of all replicas' plans."""
+        """Number of chunks in the plans of all replicas."""
         return sum(each.chunks for each in self._of_replicas())
 
     @property
     def recomputed(self) -> float:
-        """Layers that are recomputed, over those of all chunks of all replicas."""
+        """Fraction of the layers of all chunks and replicas that are recomputed in full."""
         return self._mean(lambda report: report.recomputed)
 
     @property
     def recomputed_in_part(self) -> float:
-        """Layers of which modules are recomputed, likewise."""
+        """Fraction of the layers of all chunks and replicas with selective recomputation."""
         return self._mean(lambda report: report.recomputed_in_part)
 
     def _mean(self, ratio: Callable[[RankReport], float]) -> float:
@@ -173,17 +191,17 @@ class IterationReport:
 
     @property
     def bubble_ratio(self) -> float:
-        """Time in which ranks run no op, over ranks x iteration."""
+        """Fraction of the ranks' time in which they run no op."""
         return 1 - sum(each.busy for each in self.ranks) / (len(self.ranks) * self.seconds)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, the worst replica's."""
+        """Peak of each pipeline rank in its worst replica."""
         return self._worst(lambda report: report.peak_bytes)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Per pipeline rank, the worst replica's."""
+        """Host-memory peak of each pipeline rank in its worst replica."""
         return self._worst(lambda report: report.host_bytes)
 
     def _worst(self, bytes_of: Callable[[RankReport], int]) -> tuple[int, ...]:
@@ -194,11 +212,11 @@ class IterationReport:
 
 
 def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All pipeline ranks' reports on every rank: one all-gather of eighteen doubles on the host."""
+    """Gather the reports of all pipeline ranks on every rank, in one all-gather on the CPU."""
     row = torch.tensor([float(leads), *own_report.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
-    # A failure of any rank counts, whichever reports for its pipeline rank.
+    # A failure counts on any rank; otherwise one rank reports for its pipeline rank.
     read = [
         (leading, RankReport.from_row(report))
         for leading, *report in rows.view(group.size(), -1).tolist()
@@ -211,9 +229,18 @@ PLANNING_COLUMNS = ("iteration", "waited_seconds", "iterations_ahead", "discarde
 
 
 class Recorder:
-    """Writes ``iteration-000001.step`` and, per replica, ``...replica-0.timed`` into a folder, and
-    ``errors.txt``: predicted against measured seconds by stage, op, slice and context; and
-    ``planning.csv``: how long every iteration waited for its plan."""
+    """Writer of the files of ``--epp-record``.
+
+    For each iteration it writes ``iteration-000001.step`` and one ``...replica-0.timed`` per
+    replica. ``errors.txt`` compares predicted with measured seconds by stage, op, slice and
+    context. ``planning.csv`` has how long every iteration waited for its plan.
+
+    Args:
+        folder: folder of the files, created if missing.
+
+    Raises:
+        ValueError: the folder cannot be created.
+    """
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
@@ -224,6 +251,7 @@ class Recorder:
             raise ValueError(f"--epp-record {folder}: {error.strerror}; name a folder") from error
 
     def path(self, iteration: int, what: str) -> Path:
+        """Return the file of ``iteration`` with the suffix ``what``."""
         return self.folder / f"iteration-{iteration:06d}.{what}"
 
     def write(
@@ -234,7 +262,15 @@ class Recorder:
         cost: Cost | None = None,
         planning: Planning | None = None,
     ) -> None:
-        """``cost`` is what ops were predicted by: then a table of its errors is kept, too."""
+        """Write the files of one iteration.
+
+        Args:
+            iteration: number of the iteration.
+            step: its step, with the plans of all replicas.
+            records: timed ops of each replica.
+            cost: cost model that predicted the ops; None writes no error table.
+            planning: how the plan came about; None adds no row to ``planning.csv``.
+        """
         if planning is not None:
             self._waits[iteration] = (
                 f"{iteration},{planning.waited_seconds:.6f},{planning.ahead},{planning.discarded}"
@@ -262,9 +298,12 @@ class Recorder:
 def gather_records(
     part: StepPart, records: tuple[Timed, ...], groups: Groups
 ) -> tuple[Step, dict[int, list[Timed]]] | None:
-    """On rank 0, the whole step and every replica's records; None elsewhere. Collective."""
+    """Gather the whole step and every replica's records on rank 0; return None elsewhere.
+
+    Collective.
+    """
     group = groups.control
-    text = str(part) if groups.plans else ""  # once for each block
+    text = str(part) if groups.plans else ""  # sent once for each lockstep group
     message = (groups.replica, format_records(records), text) if groups.leads else ("", "", text)
     every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(message, every, group=group, group_dst=0)

@@ -1,6 +1,6 @@
-"""Out of memory: the iteration counts for nothing and is repeated with less, a few times at most.
+"""Repetition of an iteration that ran out of memory, with less memory each time.
 
-All ranks know all failures, so all decide alike.
+All ranks know the failures of all ranks, so all decide alike.
 """
 
 import logging
@@ -18,14 +18,14 @@ from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
 
-# Every repetition takes more than the one before (memory_budget.cut): behind the last of them less
-# than a fiftieth of the headroom is left, and memory is not what is wrong with the plans.
+# Each repetition cuts more than the one before (memory_budget.cut). After the last one less than a
+# fiftieth of the headroom is left, so the plans are not the cause.
 MOST_REPETITIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An iteration that was run: its step, this rank's records of it, and what became of all."""
+    """Iteration that was run: its step, this rank's records, and the reports of all ranks."""
 
     step: AcceptedStep
     records: tuple[Timed, ...]
@@ -33,11 +33,11 @@ class Attempt:
 
 
 class Retry:
-    """Repeats iterations that run out of memory. ``steps`` must be able to plan otherwise."""
+    """Runner that repeats iterations that run out of memory; ``steps`` must be able to replan."""
 
     def __init__(self, steps: StepSource, groups: Groups):
         self.steps, self.groups = steps, groups
-        self._evaluation_tokens: float = math.inf  # of a chunk; memory ran out with more
+        self._evaluation_tokens: float = math.inf  # limit of a chunk that all evaluations keep
 
     def run(
         self,
@@ -46,9 +46,16 @@ class Retry:
         attempt: Callable[[], Attempt],
         undo: Callable[[], None],
     ) -> Attempt:
-        """The first ``attempt`` for which there is memory; ``undo`` what each before has left.
+        """Run ``attempt`` until it has enough memory, and return its result.
 
-        PlanError: there is none, and no other plan can be made.
+        Args:
+            iteration: number of the iteration.
+            forward_only: whether it is an evaluation.
+            attempt: function that runs the iteration.
+            undo: function that discards the results of a failed attempt.
+
+        Raises:
+            PlanError: memory does not suffice and no other plan can be made.
         """
         for tried in count(1):
             done = attempt()
@@ -63,11 +70,11 @@ class Retry:
         raise AssertionError("an attempt either succeeds or ends the job")
 
     def _plan_with_less(self, iteration: int, failures: Sequence[RankReport], tried: int) -> None:
-        """Give plans less headroom."""
+        """Lower the memory budgets of the ranks that failed."""
         at = f"iteration {iteration}"
         if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])
-        # One a pipeline rank: the device that got furthest tells how much there is.
+        # One failure per pipeline rank: the device that held most shows how much memory there is.
         worst: dict[int, RankReport] = {}
         for failure in failures:
             before = worst.setdefault(failure.rank, failure)
@@ -91,8 +98,10 @@ class Retry:
         self.steps.narrow()
 
     def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport]) -> None:
-        """An evaluation is repeated in smaller chunks. It keeps nothing from forward to backward,
-        so what training may hold is not touched."""
+        """Repeat an evaluation in smaller chunks.
+
+        It saves nothing for a backward, so the memory budget of training stays.
+        """
         at = f"the evaluation after iteration {iteration}"
         if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])

@@ -1,4 +1,4 @@
-"""The part of plans' memory that depends on which experts its tokens choose."""
+"""Part of the plans' memory that depends on expert routing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +8,12 @@ from megatron_epp.ir import Plan
 
 
 def routed_bytes(cost: Cost, plans: Sequence[Plan]) -> list[float]:
-    """Growth of every pipeline rank's predicted peak, in the plan where it grows most, if
-    the fullest device's experts got one even share of tokens more."""
-    # Imported where plans are played, on one rank of each replica: it compiles its loops.
+    """Return the growth of each pipeline rank's predicted peak per unit of the routing factor.
+
+    One unit means that the most loaded device's experts get one even share of tokens more. With
+    several plans the largest growth of each rank counts.
+    """
+    # Imported only where plans are simulated, on one rank per replica: it compiles its loops.
     from megatron_epp.sim.play import play
 
     more = cost.replace(

@@ -1,4 +1,4 @@
-"""Sources of steps, as types: given ones, predicted ones, and those that learn as they go."""
+"""Protocols of step sources: recorded, predicting, and adaptive ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
 
-# Lengths of the batch that comes so many iterations later; None: there is none.
+# Returns the lengths of the batch that many iterations later; None: there is none.
 Following = Callable[[int], Sequence[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """How an iteration's plan came about, on the rank that has it made; zeros on the others.
+    """How an iteration's plan came about, on the rank that plans; zeros on the others.
 
-    waited_seconds   that training waited for it
-    ahead            iterations that are planned ahead
-    discarded        plans that were made ahead and discarded, since the iteration before
-    fell_back        why another planner stood in; empty: none did
+    Attributes:
+        waited_seconds: time that training waited for the plan.
+        ahead: number of iterations planned ahead.
+        discarded: number of plans made ahead and discarded since the iteration before.
+        fell_back: reason why the fallback planned; empty if it did not.
     """
 
     waited_seconds: float = 0.0
@@ -31,10 +32,13 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class SourcedStep:
-    """A step with its text, which ranks compare, and the words that name it in a refusal.
+    """Step with its text, which ranks compare, and the name of its source for error messages.
 
-    ``step`` is the whole one, the same on all ranks, or the part of this rank's replica.
-    ``text`` is ``str(step)``: printed, or read, once; whoever makes the step hands it on.
+    Attributes:
+        step: whole step, the same on all ranks, or the part of this rank's replica.
+        text: ``str(step)``, printed or read once and then passed on.
+        source: name of the plan in error messages.
+        planning: how the plan came about.
     """
 
     step: Step | StepPart
@@ -44,37 +48,38 @@ class SourcedStep:
 
 
 class StepSource(Protocol):
-    """Gives the step of every iteration. All ranks call it, and all get the same step, or each its
-    replica's part of it.
+    """Supplier of the step of every iteration, which all ranks call.
 
-    A ValueError that some ranks raise alone is everybody's (:mod:`.accept`).
+    All ranks get the same step, or each the part of its replica. If some ranks raise a ValueError,
+    :mod:`.accept` raises it on all ranks.
     """
 
-    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep: ...
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        """Return the step of the iteration for a batch of these lengths."""
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """``iteration`` runs; training will ask for those that follow: begin with them."""
+        """Begin to plan the iterations after ``iteration``, which runs now."""
 
 
 @runtime_checkable
 class PredictingSource(StepSource, Protocol):
-    """A source that knows a cost model: what its ops should take can be compared with what they
-    take."""
+    """Source with a cost model, whose predictions can be compared with measured times."""
 
     @property
-    def cost(self) -> Cost: ...
+    def cost(self) -> Cost:
+        """Cost model that predicts the ops."""
 
 
 @runtime_checkable
 class AdaptiveSource(PredictingSource, Protocol):
-    """A source that plans as it goes, within a budget, and can be told to do otherwise."""
+    """Source that plans during training within a memory budget, and can plan otherwise."""
 
     @property
     def budget(self) -> MemoryBudget:
-        """The budget of plans; whoever changes it calls :meth:`narrow`."""
+        """Memory budget of the plans; call :meth:`narrow` after changing it."""
 
     def narrow(self) -> None:
-        """The budget has changed: keep it, and plan with it from now on."""
+        """Save the changed budget and plan with it from now on."""
 
     def shrink_evaluation(self, tokens: int) -> None:
         """Evaluate in chunks of at most ``tokens`` from now on."""
@@ -83,7 +88,7 @@ class AdaptiveSource(PredictingSource, Protocol):
         """Plan with another cost model from now on."""
 
     def took(self, seconds: float) -> None:
-        """The last iteration's seconds: by them is judged what takes too long."""
+        """Set the time of the last iteration, from which time-outs follow."""
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Keep which replicas' plans another planner made in ``iteration``. Collective."""
+        """Record which replicas the fallback planned in ``iteration``. Collective."""

@@ -1,21 +1,22 @@
-"""How long training waits for its plans, and what to do when that is long."""
+"""Time that training waits for plans, and what to do about it."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 from megatron_epp.control.step_source import Planning
 
-WATCHED = 20  # iterations
-MOST = 0.02  # of their time may be spent waiting
+WATCHED = 20  # number of iterations that count
+MOST = 0.02  # fraction of their time above which a wait is reported
 
 
 @dataclass
 class Waits:
-    """Fed with every iteration; says once what to do, until it is over.
+    """Detector of long waits for plans; it reports each episode once.
 
-    The first iteration, for which nothing can be planned ahead, does not count.
+    The first iteration does not count, because no plan can be made ahead of it.
 
-    seen   iterations so far
+    Attributes:
+        seen: number of iterations so far.
     """
 
     seen: int = 0
@@ -23,7 +24,7 @@ class Waits:
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))
 
     def see(self, planning: Planning, seconds: float) -> list[str]:
-        """Return warnings about the iteration, which took ``seconds`` besides its wait."""
+        """Record an iteration of ``seconds`` without its wait, and return warnings about it."""
         self.seen += 1
         waited = planning.waited_seconds
         if self.seen == 1:

@@ -1,8 +1,8 @@
 """Order in which a blend draws the documents of several corpora, by their tokens.
 
-Megatron's own data sets draw samples of equally many tokens, so that weights of samples are weights
-of tokens. Documents differ in length: each comes when the middle of its tokens is due, so that at
-every point the corpora have given tokens by their weights, to within one document of each.
+Megatron's own data sets draw samples with equal numbers of tokens, so weights of samples are
+weights of tokens. Documents differ in length. A document is drawn when the middle of its tokens is
+due. At every point the tokens drawn from each corpus match its weight to within one document.
 
     weights 0.5 0.5    a: documents of 2 tokens    b: documents of 6 tokens
     due (middle of the tokens so far, by weight)   a: 2 6 10 14 ...   b: 6 18 ...
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-TOKENS, DOCUMENTS = BLENDS = ("tokens", "documents")  # what the weights of a blend count
+TOKENS, DOCUMENTS = BLENDS = ("tokens", "documents")  # unit of the weights of a blend
 
 
 def order_by_tokens(
@@ -24,15 +24,16 @@ def order_by_tokens(
     A larger ``size`` has the same beginning.
 
     Args:
-        lengths: of every corpus: tokens of its first n documents, for any n: [n], positive.
-        weights: of every corpus, positive.
-        size: documents to draw.
+        lengths: functions that return the tokens of the first n documents of each corpus: [n],
+            positive.
+        weights: weight of each corpus, positive.
+        size: number of documents to draw.
     """
-    if size == 0:  # of corpora that may have no document
+    if size == 0:  # the corpora may be empty
         return np.empty(0, np.int16), np.empty(0, np.int64)
     counts = [size // len(weights) + 1] * len(weights)
     due = [_due(*corpus) for corpus in zip(lengths, weights, counts, strict=True)]
-    # What no further document of a corpus can come before.
+    # Until enough documents are due before any that has not been read.
     while sum(map(len, reached := _before(due))) < size:
         shortest = min(range(len(due)), key=lambda corpus: due[corpus][-1])
         counts[shortest] *= 2
@@ -44,19 +45,19 @@ def order_by_tokens(
 
 
 def document_weights(weights: Sequence[float], mean_tokens: Sequence[float]) -> list[float]:
-    """Return shares of documents, which sum to 1, that give tokens by ``weights``."""
+    """Return weights of documents, with sum 1, that give tokens in proportion to ``weights``."""
     parts = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
     return [part / sum(parts) for part in parts]
 
 
 def _due(lengths: Callable[[int], np.ndarray], weight: float, count: int) -> np.ndarray:
-    """Return when each document's middle is due, rising, and when all their tokens end: [n + 1]."""
+    """Return when the middle of each document is due, ascending, and all tokens end: [n + 1]."""
     tokens = lengths(count).astype(np.int64)
     ends = np.cumsum(tokens)
     return np.append(ends - tokens / 2, ends[-1]) / weight
 
 
 def _before(due: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return what of each corpus is due before the first of them ends."""
+    """Return the documents of each corpus that are due before the first corpus ends."""
     end = min(one[-1] for one in due)
     return [one[: np.searchsorted(one[:-1], end)] for one in due]

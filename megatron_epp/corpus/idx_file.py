@@ -1,16 +1,17 @@
-"""Megatron's index files: ``PREFIX.idx`` is read, and held against the size of ``PREFIX.bin``.
+"""Reader of Megatron's index files, which checks ``PREFIX.idx`` against the size of ``PREFIX.bin``.
 
-Megatron meets a damaged pair with an assertion, a numpy error, much later, or never: a flipped bit
-in a length or in a pointer trains on other tokens. Here each damage has its line, before Megatron
-opens the files. Layout, little-endian, as megatron.core.datasets.indexed_dataset writes it:
+Megatron detects a damaged pair by an assertion, by a numpy error, much later, or never: a flipped
+bit in a length or pointer makes it train on other tokens. This module reports each kind of damage
+in one line before Megatron opens the files. Layout, little-endian, as
+megatron.core.datasets.indexed_dataset writes it:
 
     magic[9]  version u64  dtype u8  sequences u64  boundaries u64
     lengths i32[sequences]  pointers i64[sequences]  boundaries i64[boundaries]  (modes i8)
 
-A pointer is where its sequence starts in the .bin, in bytes, so pointers are the running sums of
-the lengths; boundaries are the sequences at which documents start, and the end. A .bin that is cut
-while a training runs cannot be met with a line: the tokens are mapped into memory, and reading
-behind the end of the file kills the process (SIGBUS, signal 7).
+A pointer is the byte at which its sequence starts in the .bin, so pointers are the running sums of
+the lengths. Boundaries are the sequences at which documents start, and the end. A .bin that is
+truncated during training cannot be reported: tokens are memory-mapped, and a read past the end of
+the file kills the process (SIGBUS, signal 7).
 """
 
 import struct
@@ -29,9 +30,9 @@ DTYPES: dict[int, type] = {
     5: np.int64,
     8: np.uint16,
 }
-SCAN_BYTES = 256 << 20  # a .bin up to this size is scanned whole: 0.03 s from the page cache
+SCAN_BYTES = 256 << 20  # a .bin up to this size is scanned in full: 0.03 s from the page cache
 BLOCK_BYTES = 1 << 20
-# Entries of the index that are compared at once: temporary arrays stay small beside the file.
+# Entries of the index that are compared at once; temporary arrays stay small.
 BLOCK_ENTRIES = 1 << 20
 
 _AGAIN = "prepare or copy it again"
@@ -39,21 +40,32 @@ _AGAIN = "prepare or copy it again"
 
 @dataclass(frozen=True, slots=True)
 class CorpusFiles:
-    """A corpus that was found sound: what its index says."""
+    """Corpus with a valid index, and what the index says.
+
+    Attributes:
+        prefix: path without suffix.
+        sequences: number of sequences.
+        documents: number of documents.
+        tokens: number of tokens in all sequences.
+        dtype: integer type of a token.
+        is_split_into_sentences: whether some document has several sequences.
+        lengths: [sequences] int32, tokens of each sequence, memory-mapped.
+    """
 
     prefix: str
     sequences: int
     documents: int
     tokens: int
     dtype: type
-    is_split_into_sentences: bool  # some document is several sequences
+    is_split_into_sentences: bool
     lengths: np.ndarray = field(compare=False, repr=False)  # [sequences] int32 tokens, mapped
 
 
 def examine(prefix: str) -> CorpusFiles:
-    """Reads the index of a pair and the size of its tokens, and no token.
+    """Read the index of a corpus and check it against the size of its ``.bin``; reads no token.
 
-    ValueError: a file is missing, is no index, or the two do not fit each other.
+    Raises:
+        ValueError: a file is missing or is no index, or the two do not match.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():
@@ -71,11 +83,12 @@ def examine(prefix: str) -> CorpusFiles:
 
 
 def read_index(index: Path) -> CorpusFiles:
-    """Reads and checks an index; of the ``.bin`` beside it, where there is one, only the size.
+    """Read and check an index, and the size of the ``.bin`` next to it if there is one.
 
-    Time and reading are linear in the file, memory is one block of it.
+    Time and reading are linear in the size of the index; memory is one block of it.
 
-    ValueError: it is no index, is damaged, or describes another .bin
+    Raises:
+        ValueError: it is no index, is damaged, or describes another ``.bin``.
     """
     index_bytes = index.stat().st_size
     with index.open("rb") as file:
@@ -95,7 +108,8 @@ def read_index(index: Path) -> CorpusFiles:
     if sequences == 0 or boundaries < 2:
         raise ValueError(f"{index}: no document; expected at least one")
     needed = HEADER.size + sequences * (4 + 8) + boundaries * 8
-    if index_bytes not in (needed, needed + sequences):  # of several modalities: one byte each
+    # With several modalities: one more byte per sequence
+    if index_bytes not in (needed, needed + sequences):
         what = "truncated" if index_bytes < needed else "damaged"
         raise ValueError(
             f"{index}: {what}: {index_bytes} bytes, its header promises {needed} "
@@ -124,7 +138,7 @@ def read_index(index: Path) -> CorpusFiles:
 
 
 def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, ...]:
-    """(lengths, pointers, boundaries), mapped: only what is looked at is read."""
+    """Return (lengths, pointers, boundaries), memory-mapped."""
     raw = np.memmap(index, mode="r")
     at = HEADER.size
     columns = []
@@ -135,7 +149,7 @@ def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, 
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Bytes of the .bin; refused unless every sequence begins where the one before it ends."""
+    """Return the bytes of the .bin, after checking that sequences are contiguous."""
     end = 0  # bytes before this block
     for first in range(0, len(lengths), BLOCK_ENTRIES):
         here = lengths[first : first + BLOCK_ENTRIES]
@@ -158,7 +172,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
 
 
 def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
-    """The most sequences of one document; refused unless the documents cover all, in order."""
+    """Return the most sequences of a document, after checking that documents cover them all."""
     if starts[0] != 0:
         raise ValueError(
             f"{index}: damaged: its documents start at sequence {starts[0]}, not 0; {_AGAIN}"
@@ -180,13 +194,14 @@ def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
 
 
 def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
-    """Looks for token ids that have no row in an embedding of ``vocabulary_size`` rows.
+    """Check that the token ids of a corpus are below ``vocabulary_size``.
 
-    Exact up to SCAN_BYTES of tokens; of a larger corpus as many bytes are looked at, in blocks
-    spread evenly, so that the start of a job on terabytes takes no longer. Whatever is read in
-    training is checked again, exactly (documents.py).
+    The check is exact for up to SCAN_BYTES of tokens. Of a larger corpus it reads only that many
+    bytes, in evenly spaced blocks, so that a job starts quickly. Training checks every document
+    that it reads (documents.py).
 
-    ValueError: such a token was found.
+    Raises:
+        ValueError: a token id is outside the vocabulary.
     """
     if vocabulary_size > np.iinfo(files.dtype).max:
         return
@@ -201,7 +216,7 @@ def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
 
 
 def check_vocabulary(tokens: np.ndarray, vocabulary_size: int, where: str) -> None:
-    """Refuses token ids outside [0, vocabulary_size)."""
+    """Raise a ValueError if a token id is outside [0, vocabulary_size)."""
     if tokens.size == 0:
         return
     low, high = int(tokens.min()), int(tokens.max())

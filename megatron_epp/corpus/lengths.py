@@ -1,15 +1,15 @@
-"""Where batches of document lengths come from: a list, a Megatron index, texts, a distribution.
+"""Lengths of documents from a list, a Megatron index, texts, or a named distribution.
 
-All become a :class:`Corpus`: the inputs of every document, after the policy for those longer
-than the context. Batches are drawn from it as training draws them: batch i holds the documents
-[i x size, (i + 1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
+Each source becomes a :class:`Corpus`: the tokens of every document, after the policy for documents
+longer than the context. Batches are drawn as in training. Batch i has the documents [i x size, (i +
+1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
 
-    lengths.txt, lengths.txt.gz   inputs of a document, one a line
-    corpus.idx                    every sequence of L tokens is a document of L - 1 inputs; with
-                                  corpus_mask.bin/.idx beside it (loss_mask.py): those of them that
-                                  a target needs
+    lengths.txt, lengths.txt.gz   tokens of a document, one document per line
+    corpus.idx                    every sequence of L tokens is a document of L - 1 input tokens;
+                                  with corpus_mask.bin/.idx next to it (loss_mask.py) only those
+                                  that a target needs
     texts.jsonl, chats.parquet    texts or chats, which a tokenizer counts (text_lengths.py)
-    wikipedia, prolong, wlb       distributions.json: quantiles of inputs, with their source
+    wikipedia, prolong, wlb       distributions.json: quantiles of tokens, with their source
 """
 
 import difflib
@@ -29,36 +29,41 @@ from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
 from megatron_epp.ir.errors import quoted
 
-# A named distribution stands for this many documents, at evenly spaced quantiles.
+# Number of documents, at evenly spaced quantiles, that represent a named distribution.
 NAMED_DOCUMENTS = 200_000
-# Seeds are 32 bits wide; Megatron's --seed defaults to 1234.
+# Default of Megatron's --seed; seeds have 32 bits.
 DEFAULT_SEED = 1234
 
-_MOST_EPOCHS = 2**32  # whose numbers are seeds, too
+_MOST_EPOCHS = 2**32  # epoch numbers are seeds, too
 
-# A text of lengths is at most this long, unpacked: some millions of documents, read in seconds.
+# Limits of a text file of lengths, unpacked: some millions of documents, read in seconds.
 _MOST_TEXT_BYTES = 32 << 20
 _MOST_LINES = 5_000_000
-# A gzip file has one member, or some that were put one behind the other.
+# A gzip file has one member or several concatenated ones.
 _MOST_GZIP_MEMBERS, _GZIP_MAGIC = 10_000, b"\x1f\x8b\x08"
-# The most documents that splitting overlong ones may make of a list or an index.
+# Limit of the documents that the policy "split" may create from a list or an index.
 _MOST_PIECES = 100_000_000
 
-MOST_LENGTH = 2**31 - 1  # of a document, as in an .idx; so pairs of tokens fit 64 bits
+MOST_LENGTH = 2**31 - 1  # of a document, as in an .idx; pairs of tokens then fit into 64 bits
 
 _LENGTH = re.compile(r"[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Inputs of every document, in the order of the file; what the policy did to them.
+    """Lengths of the documents of a corpus in file order, after the policy for overlong ones.
 
-    note   how they were counted, where they had to be
+    Attributes:
+        name: name on the command line.
+        source: file, or source of a distribution.
+        inputs: [documents] int64, input tokens of each document.
+        counts: effect of the policy.
+        note: how tokens were counted, if they had to be.
     """
 
     name: str
     source: str
-    inputs: np.ndarray  # [documents] int64
+    inputs: np.ndarray
     counts: Counts
     note: str = ""
 
@@ -67,14 +72,19 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
+        """Number of input tokens in all documents."""
         return int(self.inputs.sum())
 
     def in_order(self) -> tuple[int, ...]:
-        """All documents as one batch, in the order of the file."""
+        """Return all documents as one batch, in file order."""
         return tuple(self.inputs.tolist())
 
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
-        """Batch ``index`` of ``size`` documents, as training would draw it with that seed."""
+        """Return batch ``index`` of ``size`` documents, as training draws it with that seed.
+
+        Raises:
+            ValueError: an argument is out of range.
+        """
         if index < 0 or size < 1:
             raise ValueError(f"batch {index} of {size} documents: expected 0 or more, of 1 or more")
         if not 0 <= seed < 2**32:
@@ -94,9 +104,10 @@ class Corpus:
 
 
 def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of one epoch: [documents] int32.
+    """Return the permutation of one epoch: [documents] int32.
 
-    RandomState, whose stream numpy has frozen; a Generator's may change from version to version.
+    Uses RandomState, whose stream numpy has frozen; that of a Generator may change between
+    versions.
     """
     order = np.arange(documents, dtype=np.int32)
     np.random.RandomState([seed, epoch]).shuffle(order)
@@ -110,12 +121,17 @@ def open_corpus(
     tokenizer: str | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """The corpus that ``text`` names: a file if there is one of that name, else a distribution.
+    """Return the corpus that ``text`` names: a file if there is one, otherwise a distribution.
 
-    context     the most inputs of a document; 0 for no limit
-    overlong    what becomes of longer ones: truncate, drop, or split into documents of their own
-    tokenizer   a tokenizer.json or its folder, of texts and chats; progress: of counting these
-    ValueError: says what, where and how to mend it.
+    Args:
+        text: path of a file, or name of a distribution.
+        context: most input tokens of a document; 0: no limit.
+        overlong: policy for longer documents: truncate, drop, or split into documents of their own.
+        tokenizer: tokenizer.json, or its folder, for texts and chats.
+        progress: progress bar for counting texts.
+
+    Raises:
+        ValueError: the corpus cannot be used; the message says what to do.
     """
     require_policy(overlong)
     if context < 0:
@@ -163,9 +179,9 @@ def open_corpus(
 
 
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
-    """Inputs of every sequence of a Megatron ``.idx``: [sequences] int64; below 1 there are none.
+    """Return the input tokens of every sequence of a Megatron ``.idx``: [sequences] int64.
 
-    The ``.bin`` need not be there.
+    Sequences with a value below 1 have none. The ``.bin`` need not exist.
     """
     inputs = files.lengths.astype(np.int64) - 1
     if inputs.max() < 1:
@@ -177,12 +193,15 @@ def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
 
 
 def read_lengths(path: Path) -> np.ndarray:
-    """Lengths of a text file, one a line, gzipped where it is named so: [documents] int64.
+    """Return the lengths in a text file, one per line and optionally gzipped: [documents] int64.
 
-    Blank lines and what follows a ``#`` are skipped.
+    Blank lines and text after ``#`` are skipped.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is no length.
     """
     try:
-        # Never more: a gz of a megabyte can hold a thousand times as much.
+        # A limit, because a .gz of one megabyte can hold a thousand times as much.
         with path.open("rb") as file:
             data = file.read(_MOST_TEXT_BYTES + 1)
         if path.suffix == ".gz":
@@ -190,7 +209,7 @@ def read_lengths(path: Path) -> np.ndarray:
                 raise OSError(f"{members} gzip files in one")
             with gzip.open(path, "rb") as file:
                 data = file.read(_MOST_TEXT_BYTES + 1)
-        text = data.decode("utf-8-sig")  # with some editors' mark in front
+        text = data.decode("utf-8-sig")  # some editors write a byte-order mark
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -230,14 +249,15 @@ def read_lengths(path: Path) -> np.ndarray:
 
 
 def distribution_names() -> tuple[str, ...]:
+    """Return the names of the shipped distributions."""
     return tuple(_distributions())
 
 
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
-    """Source and lengths of a shipped distribution: ``NAMED_DOCUMENTS`` of them, shortest first.
+    """Return source and lengths of a shipped distribution: ``NAMED_DOCUMENTS``, ascending.
 
-    ``quantiles`` are pairs (share of documents at most this long, tokens). Between two of them
-    the logarithm of the length rises evenly.
+    ``quantiles`` are pairs (fraction of documents at most this long, tokens). The logarithm of the
+    length is interpolated linearly between them.
     """
     entry = _distributions()[name]
     levels, tokens = zip(*entry["quantiles"], strict=True)

@@ -1,18 +1,18 @@
-"""Loss masks beside a corpus: ``PREFIX_mask.bin/.idx``, one byte for every token of ``PREFIX``.
+"""Loss masks of a corpus: ``PREFIX_mask.bin/.idx``, one byte for every token of ``PREFIX``.
 
-1 says that the token is a target: something to be predicted. The bytes stand in sequences of the
-same lengths as the tokens. What stands behind a document's last target is needed by nobody, so it
-is left out before anything is planned; a document without a target is left out whole.
+1 marks a target: a token that is to be predicted. The masks have sequences of the same lengths as
+the tokens. Tokens after a document's last target are left out before planning, and so are documents
+without a target.
 
     tokens    a b c d e f g      of a sequence
     mask      0 0 0 1 1 0 0      d and e are targets
-    inputs    a b c d            4 = what lengths count
+    inputs    a b c d            4 = the document's length
     labels    b c d e
     weights   0 0 1 1            of the labels' losses
 
-Targets meet the context (overlong.py) like this: ``drop`` asks for the length up to the last
-target; ``truncate`` and ``split`` cut as without masks, and each part again ends at its last target
-or, having none, is left out.
+The policies for documents longer than the context (overlong.py) take targets into account. ``drop``
+considers the length up to the last target. ``truncate`` and ``split`` cut as without masks; each
+part then ends at its last target, or is left out if it has none.
 """
 
 from collections.abc import Iterator
@@ -25,25 +25,33 @@ from megatron_epp.corpus.idx_file import BLOCK_ENTRIES, CorpusFiles, read_index
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, require_policy
 
 SUFFIX = "_mask"
-# Of the masks that are looked at at once: positions of targets take eight times as much.
+# Bytes of masks that are read at once; positions of targets take eight times as much.
 _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LossMasks:
-    """The masks of a corpus, found sound: as many bytes for each sequence as it has tokens."""
+    """Loss masks of a corpus with the same sequence lengths as its tokens.
+
+    Attributes:
+        prefix: path without suffix.
+        lengths: [sequences] int32, tokens of each sequence.
+    """
 
     prefix: str
-    lengths: np.ndarray = field(compare=False, repr=False)  # [sequences] int32 tokens
+    lengths: np.ndarray = field(compare=False, repr=False)
 
     def last_targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """The last target within [start, stop), -1 where there is none: [windows] int64.
+        """Return the last target in each of [start, stop), or -1 if it has none: [windows] int64.
 
-        starts, stops   [windows] tokens from the beginning of the file, ascending, none overlapping
+        The masks between the first window and the last are read once, block by block.
 
-        Reads the masks between the first window and the last once, block by block.
+        Args:
+            starts: [windows] positions from the beginning of the file, ascending, without overlaps.
+            stops: [windows] ends of the windows.
 
-        ValueError: a byte is neither 0 nor 1
+        Raises:
+            ValueError: a byte is neither 0 nor 1.
         """
         last_target = np.full(len(stops), -1, np.int64)
         last, judged = -1, 0
@@ -57,7 +65,7 @@ class LossMasks:
         return last_target
 
     def _targets(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, int]]:
-        """Positions of the targets of [start, stop), and the end of the block that held them."""
+        """Yield (positions of the targets, end) of each block of masks in [start, stop)."""
         data = Path(self.prefix + ".bin")
         if start == stop:
             return
@@ -76,9 +84,13 @@ class LossMasks:
     def index(
         self, context: int, overlong: str, first_sequence: int = 0, count: int | None = None
     ) -> DocumentIndex:
-        """The documents of ``count`` sequences from ``first_sequence`` on; see overlong.py.
+        """Return the documents of ``count`` sequences from ``first_sequence`` on; see overlong.py.
 
-        context   the most inputs of a document; 0 for no limit
+        Args:
+            context: most input tokens of a document; 0: no limit.
+            overlong: policy for longer documents.
+            first_sequence: number of the first sequence.
+            count: number of sequences; None: all that follow.
         """
         require_policy(overlong)
         rest = len(self.lengths) - first_sequence
@@ -88,7 +100,7 @@ class LossMasks:
         before = int(self.lengths[:first_sequence].sum(dtype=np.int64))
         begins = (before + np.cumsum(lengths, dtype=np.int64) - lengths)[usable]
 
-        # Parts of a document: those of the context's size, or the first of them and the rest.
+        # Parts of a document: pieces of the context's size, or the first of them and the rest.
         limit = context or int(uncut.max(initial=1))
         parts = -(-uncut // limit)
         if overlong != "split":
@@ -103,12 +115,13 @@ class LossMasks:
         last = self.last_targets(origin + starts + 1, origin + ends + 1)
         inputs = np.where(last < 0, 0, last - origin - starts)
 
-        needed = np.zeros(len(uncut), np.int64)  # inputs of each document up to its last target
+        # Input tokens of each document up to its last target
+        needed = np.zeros(len(uncut), np.int64)
         np.maximum.at(needed, document, np.where(inputs > 0, starts + inputs, 0))
         over = needed > limit
         if overlong == "split":
             kept, changed = np.flatnonzero(inputs > 0), over
-            # Documents without a target, and parts without one in front of a target.
+            # Documents without a target, and parts without a target that precede one with a target.
             without = (needed == 0).sum() + ((inputs == 0) & (starts < needed[document])).sum()
         elif overlong == "drop":
             kept, changed = first[(needed > 0) & ~over], over
@@ -141,9 +154,10 @@ class LossMasks:
 
 
 def examine_masks(files: CorpusFiles) -> LossMasks | None:
-    """The masks beside a corpus, or None where there are none. Reads their index, no mask.
+    """Return the masks of a corpus, or None if it has none; reads their index only.
 
-    ValueError: one of the two files is missing, is damaged, or fits other tokens
+    Raises:
+        ValueError: one of the two files is missing or damaged, or belongs to other tokens.
     """
     prefix = files.prefix + SUFFIX
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")

@@ -1,8 +1,9 @@
-"""Documents longer than the context: one rule for them, in planning and in training.
+"""Policies for documents longer than the context, the same in planning and training.
 
-A document of L tokens has L - 1 inputs; one without inputs has nothing to predict and is skipped.
+A document of L tokens has L - 1 input tokens; one without input tokens has nothing to predict and
+is skipped.
 
-    context 4, a document of 10 inputs:   truncate 4   drop nothing   split 4 4 2
+    context 4, a document of 10 input tokens:   truncate 4   drop nothing   split 4 4 2
 """
 
 from dataclasses import dataclass, fields
@@ -14,18 +15,32 @@ OVERLONG = ("truncate", "drop", "split")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Sequences by what the policy made of them. Tokens count inputs."""
+    """Numbers of sequences by the effect of the policy; tokens are input tokens.
+
+    Attributes:
+        sequences: sequences that were read.
+        documents: documents that result.
+        tokens: tokens of these documents.
+        skipped: sequences of fewer than 2 tokens, which have nothing to predict.
+        truncated: sequences that were truncated.
+        dropped: sequences that were dropped.
+        split: sequences that became several documents.
+        lost_tokens: tokens that were cut off or dropped.
+        untargeted: documents, or parts of one, without a target (loss_mask.py), which were left
+            out.
+        untargeted_tail: tokens that no target needs, which were left out.
+    """
 
     sequences: int = 0
     documents: int = 0
     tokens: int = 0
-    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
+    skipped: int = 0
     truncated: int = 0
     dropped: int = 0
-    split: int = 0  # sequences that became several documents
-    lost_tokens: int = 0  # cut off or dropped
-    untargeted: int = 0  # without a token that counts (loss_mask.py), left out; parts of one, too
-    untargeted_tail: int = 0  # inputs that no target needs, left out
+    split: int = 0
+    lost_tokens: int = 0
+    untargeted: int = 0
+    untargeted_tail: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -56,17 +71,26 @@ class Counts:
 class DocumentIndex:
     """Documents after the policy, in the order of the corpus.
 
-    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
+    Document d has ``inputs[d]`` input tokens, starting at token ``starts[d]`` of sequence
+    ``sequences[d]``.
+
+    Attributes:
+        sequences: [documents] int32 or int64, number of the sequence in its file.
+        starts: [documents] dtype of the lengths, first token within the sequence.
+        inputs: [documents] dtype of the lengths.
+        counts: effect of the policy.
+        masks: prefix of the loss masks; None: every token is a target.
     """
 
-    sequences: np.ndarray  # [documents] int32 or int64: number of the sequence in its file
-    starts: np.ndarray  # [documents] dtype of the lengths: first input within the sequence
-    inputs: np.ndarray  # [documents] dtype of the lengths
+    sequences: np.ndarray
+    starts: np.ndarray
+    inputs: np.ndarray
     counts: Counts
-    masks: str | None = None  # prefix of the corpus that says which tokens count; None: all do
+    masks: str | None = None
 
 
 def require_policy(overlong: str) -> None:
+    """Raise a ValueError unless ``overlong`` is a policy."""
     if overlong not in OVERLONG:
         raise ValueError(f"overlong {overlong!r}: expected one of {', '.join(OVERLONG)}")
 
@@ -74,12 +98,13 @@ def require_policy(overlong: str) -> None:
 def apply_context(
     inputs: np.ndarray, context: int, overlong: str, first_sequence: int = 0
 ) -> DocumentIndex:
-    """Documents of at most ``context`` inputs, and what was done to the others.
+    """Return documents of at most ``context`` input tokens, and what was done to longer ones.
 
-    inputs          [sequences] int: inputs of each; those without any are skipped
-    context         the most inputs of a document; 0 for no limit
-    overlong        truncate, drop, or split into documents of their own
-    first_sequence  number of the first of these sequences in its file
+    Args:
+        inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.
+        context: most input tokens of a document; 0: no limit.
+        overlong: policy for longer documents: truncate, drop, or split into documents of their own.
+        first_sequence: number of the first of these sequences in its file.
     """
     require_policy(overlong)
     usable = inputs >= 1

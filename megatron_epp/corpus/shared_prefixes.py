@@ -1,4 +1,4 @@
-"""Sequences that begin alike, as a forest in which what they share stands once.
+"""Forest of sequences with common prefixes, in which every shared prefix occurs once.
 
 0  a b c d e        node 0  a b c      of sequences 0, 1, 2
 1  a b c d f        node 1    d        of 0 and 1, continues node 0
@@ -10,15 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST = 32  # tokens that are worth sharing: a document more costs about as much
-_BLOCK = 64  # rows that are compared at first, then twice as many
+# Shortest prefix worth sharing: one more document costs about as much as this many tokens
+LEAST = 32
+_BLOCK = 64  # rows that are compared at first; doubled each time
 
 
 @dataclass(frozen=True, slots=True)
 class SharedSpan:
-    """Tokens [start, stop) of ``sequence``, and of all others that go through this node.
+    """Tokens [start, stop) of ``sequence``, and of all other sequences through this node.
 
-    parent   the node that it continues, which stands before it; -1: it begins them
+    Attributes:
+        sequence: one of the sequences.
+        start: first token.
+        stop: token after the last one.
+        parent: node that it continues, which precedes it; -1: it starts at the first token.
     """
 
     sequence: int
@@ -28,30 +33,39 @@ class SharedSpan:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixForest:
-    """nodes; last[s]: the one that sequence s ends with, and so all that it consists of."""
+    """Nodes of the forest, and the node with which each sequence ends.
+
+    Attributes:
+        nodes: nodes, each after its parent.
+        last: last node of each sequence; with its ancestors it makes up the sequence.
+    """
 
     nodes: tuple[SharedSpan, ...]
     last: tuple[int, ...]
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "PrefixForest":
-        """Sequences of ``lengths`` that share nothing."""
+        """Return the forest of sequences of ``lengths`` that share nothing."""
         nodes = (SharedSpan(number, 0, length, -1) for number, length in enumerate(lengths))
         return cls(tuple(nodes), tuple(range(len(lengths))))
 
     def __str__(self) -> str:
-        """Lengths of the sequences, where they share nothing."""
+        """Return the lengths of the sequences if they share nothing."""
         lengths = tuple(self.nodes[node].stop for node in self.last)
         return str(lengths) if self == self.apart(lengths) else repr(self)
 
     def require(self, lengths: Sequence[int]) -> None:
-        """ValueError: it does not consist of sequences of ``lengths``, each from its first token to
-        its last."""
+        """Check that the forest consists of complete sequences of ``lengths``.
+
+        Raises:
+            ValueError: it does not; the message says where.
+        """
         if len(self.last) != len(lengths):
             raise ValueError(f"{len(self.last)} sequences; expected {len(lengths)}")
         for number, node in enumerate(self.nodes):
@@ -78,10 +92,11 @@ class PrefixForest:
 
     @property
     def shares(self) -> bool:
+        """Whether sequences share tokens."""
         return any(node.parent >= 0 for node in self.nodes) or len(self.nodes) < len(self.last)
 
     def path(self, sequence: int) -> tuple[int, ...]:
-        """Nodes of ``sequence``, in the order of its tokens."""
+        """Return the nodes of ``sequence``, in the order of its tokens."""
         nodes, node = [], self.last[sequence]
         while node >= 0:
             nodes.append(node)
@@ -90,16 +105,20 @@ class PrefixForest:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are to be computed."""
+        """Number of tokens to compute."""
         return sum(node.tokens for node in self.nodes)
 
 
 def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> PrefixForest:
-    """The forest of ``sequences``, in time proportional to their tokens.
+    """Return the forest of ``sequences``, in time proportional to their tokens.
 
-    sequences   [tokens, ...] each, of at least one: rows that must be equal to be shared. A row
-                whose output depends on its label has that beside its token
-    least       shared tokens of fewer rows are left to each sequence, as its own
+    Args:
+        sequences: arrays of shape [tokens, ...] with at least one token. Rows must be equal to be
+            shared; if a token's output depends on its label, the label is part of the row.
+        least: shorter common prefixes are not shared.
+
+    Raises:
+        ValueError: a sequence is empty, or ``least`` is below 1.
     """
     rows = [np.ascontiguousarray(each) for each in sequences]
     for number, each in enumerate(rows):
@@ -109,7 +128,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
         raise ValueError(f"least {least}: expected at least 1 token to share")
     nodes: list[SharedSpan] = []
     last = [-1] * len(rows)
-    # (sequences that agree up to ``reached``, which of it is in nodes already, the last of these)
+    # (sequences that agree up to ``reached``, what of it is in nodes already, the last such node).
     open_groups = [(group, 0, 0, -1) for group in reversed(list(_apart(rows, range(len(rows)), 0)))]
     while open_groups:
         group, begin, reached, parent = open_groups.pop()
@@ -121,7 +140,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
             nodes.append(SharedSpan(first, begin, stop, parent))
             parent, begin = len(nodes) - 1, stop
         for sequence in ended:
-            if begin < stop:  # too little to share: its own
+            if begin < stop:  # too short to share: each sequence has its own node
                 nodes.append(SharedSpan(sequence, begin, stop, parent))
                 last[sequence] = len(nodes) - 1
             else:
@@ -133,7 +152,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
 
 
 def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
-    """Sequences of ``group`` by their row at ``place``, in the order in which they are met."""
+    """Yield the sequences of ``group`` by their row at ``place``, in order of appearance."""
     groups: dict[bytes, list[int]] = {}
     for sequence in group:
         groups.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
@@ -141,7 +160,7 @@ def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iter
 
 
 def _agree(rows: Sequence[np.ndarray], group: Sequence[int], reached: int) -> int:
-    """Rows in which all of ``group`` agree, of which ``reached`` are known to be alike."""
+    """Return the number of rows in which all of ``group`` agree; ``reached`` are known to."""
     first = rows[group[0]]
     end = min(len(rows[sequence]) for sequence in group)
     for sequence in group[1:]:

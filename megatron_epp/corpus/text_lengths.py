@@ -1,6 +1,7 @@
-"""Lengths of texts and chats, in ``.jsonl`` or ``.parquet``, by a tokenizer or by their bytes.
+"""Lengths of texts and chats in ``.jsonl`` or ``.parquet``, by a tokenizer or by their bytes.
 
-Of a line or row, the document is one of
+The document in a line or row is one of:
+
     text            a string
     messages        a chat of {role, content}, as OpenAI writes them
     conversations   a chat of {from, value}, as ShareGPT does
@@ -19,13 +20,13 @@ from megatron_epp.ir.errors import printable, quoted, shortened
 from megatron_epp.safe_files import MOST_TEXT_BYTES, bounded_lines
 
 SUFFIXES = (".jsonl", ".parquet")
-# Documents that are counted; of a file of more, as many at even distances.
+# Number of documents that are counted; of a longer file, this many at even distances.
 MOST_DRAWN = 20_000
 BYTES_PER_TOKEN = 4  # without a tokenizer
-MARKUP_TOKENS = 4  # of a chat's message: its role, and where it begins and ends
+MARKUP_TOKENS = 4  # of a chat's message: its role, start and end
 _KEYS = ("text", "messages", "conversations", "prompt")
 _EXPECTED = f"an object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
-_AT_ONCE = 256  # documents that a tokenizer gets, by threads of its own
+_AT_ONCE = 256  # documents per call of the tokenizer, which uses threads
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
 Document = tuple[list[str], int]  # its texts, and the tokens of its markup
@@ -34,16 +35,16 @@ Document = tuple[list[str], int]  # its texts, and the tokens of its markup
 def text_lengths(
     path: Path, tokenizer: str | None = None, progress: Progress | None = None
 ) -> tuple[str, np.ndarray]:
-    """Return how the documents were counted, and the inputs of each: [documents] int64.
+    """Return how the documents were counted, and the input tokens of each: [documents] int64.
 
     Args:
-        path: A ``.jsonl`` or ``.parquet`` file.
-        tokenizer: A ``tokenizer.json`` or its folder; None: four bytes are a token.
-        progress: Passes on the items that it gets, with their number and name.
+        path: ``.jsonl`` or ``.parquet`` file.
+        tokenizer: ``tokenizer.json`` or its folder; None: four bytes are a token.
+        progress: progress bar: a function of the items, their number and their name.
 
     Raises:
-        ValueError: A line or row that is no document, with its number; no document at all.
-        ModuleNotFoundError: pyarrow or tokenizers, which they need.
+        ValueError: a line or row is no document, with its number; or the file has no document.
+        ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     read = _parquet_rows if path.suffix == ".parquet" else _json_lines
     total, rows = read(path)
@@ -60,7 +61,7 @@ def text_lengths(
 
 
 def _drawn(total: int) -> np.ndarray:
-    """Return the numbers of the rows to count, of so many."""
+    """Return the numbers of the rows to count, out of ``total``."""
     return np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
 
 
@@ -124,7 +125,7 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _document(where: str, row: Any) -> Document:
-    """Return the texts of a row, and the tokens of its markup. ValueError: it is no document."""
+    """Return the texts of a row, and the tokens of its markup; ValueError if it is no document."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: {quoted(row)}: expected {_EXPECTED}")
     key = next((key for key in _KEYS if row.get(key) is not None), None)
@@ -153,7 +154,7 @@ def _messages(value: Any) -> list[Any]:
 
 
 def _text(message: Any) -> str | None:
-    """Return what a message says, calls of tools as JSON; None: it is no message."""
+    """Return the text of a message, with tool calls as JSON; None if it is no message."""
     if isinstance(message, str):
         return message
     if not isinstance(message, Mapping) or not {"content", "value"} & set(message):
@@ -179,7 +180,7 @@ def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[i
     waiting: list[Document] = []
 
     def count() -> Iterator[int]:
-        # Halves of surrogate pairs, which JSON can say, are no text.
+        # JSON can contain halves of surrogate pairs, which are no valid text.
         every = [text.encode("utf-8", "replace").decode() for texts, _ in waiting for text in texts]
         tokens = iter(encode(every))
         for texts, markup in waiting:
@@ -204,13 +205,13 @@ def _encoder(tokenizer: str) -> Any:
         )
     if file.stat().st_size > 8 * MOST_TEXT_BYTES:
         raise ValueError(f"tokenizer {file}: longer than 128 MiB; expected a tokenizer.json")
-    # Its threads and a later fork, in which no text is counted: else it warns.
+    # Set explicitly, because the tokenizer warns at a later fork; no text is counted there.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from tokenizers import Tokenizer
 
     try:
         known = Tokenizer.from_file(str(file))
-    except Exception as error:  # of no class of its own
+    except Exception as error:  # the library has no exception class of its own
         reason = printable(shortened(str(error).split("\n")[0], 200))
         raise ValueError(f"tokenizer {file}: cannot be read ({reason})") from error
     return lambda texts: [

@@ -1,1 +1,1 @@
-"""Seconds and bytes of a chunk on a stage."""
+"""Cost model: seconds and bytes of a chunk on a stage."""

@@ -1,11 +1,10 @@
-"""Profiles from arithmetic: the papers' constants where they published them, else a device's rates.
+"""Analytic profiles: published constants of papers where they exist, otherwise a device's rates.
 
-The GPT models on A100 follow FlexSP's constants and the assumptions of our study, which rest on
-the papers; each stands below where it is used. Other pairs follow flops and bytes, kind of layer by
-kind of layer. Assumed of experts: tokens go to all alike, and a chunk's constant is twice a dense
-layer's, for the router, the exchanges and the wait that they end with. Of latents: the latent
-of a token goes to every device of a stage, K and V are made of a context again block by block, and
-the gradient of the up-projection that this leaves is made in B, or in I.
+The GPT models on A100 use FlexSP's constants and the assumptions of the papers; the code names each
+where it is used. Other pairs of model and device follow from flops and bytes, layer kind by layer
+kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, the latent of
+a token goes to every device of a stage. K and V of a context are projected again block by block;
+the gradient of that up-projection is computed in B, or in I.
 """
 
 import dataclasses
@@ -42,16 +41,17 @@ from megatron_epp.cost.profile import (
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
-# Share of the memory's rate at which a product's weights are read besides: cuBLAS on an H100 takes
-# as long for few rows (`cublas-h100` of the public measurements).
+# Fraction of the memory rate at which a product also reads its weights. It fits cuBLAS on an H100
+# with few rows (`cublas-h100` of the public measurements).
 WEIGHT_READ = 0.75
-# LayerNorms and activations move memory only: their recompute is taken as this share of the
-# linears' forward.
+# LayerNorms and activation functions only move memory; their recompute takes this fraction of the
+# linear layers' forward.
 NORM_FRACTION = 0.01
-# Rows whose logits live at once where the output layer runs early, on a GPU. Each block makes a
-# gradient of the whole output weight, which is written, read and added to main_grad: 0.45 ms for
-# 32K words, beside 2 ms of products for 1024 rows. So as large blocks as keep to so many logits:
-# bf16, with two float32 copies of the loss, they take no more than about 2.5 GiB.
+# Rows whose logits exist at a time with a fused LM head and loss on a GPU. Each block computes a
+# gradient of the full output weight, which is written, read and added to main_grad: 0.45 ms for 32K
+# vocabulary entries, compared with 2 ms of products for 1024 rows. Blocks are therefore as large as
+# this number of logits allows. In bf16, with two float32 copies of the loss, they take at most
+# about 2.5 GiB.
 HEAD_BLOCK_TOKENS = (4096, 2048, 1024)
 HEAD_BLOCK_LOGITS = 2**28
 
@@ -68,22 +68,24 @@ def profile(
     published: bool = True,
     moe_token_dispatcher_type: str = ALLTOALL,
 ) -> Profile:
-    """The analytic profile of ``model`` on ``device``, of one layer of every kind on one device.
+    """Return the analytic profile of ``model`` on ``device``, for one layer of every kind.
 
-    b1_divisor    of the published constant per chunk, which was measured across nodes; the
-                  pipelines gather inside a node. Calibrated so that gathers and all-to-all take
-                  the share of the time that InfiniPipe reports
-    head_seconds  whether the last stage's output layer costs time. Default: not for the published
-                  constants, whose a2 spreads a head over all layers
-    link_seconds  whether messages between stages cost time. Default: not for the published
-                  constants, since InfiniPipe takes them as negligible
-    logits_held   whether logits live from F to B; else only while F runs, and the output layer's
-                  backward with it (layers.lm_head.fused_loss), as training runs it
-    kv_read       whether a slice pays for reading the K and V of its context, and for adding up
-                  their gradients, beside the pairs. Not with the published constants: their a1
-                  was measured on whole documents
-    published     whether published constants are taken where there are some
-    moe_token_dispatcher_type  how tokens go to experts, as Megatron's flag
+    Args:
+        model: sizes of the model.
+        device: rates of the device.
+        b1_divisor: divisor of the published constant per chunk, which was measured across nodes,
+            whereas these pipelines gather within a node. Its default gives gathers and all-to-all
+            the fraction of the time that InfiniPipe reports.
+        head_seconds: whether the LM head on the last stage takes time. Default: no with published
+            constants, whose a2 distributes the LM head over all layers.
+        link_seconds: whether messages between stages take time. Default: no with published
+            constants, as InfiniPipe considers them negligible.
+        logits_held: whether logits are held from F to B. Otherwise they exist while F runs, and F
+            includes the LM head's backward (layers.lm_head.fused_loss), as in training.
+        kv_read: whether a slice pays for reading the K and V of its context and accumulating their
+            gradients. Not with published constants: their a1 was measured on whole documents.
+        published: whether published constants are used where they exist.
+        moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag.
     """
     known = published and device.name.startswith("a100")
     constants = PUBLISHED.get(model.name) if known else None
@@ -96,7 +98,7 @@ def profile(
             f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
             "token and layer"
         )
-        head_inputs = 0.0  # their a2 spreads a head over all layers
+        head_inputs = 0.0  # their a2 distributes the LM head over all layers
     else:
         coefficients = {
             kind: _coefficients(layer, device, kv_read, moe_token_dispatcher_type)
@@ -149,7 +151,7 @@ def profile(
 
 
 def _rates_by_size(device: Device) -> dict[int, float]:
-    """All-to-all bandwidth by a group's size alone, a device's own copies included."""
+    """Return all-to-all rates by group size alone, a device's own copies included."""
     if not device.memory_efficiency:
         return dict(device.group_bytes_per_second)
     network = Network.of(TOPOLOGIES["nodes"], device)
@@ -158,7 +160,7 @@ def _rates_by_size(device: Device) -> dict[int, float]:
 
 
 def head_block_tokens(words: int) -> int:
-    """Rows that an early output layer of so many words takes at a time."""
+    """Return the rows per block of a fused LM head with ``words`` vocabulary entries."""
     fitting = (rows for rows in HEAD_BLOCK_TOKENS if rows * words <= HEAD_BLOCK_LOGITS)
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
 
@@ -167,27 +169,27 @@ def _published_coefficients(
     layer: Layer, published: PublishedRates, b1_divisor: float, layers: int
 ) -> LayerCoefficients:
     linear, attention, gather = _published_rates(layers, published, b1_divisor)
-    # Published for 7B; the published coefficients of 13B and 30B cannot be without checkpointing.
+    # Published for 7B; the published coefficients of 13B and 30B do not fit without checkpointing.
     kept = 34.0 * layer.model.hidden
-    # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the place
-    # of what else was saved (32 of 34 bytes). What launches cost is in a2.
+    # A chunk's activations stay until its W: inputs of the linear layers, and gradients in place of
+    # the other saved tensors (32 of 34 bytes). Launch costs are part of a2.
     layer_cost = _layer(layer, linear, attention, 0.0, gather, kept, kept)
     return dataclasses.replace(
         layer_cost,
-        # The papers charge K/V gradients like K and V.
+        # The papers count K/V gradients like K and V.
         kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried.channels),
-        # The study does not charge the one layer that lives again; elsewhere it is charged.
+        # The study does not count the one layer that is being recomputed; other profiles do.
         recompute_workspace_bytes={mode: Bytes() for mode in MODES},
     )
 
 
 def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
-    """Seconds per token of context: what its K and V take to read, and in backward to read again,
-    with their gradients written, read and added to those in the store.
+    """Return the seconds per token of context to read its K and V.
 
-    A kernel's blocks of queries share what they read through the cache, so it comes from memory
-    about once, whatever the slice's length: that is what FlashAttention-3's table fits
-    (tests/cost/test_published_attention.py). What a window sees of it is part of its pairs.
+    Backward reads them again, and writes, reads and accumulates their gradients. Blocks of queries
+    share what they read through the cache. K and V therefore come from memory about once, whatever
+    the slice's length, which fits FlashAttention-3's table
+    (tests/cost/test_published_attention.py). With a sliding window this is part of the pairs.
     """
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
     if not rate or layer.window or not carried:
@@ -197,7 +199,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
 
 
 def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
-    """Seconds of ops of what has no weights: all of the backward is I's."""
+    """Return the seconds of ops of something without weights: I has the full backward."""
     ops = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
@@ -205,7 +207,7 @@ def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
 def _coefficients(
     layer: Layer, device: Device, kv_read: bool, token_dispatcher: str
 ) -> LayerCoefficients:
-    """Coefficients of one layer, by flops and bytes."""
+    """Return the coefficients of one layer, from flops and bytes."""
     linear = _product_flops(layer, device) / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
@@ -244,12 +246,12 @@ def _coefficients(
 
 
 def _product_flops(layer: Layer, device: Device) -> float:
-    """Flops of a token's products and scans, as many more of narrow experts as they take longer."""
+    """Return the flops of a token's products and scans, increased for narrow experts."""
     return layer.flops_per_token + (layer.routed.narrow_flops if device.memory_efficiency else 0.0)
 
 
 def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
-    """Seconds of a chunk's ops to read weights, and to add their gradients up in float32."""
+    """Return the seconds of a chunk's ops to read weights and accumulate gradients in float32."""
     if not device.memory_efficiency or not parameters:
         return {}
     read = WEIGHT_READ * parameters / device.memory_bytes_per_second
@@ -261,7 +263,10 @@ def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
 def _column_seconds(
     layer: Layer, work: Work, device: Device, attention: float
 ) -> dict[Kind, float]:
-    """Seconds per unit of a further column; ``attention``: per pair of the layer's."""
+    """Return the seconds per unit of an additional column.
+
+    ``attention`` has the seconds per query-key pair of the layer.
+    """
     if work.attention:
         forward = attention * work.flops
         forward /= layer.flops_per_pair or 1.0
@@ -280,9 +285,18 @@ def _layer(
     weight_inputs: float,
     light: float = 0.0,
 ) -> LayerCoefficients:
-    """Coefficients from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's
-    gathers, bytes per token from F to B and from I to W, and forward seconds per token of kernels
-    beside products and attention."""
+    """Return the coefficients of a layer.
+
+    Args:
+        layer: sizes of the layer.
+        linear: forward seconds per token.
+        attention: forward seconds per query-key pair.
+        launch: forward seconds per chunk.
+        gather: seconds of ZeRO 3's gathers.
+        kept: bytes per token from F to B.
+        weight_inputs: bytes per token from I to W.
+        light: forward seconds per token of kernels other than products and attention.
+    """
     saved, carried = _saved_bytes(layer, kept), layer.carried
     back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
     return LayerCoefficients(
@@ -305,12 +319,12 @@ def _layer(
         workspace_bytes={kind: Workspace() for kind in _COMPUTE},
         recompute_workspace_bytes={mode: _difference(saved[KEEP], saved[mode]) for mode in MODES},
         all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
-        # A gather and a scatter of the hidden state around each part that wants all of it.
+        # Gather and scatter of the hidden state around each sublayer that needs all of it.
         tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
         layer_parameters=layer.parameters,
         window=layer.window,
         kv_replicated=carried != CarryOver() and not carried.heads,
-        # There and back.
+        # To the experts and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
         expert_parameters=float(layer.expert_parameters),
         heads=float(layer.heads),
@@ -320,9 +334,9 @@ def _layer(
 
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-# bf16 weights and float32 gradients on every device, float32 master weights and Adam's two moments
-# sharded: Megatron's distributed optimizer. ZeRO 3: FlexSP's 16 bytes per parameter, and buffers
-# of three gathered layers.
+# bf16 weights and float32 gradients on every device; float32 master weights and Adam's two moments
+# are sharded, as in Megatron's distributed optimizer. ZeRO 3: FlexSP's 16 bytes per parameter, and
+# buffers of three gathered layers.
 STATES = States(
     zero1_resident=6.0,
     zero1_sharded=12.0,
@@ -333,27 +347,30 @@ STATES = States(
 
 
 def without_states(measured: Profile) -> Profile:
-    """``measured`` for a budget that covers activations only, as on CPU hosts."""
+    """Return ``measured`` for a budget that covers activations only, as on CPU hosts."""
     return dataclasses.replace(measured, states=States(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def budgeted(profile: Profile) -> Profile:
-    """The profile under a budget as training has it: of everything, but on a CPU only of what
-    chunks hold."""
+    """Return the profile for the memory budget of training.
+
+    The budget covers everything on a GPU, but only the bytes of chunks on a CPU.
+    """
     return without_states(profile) if is_of_cpu(profile) else profile
 
 
 def is_of_cpu(profile: Profile) -> bool:
+    """Return whether the profile is of a CPU."""
     return profile.provenance.device.partition(":")[0] == "cpu"
 
 
 def _published_rates(
     layers: int, published: PublishedRates, b1_divisor: float
 ) -> tuple[float, float, float]:
-    """(forward seconds per token, per pair, gather seconds) of one layer on one device.
+    """Return (forward seconds per token, per pair, gather seconds) of one layer on one device.
 
-    a1 * s^2 = 2 * a1 * pairs - a1 * s, as a document of s tokens has s * (s + 1) / 2 pairs: the
-    linear share gives that token's worth back, so that eq. 1 holds to the last bit.
+    A document of s tokens has s * (s + 1) / 2 pairs, so a1 * s^2 = 2 * a1 * pairs - a1 * s. The
+    linear coefficient is reduced accordingly, so that eq. 1 holds exactly.
     """
     millisecond = 1e-3 / layers
     a1 = published.a1_ms_per_square_token * millisecond
@@ -363,7 +380,7 @@ def _published_rates(
 
 
 def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:
-    """The fields of LayerCoefficients that say what later slices need."""
+    """Return the fields of LayerCoefficients for the state that later slices need."""
     return {
         "kv_bytes_per_token": float(element_bytes * carried.channels),
         "kv_gradient_bytes_per_token": float(gradient_bytes * carried.channels),
@@ -373,8 +390,10 @@ def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -
 
 
 def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
-    """Bytes of one layer from F to B, by recompute letter. The K and V of a slice lie in its
-    document's buffer."""
+    """Return the bytes of one layer from F to B, by recompute mode.
+
+    The K and V of a slice are in its document's buffer.
+    """
 
     def saved(mode: str) -> Bytes:
         modules = SELECTIVE.get(mode, ())
@@ -391,8 +410,10 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
 def _recompute_seconds(
     layer: Layer, linear: float, attention: float, launch: float, light: float
 ) -> dict[str, Seconds]:
-    """Seconds that one layer adds to B or I, by recompute letter: none where it has no such module,
-    and keeps everything."""
+    """Return the seconds that one layer adds to B or I, by recompute mode.
+
+    They are zero if the layer has none of the mode's modules and saves everything.
+    """
 
     def of_module(name: str) -> tuple[float, float]:
         again = layer.recomputed(name)

@@ -1,4 +1,4 @@
-"""The peak of a backward, which frees layer by layer while it makes gradients and recomputes."""
+"""Memory peak of a backward, which frees layer by layer while it makes gradients and recomputes."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,13 @@ from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRun:
-    """Some layers of every stage and chunk, at their turn in backward.
+    """One run of layers in the backward of every stage and chunk.
 
-    count, saved, again   [stages, chunks]: how many; bytes that each holds from F to B; bytes that
-                          live again while it is recomputed
-    kind                  [stages] the kind's number; any where the stage has none of them
+    Attributes:
+        count: [stages, chunks], number of layers.
+        saved: [stages, chunks], bytes that each layer holds from F to B.
+        again: [stages, chunks], bytes that exist again while a layer is recomputed.
+        kind: [stages], number of the layer kind; arbitrary if the stage has no such layers.
     """
 
     count: np.ndarray
@@ -28,16 +30,15 @@ class LayerRun:
 
 
 class BackwardPeak:
-    """The peak of the B or I of every chunk, by which layers are recomputed.
+    """Memory peak of the B or I of every chunk, as a function of the recomputed layers.
 
     Args:
-        memory: Of the cost.
+        memory: memory of the cost model.
         kind: B or I.
-        loads: Of the chunks.
+        loads: loads of the chunks.
     """
 
     def __init__(self, memory: ChunkMemory, kind: Kind, loads: Loads):
-        """Compute what no choice of recompute changes."""
         layout, loose = memory.layout, (loads.document >= 0) & (loads.later < 0)
         document = np.maximum(loads.document, 0)
         bytes_KC = [
@@ -55,7 +56,7 @@ class BackwardPeak:
         self._held = held + output_bytes
         self._less = output_bytes, layout.over_stages(bytes_KC)
         self._by_kind = np.stack(bytes_KC)
-        # What a layer works with, at its own turn: at most 0, beyond what the largest of them does.
+        # Workspace of a layer when it runs, relative to the largest one: at most 0.
         works = [layout.workspace_of(of.workspace_bytes[kind], loads) for of in layout.coefficients]
         self._work_KSC = np.stack(works)[:, None] - layout.most_over_stages(works)
         self._stage = np.arange(layout.stages)
@@ -69,15 +70,18 @@ class BackwardPeak:
         return part
 
     def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
-        """Return [stages, chunks]: the peak beyond all that the chunk holds from F to B, beyond
-        the gradients of K and V that a last slice's makes, beyond what I leaves for W, and beyond
-        what the layer works with that needs most.
+        """Return the additional bytes of the peak: [stages, chunks].
 
-        At most 0 where no layer is recomputed: what the last layer held is gone before the first
-        makes its gradients, and I turns activations into weight inputs layer by layer. Below 0
-        where the layer that needs most is not the last one.
+        They are in addition to what the chunk holds from F to B and to the K and V gradients that a
+        last slice makes. They also exclude what I leaves for W and the largest workspace of a
+        layer.
 
-        ``runs`` come in the order of backward.
+        Without recompute the result is at most 0: the last layer has freed its activations before
+        the first makes its gradients, and I replaces activations by weight inputs layer by layer.
+        It is below 0 if the layer with the largest workspace is not the last one.
+
+        Args:
+            runs: layers in the order of backward.
         """
         held = self._held
         before = np.maximum(held, 0.0)
@@ -97,9 +101,9 @@ class BackwardPeak:
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """The layers of stages that have ``counts`` [stages, chunks] of each choice, last layers first.
+    """Return the layers of stages with ``counts`` [stages, chunks] of each choice, last ones first.
 
-    The layers of a kind stand in the order of ``counts``, kept ones last; see _offloaded.
+    The layers of a kind are in the order of ``counts``, saved ones last; see _offloaded.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))
@@ -119,14 +123,21 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 
 
 def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """The layers of stages as ``plan``, which has ``counts``, lists their letters, last layers
-    first; see _offloaded."""
+    """Return the layers of stages with the recompute modes of ``plan``, last layers first.
+
+    Args:
+        memory: memory of the cost model.
+        plan: plan with the recompute modes.
+        loads: loads of its chunks.
+        counts: [stages, chunks] layers of ``plan`` with each choice; see _offloaded.
+    """
     return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
 
 def _layers_of_plan(
     memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
 ) -> Iterator[LayerRun]:
+    """Yield offloaded layers, then one layer of every stage at a time, last layers first."""
     yield from _offloaded(memory, counts)
     choices = sorted(counts)
     saved = np.stack([memory.saved_bytes(choice, loads) for choice in choices])
@@ -147,8 +158,10 @@ def _layers_of_plan(
 
 
 def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
-    """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
-    gradients and weight inputs that they make count from the start."""
+    """Yield offloaded layers, which come first and together, wherever they are.
+
+    They hold nothing, and the gradients and weight inputs that they make count from the start.
+    """
     for (kind, mode), count in sorted(counts.items()):
         if mode == OFFLOAD:
             nothing = np.zeros(count.shape)
@@ -156,12 +169,14 @@ def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
 
 
 def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
-    """One layer of every stage and chunk at a time, last layers first. Those of a kind stand in the
-    order of ``counts``, kept ones last."""
+    """Yield one layer of every stage and chunk at a time, last layers first.
+
+    The layers of a kind are in the order of ``counts``, saved ones last.
+    """
     yield from _offloaded(memory, counts)
     number, chunk = memory.layout.kinds.number, np.arange(loads.chunks)
     shape = (memory.layout.stages, loads.chunks)
-    # By kind: its choices in order, and up to which of its layers each reaches.
+    # By kind: its choices in order, and the number of its layers up to each choice.
     choices: list[Sequence[Choice]] = []
     reach: list[list[np.ndarray]] = []
     for kind in range(number):
@@ -175,7 +190,7 @@ def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterat
     most = max(map(len, choices))
     saved = np.zeros((number, most, loads.chunks))
     again = np.zeros((number, most, loads.chunks))
-    # [K, steps, stages, chunks]; beyond the last step nothing is left: infinitely far.
+    # [kinds, steps, stages, chunks]; infinite after the last step, where nothing is left.
     edges = np.full((number, most, *shape), np.inf)
     left_KSC = np.stack([ends[-1] for ends in reach])
     for kind in range(number):

@@ -1,4 +1,4 @@
-"""Costs by the names of a model and a device, and the defaults of a layout."""
+"""Construction of costs from the names of a model and a device, with defaults of a layout."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,10 @@ from megatron_epp.ir import Kind
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """``layers`` over ``stages``; what is left over goes one each to the first stages, as the
-    last one carries the output layer."""
+    """Return ``layers`` divided over ``stages``.
+
+    Remaining layers go to the first stages, one each, because the last one has the LM head.
+    """
     if not 1 <= stages <= layers:
         raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
     per_stage, rest = divmod(layers, stages)
@@ -46,19 +48,38 @@ def named_cost(
     place: tuple[int, ...] = (),
     **assumptions: Any,
 ) -> Cost:
-    """The cost of a model on devices, both by name or file, or a model as it is.
+    """Return the cost of a model on devices, each given by name or file.
 
-    Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
-    1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
-    to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
-    ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
-    analytic profile; a measured one has its own groups' rates. ``vocabulary_parallel``: the output
-    layer over all stages. ``place``: the rank of every stage, where a rank has several.
+    Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each has its own rates and
+    budget; a message takes as long as on the slower of its two links, and all have the largest
+    latency. Published constants and reading of K and V are then used only if all devices have them.
 
-    Devices may differ by rank of the pipeline, ``h100-80g*4,a100-80g*4``: each has its own rates
-    and budget, a message between two takes what the slower link takes, and the latency is the
-    longest of all. Papers' constants and reading of K and V, which not all devices have, are then
-    left out where one lacks them.
+    Args:
+        model_name: name or file of a model, or the model itself.
+        device_name: name or file of a device, or one per pipeline rank.
+        pp: number of stages.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        dp: data-parallel size.
+        zero: ZeRO stage; default: 3 for the GPT models of the papers, otherwise 1.
+        memory_budget_gib: budget of each device in GiB; default: the device's own.
+        layers: number of layers of each stage; default: even.
+        ep: expert-parallel size; default: as many of a stage's devices as divide the experts.
+        layer_kinds: kind of each layer as ``profile`` names it, if the model does not say.
+        profile: measured profile; default: the analytic one.
+        topology: name or file of a topology for an analytic profile; a measured one has rates of
+            its own groups.
+        vocabulary_parallel: whether the LM head is sharded over the stages.
+        place: rank of each stage; empty if stage i is on rank i.
+        **assumptions: arguments of :func:`analytic.profile`.
+
+    Raises:
+        ValueError: the degrees or layers do not fit the model, or model states exceed a budget.
+
+    Example:
+        >>> cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=8)
+        >>> cost.layout.layers
+        (16, 16)
     """
     the_model = model(model_name) if isinstance(model_name, str) else model_name
     if zero is None:
@@ -106,7 +127,7 @@ def named_cost(
     )
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
-        kinds = ()  # measured before there were kinds, or of one that has another name
+        kinds = ()  # measured before there were kinds, or of one kind with another name
     layout = StageLayout(
         budgeted(profile),
         stage_layers,
@@ -133,7 +154,7 @@ def _on_device(
     degrees: tuple[int, int, int, int],
     assumptions: Mapping[str, Any],
 ) -> RankDevice:
-    """The analytic profile of one device, and its network, with tp, cp, dp and pp."""
+    """Return the analytic profile of one device, and its network; ``degrees``: tp, cp, dp, pp."""
     tp, cp, dp, pp = degrees
     profile = analytic_profile(the_model, device, **assumptions)
     profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
@@ -148,8 +169,10 @@ def _on_device(
 
 
 def _require_one_sort(devices: Sequence[Device]) -> None:
-    """A ValueError where two files describe devices of one name, or CPUs stand beside GPUs, whose
-    budgets mean something else."""
+    """Raise a ValueError if devices differ under one name, or if CPUs and GPUs are mixed.
+
+    Memory budgets of CPUs and GPUs have different meanings.
+    """
     for each in devices:
         if any(each.name == other.name and each != other for other in devices):
             raise ValueError(
@@ -160,8 +183,10 @@ def _require_one_sort(devices: Sequence[Device]) -> None:
 
 
 def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """Coefficients that all devices share: bytes, the longest latency; the host's memory for none
-    where one has no rate to it."""
+    """Return coefficients that apply to all devices: bytes, and the largest latency.
+
+    Offload is not available if one device has no rate to host memory.
+    """
     first = profiles[0]
     sort = "cpu:" if is_of_cpu(first) else ""
     return dataclasses.replace(
@@ -173,16 +198,26 @@ def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
 
 
 def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
-    """Where the output layer runs early, it takes a block of each rank's rows at a time."""
+    """Return ``profile`` with the block size of a fused LM head, if it has one."""
     if profile.last_bytes.per_token or not profile.last_workspace_bytes[Kind.FORWARD].per_token:
         return profile
     return dataclasses.replace(profile, last_workspace_tokens=float(head_block_tokens(words) * cp))
 
 
 def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
-    """Devices that share a layer's ``experts`` (None: some number): ``ep``, where it is possible;
-    default: as many of the tp * cp as divide them. More than those are of several of the ``dp``
-    replicas, all of each."""
+    """Return the expert-parallel size: ``ep`` if it is possible.
+
+    Args:
+        ep: requested size; None: the greatest common divisor of tp * cp and ``experts``. A size
+            above tp * cp shards experts over several replicas, with all devices of each.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        experts: number of experts of a layer; None: unknown.
+        dp: data-parallel size.
+
+    Raises:
+        ValueError: ``ep`` is impossible.
+    """
     if ep is None:
         return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1
     if ep > 1 and experts == 0:

@@ -1,17 +1,17 @@
-"""Tables of the same chunks with one choice of recompute after the other.
+"""Tables of the same chunks with different choices of recompute.
 
-What recompute changes of a table are the recomputed seconds, the activations that a chunk holds,
-and the workspaces of F, B and I. All else is computed once.
+Recompute changes the recomputed seconds, the activations that a chunk holds, and the workspaces of
+F, B and I. All else is computed once.
 
-What a layer saved and is offloaded is copied to the host's memory while F runs and back while B or
-I runs, a layer at a time, both ways at once:
+Offloaded layers are copied to host memory during F and back during B or I, one layer at a time, in
+both directions at once:
 
     seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
 
-which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
-at most are on the device at a time, one in use and one under way, as in Transformer Engine's
-CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
-memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
+This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
+Transformer Engine's CPU offloading, at most two of them are on the device at a time, one in use and
+one being copied. They count during the whole op, because a copy back begins before its layer runs.
+Host memory is counted separately (cost.host_memory). The time that an op waits for a copy counts as
 communication.
 """
 
@@ -39,7 +39,7 @@ from megatron_epp.ir import (
     Table,
 )
 
-# Cached properties of tables that are [stages, chunks] by kind or payload.
+# Cached properties of tables with arrays [stages, chunks] by kind or payload.
 _OF_CHUNKS = ("_workspace", "_seconds", "_comm", "_links")
 
 
@@ -48,14 +48,16 @@ def _cut[K](rows: Mapping[K, np.ndarray], chunks: slice) -> dict[K, np.ndarray]:
 
 
 class ChunkTables:
-    """Tables of the chunks of ``loads``, by what is recomputed.
+    """Tables of the chunks of ``loads``, for different choices of recompute.
 
     Args:
-        seconds, memory, ends: Of the cost (:class:`~megatron_epp.cost.cost.Cost`).
-        loads: Of the chunks.
-        forward_only: A plan of forwards only keeps nothing: one layer's activations at a time, and
-            the ends' while they run.
-        kinds: Kinds of the layers' ops that the tables have; default: all.
+        seconds: seconds of the cost (:class:`~megatron_epp.cost.cost.Cost`).
+        memory: memory of the cost.
+        ends: embedding and LM head of the cost.
+        loads: loads of the chunks.
+        forward_only: whether plans are forward-only. They save nothing: the activations of one
+            layer exist at a time, and those of embedding and LM head while these run.
+        kinds: kinds of the layers' ops in the tables; default: all.
     """
 
     def __init__(
@@ -67,23 +69,25 @@ class ChunkTables:
         forward_only: bool = False,
         kinds: Sequence[Kind] = OF_LAYERS,
     ):
-        """Keep the arguments; arrays are made when first asked for."""
         self.seconds, self.memory, self.ends = seconds, memory, ends
         self.layout = memory.layout
         self.loads, self.forward_only, self.kinds = loads, forward_only, tuple(kinds)
         self.backwards = tuple(kind for kind in BACKWARDS if kind in self.kinds)
 
     def of_counts(self, counts: Counts) -> Table:
-        """Return the table where ``counts`` [stages, chunks] layers have each choice.
+        """Return the table for ``counts`` [stages, chunks] layers with each choice.
 
-        The layers of each kind of a stage are taken to stand in the order of ``counts``, kept ones
-        last; those offloaded stand anywhere.
+        The layers of each kind of a stage are assumed to be in the order of ``counts``, saved ones
+        last; offloaded ones may be anywhere.
         """
         return self.of_runs(counts, runs_of_counts(self.memory, self.loads, counts))
 
     def of_runs(self, counts: Counts, runs: Sequence[LayerRun]) -> Table:
-        """As :meth:`of_counts`, of layers that stand as ``runs`` says, last layers first."""
-        counts = dict(sorted(counts.items()))  # sums come out alike, whoever counted
+        """Return the table as :meth:`of_counts` does, with layers in the order of ``runs``.
+
+        The last layers come first.
+        """
+        counts = dict(sorted(counts.items()))  # sums do not depend on the order of ``counts``
         loads, memory = self.loads, self.memory
         recompute = np.zeros((self.layout.stages, loads.chunks))
         for choice, count in counts.items():
@@ -126,7 +130,7 @@ class ChunkTables:
             part = ChunkTables(
                 self.seconds, self.memory, self.ends, loads, self.forward_only, self.kinds
             )
-            # In the places of what cached properties keep.
+            # Set the values that cached properties would compute.
             vars(part).update(
                 {name: _cut(getattr(self, name), chunks) for name in _OF_CHUNKS},
                 _held={
@@ -141,11 +145,11 @@ class ChunkTables:
             tables.append(part)
         return tables
 
-    # --- whatever is recomputed ------------------------------------------------------------------
+    # --- independent of recompute ----------------------------------------------------------------
 
     @cached_property
     def _workspace(self) -> dict[Kind, np.ndarray]:
-        """[stages, chunks] by kind, without recompute; of F another one is made every time."""
+        """[stages, chunks] by kind, without recompute; that of F is replaced in every table."""
         of_layers = {kind: self.memory.workspace_bytes(kind, self.loads) for kind in self.kinds}
         return of_layers | dict(self.ends.head_workspace_bytes(self.loads))
 
@@ -189,7 +193,7 @@ class ChunkTables:
         comm: dict[Kind, np.ndarray],
         workspace: dict[Kind, np.ndarray],
     ) -> None:
-        """Add what ``offloaded`` [stages, chunks] layers of each kind take of every op."""
+        """Add the copies of ``offloaded`` [stages, chunks] layers of each kind to every op."""
         memory, loads = self.memory, self.loads
         copies = sum(count * memory.copy_seconds(loads, kind) for kind, count in offloaded.items())
         in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)

@@ -1,8 +1,8 @@
-"""Columns: the numbers of a chunk that seconds are linear in.
+"""Columns: the numbers of a chunk in which seconds are linear.
 
-Every layer has the first three: tokens, query-key pairs and 1. A kind of layer adds its own as
-subclasses of :class:`Column`, which its :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>`
-name; a profile then has seconds for each unit of them (``LayerCoefficients.column_seconds``).
+Every layer has three: tokens, query-key pairs and 1. A layer kind adds its own as subclasses of
+:class:`Column`, which its :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>` names. A profile
+then has seconds per unit of them (``LayerCoefficients.column_seconds``).
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +20,12 @@ TOKENS, PAIRS, CHUNKS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Column(ABC):
-    """A number of every span of a document, added up over the spans of a chunk.
+    """Number of every span of a document, summed over the spans of a chunk.
 
-    NAME     its name in profile files, before its size
-    FITTED   whether measurements tell its coefficient apart from those of tokens and pairs
-    size     0 where the column needs none
+    Attributes:
+        NAME: its name in profile files, before its size.
+        FITTED: whether measurements can separate its coefficient from those of tokens and pairs.
+        size: parameter of the column; 0 if it needs none.
     """
 
     NAME: ClassVar[str]
@@ -51,9 +52,9 @@ class Column(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WindowPairs(Column):
-    """Query-key pairs where a query sees at most ``size`` keys, itself among them.
+    """Query-key pairs if a query attends to at most ``size`` keys, its own included.
 
-    Where they are measured, the seconds of all pairs contain theirs.
+    In measured profiles the seconds of all pairs include theirs.
     """
 
     NAME, FITTED = "window_pairs", False
@@ -80,10 +81,10 @@ class ContextTokens(Column):
 
 @dataclass(frozen=True, slots=True)
 class DiagonalPairs(Column):
-    """Query-key pairs inside a span itself: of a document that is not cut, all of its pairs.
+    """Query-key pairs within a span; for a document that is not cut, all of its pairs.
 
-    Half of the block of scores that they lie in is masked. Of cuDNN's kernels (9.19, on an H100)
-    the backward takes about twice as long for such a pair as for one of a slice and its context.
+    Half of their block of scores is masked. In cuDNN 9.19 on an H100, backward takes about twice as
+    long for such a pair as for one of a slice and its context.
     """
 
     NAME = "diagonal_pairs"

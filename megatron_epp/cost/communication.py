@@ -1,4 +1,4 @@
-"""Seconds per token of communication inside a stage: gathers, all-to-all, experts."""
+"""Seconds per token of communication within a stage: gathers, all-to-all, experts."""
 
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.network.topology import at_most
@@ -6,7 +6,7 @@ from megatron_epp.cost.profile import FLEX, LayerCoefficients
 
 
 def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
-    """Return the seconds of gathers and scatters inside a TP group that move so many bytes."""
+    """Return the seconds of gathers and scatters of that many bytes within a TP group."""
     if layout.tp == 1:
         return 0.0
     moved = bytes_per_token * (layout.tp - 1) / layout.tp
@@ -16,7 +16,7 @@ def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
 
 
 def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return those of one layer's forward to exchange rows for heads: eq. 3."""
+    """Return the seconds of a layer's forward to exchange rows for heads in a CP group (eq. 3)."""
     if layout.cp == 1 or not of.all_to_all_bytes_per_token:
         return 0.0
     moved = of.all_to_all_bytes_per_token / (layout.cp * layout.tp)
@@ -27,7 +27,7 @@ def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return those of one layer's forward to the experts' devices and back."""
+    """Return the seconds of a layer's forward to send tokens to the experts' devices and back."""
     if layout.ep == 1 or not of.expert_bytes_per_token:
         return 0.0
     moved = of.expert_bytes_per_token / (layout.cp * layout.tp)
@@ -40,13 +40,13 @@ def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds of one layer's gathers and scatters in forward besides their bytes'."""
+    """Return the latency in seconds of a layer's gathers and scatters in forward."""
     if layout.tp == 1 or layout.network is None:
         return 0.0
     return of.tensor_gathers * layout.network.gather_latency(layout.tp)
 
 
 def exposed_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return those of one layer's forward."""
+    """Return the seconds of all communication in a layer's forward."""
     tensor = tensor_seconds(layout, of.tensor_bytes_per_token)
     return all_to_all_seconds(layout, of) + tensor + expert_seconds(layout, of)

@@ -1,12 +1,16 @@
-"""The cost of any plan on one machine: a profile, laid out over stages and devices.
+"""Cost of any plan on one machine: a profile laid out over stages and devices.
 
-A cost has parts: :mod:`layout <megatron_epp.cost.layout>` (stages, degrees, kinds of layers,
-columns of a chunk), :mod:`seconds <megatron_epp.cost.seconds>`, :mod:`memory
-<megatron_epp.cost.memory>`, :mod:`ends <megatron_epp.cost.ends>` (embedding, and LM head on the
-last stage or on all); here they become the table that the simulator plays. Costs by the names of a
-model and a device are made in :mod:`megatron_epp.cost.build`.
+A cost consists of four parts:
 
-The sums are InfiniPipe's eqs 1 to 10 with corrections that stand where they are made.
+- :mod:`layout <megatron_epp.cost.layout>`: stages, degrees, layer kinds, columns of a chunk;
+- :mod:`seconds <megatron_epp.cost.seconds>` of ops;
+- :mod:`memory <megatron_epp.cost.memory>` of model states and chunks;
+- :mod:`ends <megatron_epp.cost.ends>`: embedding, and LM head on the last stage or on all.
+
+This module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build`
+makes costs from the names of a model and a device.
+
+The sums are InfiniPipe's eqs. 1 to 10, with corrections that are explained where they are made.
 """
 
 import dataclasses
@@ -30,14 +34,22 @@ from megatron_epp.cost.seconds import OpSeconds
 from megatron_epp.ir import OF_LAYERS, Chunk, Kind, Plan, Table, check_ranks
 
 
-@dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
+@dataclass(frozen=True)  # no slots, because its parts are cached
 class Cost:
     """Seconds and bytes of chunks on the stages of one replica.
 
-    device_budget_bytes   of every pipeline rank: all that training holds on one of its devices, for
-                          all stages of the rank, states included
-    host_budget_bytes     of the host's memory, for what one device offloads
-    multiple              tokens that executors pad every chunk to a multiple of
+    Attributes:
+        layout: stages, degrees and layer kinds.
+        device_budget_bytes: for every pipeline rank, all that training holds on one of its devices,
+            for all stages of the rank, model states included.
+        host_budget_bytes: host memory for the offloaded layers of one device.
+        multiple: the executor pads every chunk to a multiple of this many tokens.
+
+    Example:
+        >>> from megatron_epp.cost.build import named_cost
+        >>> from megatron_epp.sim.play import play
+        >>> table = named_cost("gpt-7b", "a100-80g", pp=2, cp=8).table(plan)
+        >>> play(plan, table).seconds
     """
 
     layout: StageLayout
@@ -46,7 +58,6 @@ class Cost:
     multiple: int = 1
 
     def __post_init__(self):
-        """Raise a ValueError where the budgets are not those of the ranks."""
         assert self.multiple >= 1
         ranks = self.layout.placement.ranks
         if len(self.device_budget_bytes) != ranks:
@@ -74,18 +85,16 @@ class Cost:
 
     @property
     def headroom_bytes(self) -> np.ndarray:
-        """[ranks]: what the budget of each rank's device leaves for chunks, next to the states of
-        all stages of the rank."""
+        """[ranks]: bytes of each rank's budget that its model states leave for chunks."""
         return np.array(self.device_budget_bytes) - np.array(self.states_of_ranks)
 
     @property
     def states_of_ranks(self) -> tuple[float, ...]:
-        """[ranks]: bytes of weights, gradients and optimizer of all stages of each rank."""
+        """[ranks]: bytes of weights, gradients and optimizer states of all stages of each rank."""
         return tuple(self.layout.placement.of_ranks(self.memory.states_bytes))
 
     def require_states_fit(self) -> None:
-        """Raise a ValueError that says what is needed where a stage's states exceed the budget of
-        its device."""
+        """Raise a ValueError if the model states of a stage exceed the budget of its device."""
         rank_of = self.layout.placement.place
         for stage, (states, rank) in enumerate(zip(self.memory.states_bytes, rank_of, strict=True)):
             budget = self.device_budget_bytes[rank]
@@ -99,7 +108,7 @@ class Cost:
     # --- other costs -----------------------------------------------------------------------------
 
     def replace(self, **fields: Any) -> "Cost":
-        """Return the cost with other ``fields``, its own and those of its layout."""
+        """Return the cost with other ``fields``, its own or those of its layout."""
         own = {each.name: fields.pop(each.name) for each in _FIELDS if each.name in fields}
         if fields:
             own["layout"] = dataclasses.replace(own.get("layout", self.layout), **fields)
@@ -144,8 +153,10 @@ class Cost:
         return self.replace(vocabulary_parallel=parallel)
 
     def with_coefficients_times(self, factors: Mapping[str, float]) -> "Cost":
-        """Return the cost with fields of every layer's coefficients times ``factors``, on all
-        devices."""
+        """Return the cost with some coefficients of every layer multiplied, on all devices.
+
+        ``factors`` has a factor for each field of LayerCoefficients that changes.
+        """
         devices = tuple(
             dataclasses.replace(each, profile=each.profile.times(factors))
             for each in self.layout.rank_devices
@@ -155,11 +166,15 @@ class Cost:
     # --- tables ----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
+        """Return the loads of ``chunks`` of documents with these lengths."""
         return plan_loads(chunks, documents, ranks=self.layout.cp, multiple=self.multiple)
 
     def table(self, plan: Plan) -> Table:
-        """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
-        layer where the plan has it."""
+        """Return the seconds and bytes of every op of ``plan``, with its placement of the LM head.
+
+        Raises:
+            PlanError: a document is on a context-parallel rank that the layout does not have.
+        """
         if plan.vocabulary_parallel != self.layout.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         check_ranks(plan, self.layout.cp)
@@ -169,13 +184,13 @@ class Cost:
         return self.tables(loads, plan.forward_only).of_runs(counts, runs)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-        """As :meth:`table`, for planners: see :meth:`ChunkTables.of_counts`."""
+        """Return the table for ``counts`` of each choice; see :meth:`ChunkTables.of_counts`."""
         return self.tables(loads, forward_only).of_counts(counts)
 
     def tables(
         self, loads: Loads, forward_only: bool = False, kinds: Sequence[Kind] = OF_LAYERS
     ) -> ChunkTables:
-        """Return the tables of chunks, by what is recomputed."""
+        """Return the tables of chunks for different choices of recompute."""
         return ChunkTables(self.seconds, self.memory, self.ends, loads, forward_only, kinds)
 
 

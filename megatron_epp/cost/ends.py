@@ -1,17 +1,17 @@
-"""Ends of the model: the embedding, and the LM head with its loss, on the last stage or on all.
+"""Embedding, and LM head with its loss, on the last stage or on all.
 
-Vocabulary parallelism takes the LM head from the last stage's F and B and gives every stage a
-part of it, H and G. Of the three products that it takes without (logits, the gradients of the input
-and of the weight) H does the first two, G the first again and the third, all for 1/stages of the
+Vocabulary parallelism moves the LM head from the last stage's F and B to H and G on every stage.
+The LM head has three products: logits, and the gradients of its input and of its weight. H computes
+the first two; G repeats the first and computes the third. Both do so for 1/stages of the
 vocabulary:
 
     seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
 
-so a profile's coefficients serve, measured or analytic, with the early head or without, whose F + B
-are the three products in either case; where it has H and G themselves (head_seconds), these. What a
-chunk costs whatever its size is not divided. With multi-token prediction it runs as many
-times more of every row. Sources: arXiv 2411.05288 (algorithm 2, whose two
-passes these are); that the logits are made twice is ours.
+Any profile has these coefficients, measured or analytic, with or without a fused LM head, whose F +
+B is always the three products. If a profile has H and G themselves (head_seconds), these are used.
+The constant per chunk is not divided. With multi-token prediction the LM head runs once more per
+MTP layer. Source: arXiv 2411.05288 (algorithm 2, which has these two passes); to recompute the
+logits is this project's choice.
 """
 
 from collections.abc import Mapping
@@ -25,20 +25,22 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Item, Kind, Payload
 
-# Fraction of the LM head's forward and backward that each of H and G takes.
+# Time of H, and of G, relative to the LM head's forward and backward.
 HEAD_FRACTION = 2 / 3
 
 
 class Ends:
-    """The ends of a ``layout`` without an LM head; the classes of its places add it."""
+    """Embedding of a ``layout``; subclasses add the LM head."""
 
     def __init__(self, layout: StageLayout):
         self.layout, self.profile = layout, layout.profile
         self.times = layout.predictions
 
     def parameters(self) -> np.ndarray:
-        """[stages] weights, before they are sharded over tensor-parallel ranks. With multi-token
-        prediction the last stage has an embedding of its own."""
+        """Return [stages] weights of embedding and LM head, before tensor-parallel sharding.
+
+        With multi-token prediction the last stage has an embedding of its own.
+        """
         held = np.zeros(self.layout.stages)
         held[0] = self.profile.first_parameters
         if self.times > 1 and self.layout.stages > 1:
@@ -46,19 +48,19 @@ class Ends:
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add what the ends take inside an op of the layers to [stages, columns]."""
+        """Add the seconds inside an op of the layers to ``per_SF`` [stages, columns]."""
         per_SF[0] += self.layout.row(self.profile.first_seconds[kind])
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """[stages, columns] of H and G: none."""
+        """Return the seconds of H and G: [stages, columns]."""
         return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """[stages, columns] of communication besides."""
+        """Return the communication seconds of H and G: [stages, columns]."""
         return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, chunks] from F to B."""
+        """Return the bytes held from F to B: [stages, chunks]."""
         held = self._head_held_bytes(loads)
         held[0] += self.layout.bytes_of(self.profile.first_bytes, loads)
         return held
@@ -67,27 +69,27 @@ class Ends:
         return np.zeros((self.layout.stages, loads.chunks))
 
     def freed_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, chunks] of :meth:`held_bytes` that are gone when the layers' backward begins."""
+        """Return the part of :meth:`held_bytes` that is freed when the layers' backward begins."""
         return np.zeros((self.layout.stages, loads.chunks))
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, chunks] from I to W."""
+        """Return the bytes held from I to W: [stages, chunks]."""
         return np.zeros((self.layout.stages, loads.chunks))
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray | float:
-        """[stages, chunks] while an op of the layers runs."""
+        """Return the bytes while an op of the layers runs: [stages, chunks], or 0."""
         return 0.0
 
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
-        """[stages, chunks] that a message of H occupies each link, where there are."""
+        """Return the seconds that a message of H occupies each link: [stages, chunks]."""
         return {}
 
     def head_held_bytes(self, loads: Loads) -> Mapping[Item, np.ndarray]:
-        """[stages, chunks] from H to G, where there are."""
+        """Return the bytes held from H to G, if there are any: [stages, chunks]."""
         return {}
 
     def head_workspace_bytes(self, loads: Loads) -> Mapping[Kind, np.ndarray]:
-        """[stages, chunks] while H or G runs, where there are."""
+        """Return the bytes while H or G runs, if there are any: [stages, chunks]."""
         return {}
 
     def _on_last(self, row: np.ndarray) -> np.ndarray:
@@ -97,14 +99,16 @@ class Ends:
 
 
 class HeadOnLastStage(Ends):
-    """The LM head is part of the last stage's F, B, I and W."""
+    """LM head in the last stage's F, B, I and W."""
 
     def parameters(self) -> np.ndarray:
+        """Return [stages] weights of embedding and LM head."""
         held = super().parameters()
         held[-1] += self.profile.last_parameters
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
+        """Add the seconds inside an op of the layers to ``per_SF`` [stages, columns]."""
         super().add_seconds(kind, per_SF)
         per_SF[-1] += self.times * self.layout.row(self.profile.last_seconds[kind])
 
@@ -112,13 +116,16 @@ class HeadOnLastStage(Ends):
         return self._on_last(self.times * self.layout.bytes_of(self.profile.last_bytes, loads))
 
     def freed_bytes(self, loads: Loads) -> np.ndarray:
-        return self._head_held_bytes(loads)  # its backward comes first
+        """Return the part of :meth:`held_bytes` that is freed when the layers' backward begins."""
+        return self._head_held_bytes(loads)  # the LM head's backward comes first
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
+        """Return the bytes held from I to W: [stages, chunks]."""
         held = self.layout.bytes_of(self.profile.last_weight_input_bytes, loads)
         return self._on_last(self.times * held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """Return the bytes while an op of the layers runs: [stages, chunks]."""
         per = self.profile.last_workspace_bytes[kind]
         last = self.layout.bytes_of(per, loads)
         if self.profile.last_workspace_tokens:
@@ -128,13 +135,15 @@ class HeadOnLastStage(Ends):
 
 
 class HeadOnAllStages(Ends):
-    """Every stage has 1/stages of the vocabulary, and runs H and G of every chunk."""
+    """LM head sharded over all stages: each has 1/stages of the vocabulary, and runs H and G."""
 
     def parameters(self) -> np.ndarray:
+        """Return [stages] weights of embedding and LM head."""
         each = self.profile.last_parameters / self.layout.stages
         return super().parameters() + np.full(self.layout.stages, each)
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
+        """Return the seconds of H and G: [stages, columns]."""
         return {kind: self._head_seconds(kind) for kind in OF_HEAD}
 
     def _head_seconds(self, kind: Kind) -> np.ndarray:
@@ -151,16 +160,21 @@ class HeadOnAllStages(Ends):
         return np.tile(each, (self.layout.stages, 1))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """Gathers of the hidden state inside a TP group, whose ranks have other vocabulary rows
-        each: H and G do so once each."""
+        """Return the seconds of one gather of the hidden state in a TP group, for each of H and G.
+
+        The ranks of the group have different vocabulary rows.
+        """
         gathered = np.zeros((self.layout.stages, self.layout.width))
         one = tensor_seconds(self.layout, self.layout.hidden_bytes.per_token)
         gathered[:, TOKENS] = self.times * one
         return dict.fromkeys(OF_HEAD, gathered)
 
     def _head_held_bytes(self, loads: Loads) -> np.ndarray:
-        """The model's output, then its gradient; where it was measured with an early head, what
-        that holds are the final norm's input and that gradient, as here."""
+        """Return the bytes of the model's output, then its gradient, on the last stage.
+
+        A profile measured with a fused LM head holds the final norm's input and that gradient, as
+        here.
+        """
         output = self._hidden(loads)
         if not self._holds_logits:
             early = self.times * self.layout.bytes_of(self.profile.last_bytes, loads)
@@ -169,33 +183,40 @@ class HeadOnAllStages(Ends):
 
     @property
     def _holds_logits(self) -> bool:
-        """Whether logits are what the profile's last stage holds from F to B."""
+        """Whether the profile's last stage holds logits from F to B."""
         return self.profile.last_bytes.per_token > 0 and not self.profile.last_workspace_tokens
 
     def _hidden(self, loads: Loads) -> np.ndarray:
-        """[chunks] hidden states of which tokens are predicted."""
+        """Return the bytes of the hidden states from which tokens are predicted: [chunks]."""
         return self.times * self.layout.bytes_of(self.layout.hidden_bytes, loads)
 
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
-        """The link from the last stage to the first is in the last row. Between stages a message
-        carries the hidden state, and as large the weighted rows and the labels' rows; to the last
-        stage, which has the hidden state, the rows alone. Without a backward nobody wants rows. Two
-        statistics a token are not counted."""
+        """Return the seconds that a message of H occupies each link: [stages, chunks].
+
+        The last row is the link from the last stage to the first. Between stages a message has
+        three parts of equal size: the hidden state, the weighted rows and the labels' rows. The
+        last stage has the hidden state and receives the other two. Forward-only plans need no rows.
+        The two statistics per token are not counted.
+        """
         link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
         link[:-2] *= 1 if forward_only else 3
         link[-2] *= 0 if forward_only else 2
         return {Payload.HEAD: link}
 
     def head_held_bytes(self, loads: Loads) -> Mapping[Item, np.ndarray]:
+        """Return the bytes held from H to G: [stages, chunks]."""
         inputs = np.ceil(np.tile(self._hidden(loads), (self.layout.stages, 1)))
         return {Item.HEAD_INPUTS: inputs}
 
     def head_workspace_bytes(self, loads: Loads) -> Mapping[Kind, np.ndarray]:
+        """Return the bytes while H or G runs: [stages, chunks]."""
         return {kind: self._head_workspace(kind, loads) for kind in OF_HEAD}
 
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Logits of a stage's part of the vocabulary, for a block of tokens at a time; H has rows
-        besides, two a token as they come and as they go, G the gradient of its part of the weight.
+        """Return the bytes of a stage's logits for a block of tokens, and of rows or gradients.
+
+        H also has two rows per token as they arrive and as they leave; G has the gradient of its
+        part of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:
@@ -206,7 +227,7 @@ class HeadOnAllStages(Ends):
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
         held = layout.bytes_of(profile.last_bytes if self._holds_logits else at_end, loads)
         held = held / stages
-        # A part of the vocabulary has blocks of as many tokens more, up to the largest.
+        # With a part of the vocabulary, blocks have that many times more tokens, up to the largest.
         most = float(HEAD_BLOCK_TOKENS[0] * layout.cp)
         if profile.last_workspace_tokens:
             most = min(most, profile.last_workspace_tokens * stages)
@@ -220,4 +241,5 @@ class HeadOnAllStages(Ends):
 
 
 def ends_of(layout: StageLayout) -> Ends:
+    """Return the ends of ``layout``, with the LM head on the last stage or on all."""
     return HeadOnAllStages(layout) if layout.vocabulary_parallel else HeadOnLastStage(layout)

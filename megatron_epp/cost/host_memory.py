@@ -1,4 +1,4 @@
-"""The host's memory that offloaded layers take by the cost model, from F to B or I."""
+"""Host memory of offloaded layers, predicted by the cost model."""
 
 import numpy as np
 
@@ -8,9 +8,12 @@ from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind, Plan
 
 
 def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple[int, ...]:
-    """The most of every stage that lies in the host's memory at a time, for one device.
+    """Return the peak of each stage's offloaded bytes in host memory, for one device.
 
-    ``loads``: of the plan's chunks, where they are padded.
+    Args:
+        cost: cost model.
+        plan: plan to examine.
+        loads: loads of the plan's chunks if they are padded.
     """
     counts = cost.layout.kinds.of_plan(plan)
     offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}

@@ -1,7 +1,7 @@
-"""Kinds of layers in order, and numbers of layers by kind and recompute choice.
+"""Kinds of the layers in order, and numbers of layers by kind and recompute choice.
 
-The kinds of the layers, first to last, belong to the model; a plan says how many layers a stage
-has, and a letter for each. Planners count: so many layers of a stage and kind have that letter.
+The model defines the kind of each layer. A plan defines the number of layers of a stage and a
+recompute mode for each. Planners use counts: how many layers of a stage and kind have a mode.
 """
 
 import itertools
@@ -15,18 +15,19 @@ import numpy as np
 from megatron_epp.ir import Plan
 from megatron_epp.ir.errors import quoted
 
-Choice = tuple[int, str]  # a kind's number, and a recompute letter
-# [stages, chunks] layers with each choice. Those of a kind stand from the front of a stage in their
-# order, but kept layers behind them; offloaded ones stand anywhere.
+Choice = tuple[int, str]  # number of a kind, and a recompute mode
+# [stages, chunks] layers with each choice. Those of a kind are in this order from the first layer
+# of a stage, saved layers last; offloaded ones may be anywhere.
 Counts = Mapping[Choice, np.ndarray]
 
 
-@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+@dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class StageKinds:
-    """The kinds of all stages' layers.
+    """Kinds of the layers of all stages.
 
-    names   of the K kinds
-    words   of every stage: the number of each of its layers' kind, first layer first
+    Attributes:
+        names: names of the K kinds.
+        words: for every stage, the number of each layer's kind, in order.
     """
 
     names: tuple[str, ...]
@@ -34,6 +35,7 @@ class StageKinds:
 
     @property
     def number(self) -> int:
+        """Number of kinds."""
         return len(self.names)
 
     @cached_property
@@ -45,7 +47,7 @@ class StageKinds:
 
     @cached_property
     def _before(self) -> np.ndarray:
-        """[K, stages, most layers + 1]: of each kind among a stage's first so many."""
+        """[K, stages, n + 1]: layers of each kind among the first 0 to n layers of a stage."""
         most = max(len(word) for word in self.words)
         before = np.zeros((self.number, len(self.words), most + 1))
         for stage, word in enumerate(self.words):
@@ -57,8 +59,10 @@ class StageKinds:
 
     @cached_property
     def nth(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two [stages, most layers]: of the layer so many before a stage's last, its kind and its
-        place among its kind from the front; -1 where the stage has no more layers."""
+        """Kind, and place among its kind, of each layer counted from the last: two [stages, n].
+
+        Both are -1 where the stage has fewer layers than n, the most of any stage.
+        """
         most = max(len(word) for word in self.words)
         kinds = np.full((len(self.words), most), -1, np.int64)
         places = np.full((len(self.words), most), -1, np.int64)
@@ -70,7 +74,7 @@ class StageKinds:
         return kinds, places
 
     def stage_text(self, stage: int) -> str:
-        """``15`` layers; ``3 dense, 12 experts`` where there are several kinds in the model."""
+        """Return ``15``, or ``3 dense, 12 experts`` if the model has several kinds."""
         word = self.words[stage]
         if self.number == 1:
             return str(len(word))
@@ -78,20 +82,21 @@ class StageKinds:
         return ", ".join(f"{count} {name}" for count, name in counts if count) or "0"
 
     def from_front(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """[K, stages, chunks]: layers of each kind among those of a stage from ``start`` to
-        ``stop``, both [stages, chunks]."""
+        """Return [K, stages, chunks]: layers of each kind from ``start`` to ``stop`` of a stage.
+
+        ``start`` and ``stop`` are [stages, chunks].
+        """
         stage = np.arange(len(self.words))[:, None]
         start, stop = start.astype(np.int64), stop.astype(np.int64)
         return self._before[:, stage, stop] - self._before[:, stage, start]
 
     def first(self, mode: str, layers: np.ndarray) -> Counts:
-        """``mode`` for the first ``layers`` [stages, chunks] of every stage, whatever their
-        kinds."""
+        """Return counts with ``mode`` for the first ``layers`` [stages, chunks] of every stage."""
         of_kinds = enumerate(self.from_front(np.zeros_like(layers), layers))
         return {(kind, mode): grid for kind, grid in of_kinds if grid.any()}
 
     def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
-        """[stages, chunks] layers with each choice, as the letters of ``plan`` say."""
+        """Return the [stages, chunks] layers of ``plan`` with each choice."""
         seen: dict[tuple[int, str], dict[Choice, int]] = {}
         counts: dict[Choice, np.ndarray] = {}
         for stage, choices in enumerate(plan.recompute):
@@ -111,8 +116,13 @@ class StageKinds:
 def stage_kinds(
     names: Sequence[str], of_layers: Sequence[int], layers: Sequence[int]
 ) -> StageKinds:
-    """The kinds of stages of so many ``layers``, from the number of every layer's kind in
-    ``names``; kinds that no stage has are left out."""
+    """Return the kinds of the layers of each stage; kinds without layers are omitted.
+
+    Args:
+        names: names of all kinds.
+        of_layers: index in ``names`` of each layer's kind.
+        layers: number of layers of each stage.
+    """
     used = sorted(set(of_layers)) or [0]
     numbers = np.array([used.index(kind) for kind in of_layers], np.int64)
     edges = [0, *itertools.accumulate(layers)]
@@ -127,7 +137,11 @@ _GROUP = re.compile(r"(?:([1-9][0-9]{0,4})\*)?\(([^()]*)\)|(\S+)")
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """The kinds of layers, first to last, from ``3*dense 58*experts`` or ``18*(window full)``."""
+    """Return the kinds of the layers from ``3*dense 58*experts`` or ``18*(window full)``.
+
+    Raises:
+        ValueError: the text is invalid.
+    """
     kinds: list[str] = []
     part: tuple[str, ...]
     at = 0
@@ -164,7 +178,7 @@ _EXPECTED = (
 
 
 def format_kinds(kinds: Sequence[str]) -> str:
-    """As :func:`parse_kinds` reads it: runs; a pattern that repeats as one."""
+    """Return the text for :func:`parse_kinds`, with runs, or a repeated pattern, abbreviated."""
     for period in range(1, len(kinds) // 2 + 1):
         if len(kinds) % period == 0 and all(a == b for a, b in zip(kinds, kinds[period:])):  # noqa: B905
             times = len(kinds) // period

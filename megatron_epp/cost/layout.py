@@ -1,8 +1,8 @@
-"""Layout: a model's profile laid out on the stages and devices of one replica.
+"""Layout: a model's profile distributed over the stages and devices of one replica.
 
-Which layers of which kind a stage has, over how many devices each is sharded, and what the
-profile's coefficients become there. Seconds are linear in the columns of a chunk: tokens, pairs and
-1, which every layer has, and the further ones of its kinds (:mod:`megatron_epp.cost.columns`).
+It says which layers of which kind a stage has, over how many devices each is sharded, and the
+resulting coefficients. Seconds are linear in the columns of a chunk: tokens, pairs and 1, which
+every layer has, and additional columns of its layer kinds (:mod:`megatron_epp.cost.columns`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,44 +30,31 @@ from megatron_epp.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """The devices of one rank: the seconds of ``profile``, and its ``network``."""
+    """Devices of one rank: the seconds of ``profile``, and its ``network``."""
 
     profile: Profile
     network: Network | None = None
 
 
-@dataclass(frozen=True)  # no slots: its arrays are computed once, when first asked for
+@dataclass(frozen=True)  # no slots, because its arrays are cached
 class StageLayout:
-    """The profile of a model, and how it is laid out; bytes are per device.
+    """Profile of a model and its distribution over stages and devices; bytes are per device."""
 
-    profile        one layer's of every kind, and the ends'
-    layers         of every stage, first to last
-    tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
-    zero           1: weights stay on every device (Megatron's distributed optimizer);
-                   3: states are sharded over the stage's devices, layers gathered for every chunk
-    ep             devices that share the experts of a layer; more than tp x cp: those of several
-                   replicas, which then run in lockstep
-    layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
-                   are of the profile's only kind
-    vocabulary_parallel  whether the output layer is cut over all stages (ops H and G)
-    network        where groups lie and what they get there; none: the profile's rates by size
-    place          the rank of every stage, where a rank has several; none: stage i on rank i
-    rank_devices   of every rank, where they differ: seconds and rates are then theirs, bytes and
-                   latency those of ``profile``. None: those of a profile that was measured on ranks
-                   that differ (``rank_slowness``), else all as ``profile`` and ``network`` say
-    """
-
-    profile: Profile
-    layers: tuple[int, ...]
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
+    profile: Profile  # coefficients of one layer of every kind, of embedding and LM head
+    layers: tuple[int, ...]  # number of layers of each stage
+    tp: int = 1  # tensor-parallel size
+    cp: int = 1  # context-parallel size
+    dp: int = 1  # data-parallel size
+    # 1: weights stay on every device (Megatron's distributed optimizer). 3: model states are
+    # sharded over the stage's devices, and layers are gathered for every chunk.
     zero: int = 1
-    ep: int = 1
-    layer_kinds: tuple[str, ...] = ()
-    network: Network | None = None
-    vocabulary_parallel: bool = False
-    place: tuple[int, ...] = ()
+    ep: int = 1  # expert-parallel size; above tp x cp it spans replicas, which run in lockstep
+    layer_kinds: tuple[str, ...] = ()  # kind of each layer; empty: the profile's only kind
+    network: Network | None = None  # places and rates of groups; None: rates of the profile
+    vocabulary_parallel: bool = False  # whether the LM head is sharded over all stages (H, G)
+    place: tuple[int, ...] = ()  # rank of each stage; empty if stage i is on rank i
+    # Devices of each rank if they differ: they define seconds and rates, ``profile`` bytes and
+    # latency. Empty: ranks differ as in the profile's ``rank_slowness``, or not at all.
     rank_devices: tuple[RankDevice, ...] = ()
 
     def __post_init__(self):
@@ -122,7 +109,7 @@ class StageLayout:
             )
 
     def __str__(self) -> str:
-        """Model, devices and degrees, in one line."""
+        """Return model, devices and degrees in one line."""
         origin = self.profile.provenance
         return (
             f"{origin.model} on {self.devices * self.dp} x {origin.device}: "
@@ -131,28 +118,29 @@ class StageLayout:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.layers)
 
     @cached_property
     def placement(self) -> Placement:
-        """The rank of every stage."""
+        """Rank of every stage."""
         return Placement(self.place or tuple(range(self.stages)))
 
     @property
     def devices(self) -> int:
-        """Number of one replica's devices."""
+        """Number of devices of one replica."""
         return self.placement.ranks * self.tp * self.cp
 
     @cached_property
     def shards(self) -> float:
-        """Divisor of the profile's coefficients: this layout's devices over the profile's."""
+        """Divisor of the profile's coefficients: devices per stage, over the profile's."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
 
-    # --- devices that differ ---------------------------------------------------------------------
+    # --- different devices -----------------------------------------------------------------------
 
     @cached_property
     def unlike_devices(self) -> tuple[RankDevice, ...]:
-        """The device of every rank, where they differ: ``rank_devices``, or as measured."""
+        """Device of every rank if they differ (``rank_devices``, or as measured), or empty."""
         if self.rank_devices or not self.profile.rank_slowness:
             return self.rank_devices
         known = {
@@ -163,18 +151,17 @@ class StageLayout:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Seconds on every rank's device over the profile's, where it was measured."""
+        """Ratio of the seconds on every rank's device to the profile's, where it was measured."""
         return self.profile.rank_slowness or (1.0,) * self.placement.ranks
 
     def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
-        """With these of every rank, none: all alike, and other ``fields``."""
+        """Return the layout with these devices (empty: all are equal) and other ``fields``."""
         alike = replace(self.profile, rank_slowness=(), replica_slowness=())
         return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
 
     @cached_property
     def device_layouts(self) -> tuple[tuple[Self, ...], np.ndarray]:
-        """This layout as if all ranks had the device of one, for each that there is; and [stages]
-        the number of each stage's."""
+        """One layout per device, as if all ranks had it, and each stage's number: [stages]."""
         different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
         known = {id(each): each for each in self.unlike_devices}
         layouts = tuple(
@@ -185,15 +172,17 @@ class StageLayout:
         return layouts, np.array(own)
 
     def on_device_of(self, stage: int) -> Self:
-        """This layout as if all ranks had the device of that stage."""
+        """Return this layout with the device of ``stage`` on all ranks."""
         if not self.unlike_devices:
             return self
         layouts, own = self.device_layouts
         return layouts[own[stage]]
 
     def stagewise(self, of: Callable[[Self], np.ndarray]) -> np.ndarray:
-        """``of`` this layout, [stages, ...]; where devices differ every row from the layout on that
-        stage's device."""
+        """Return ``of`` this layout, [stages, ...].
+
+        If devices differ, each row comes from the layout with that stage's device on all ranks.
+        """
         if not self.unlike_devices:
             return of(self)
         layouts, own = self.device_layouts
@@ -201,17 +190,21 @@ class StageLayout:
 
     @cached_property
     def links_per_token(self) -> np.ndarray:
-        """[stages]: seconds per token that a message occupies the link from a stage to the next,
-        from the last to the first; of two devices the slower one's."""
+        """[stages]: seconds per token that a message occupies the link from a stage to the next.
+
+        The last row is the link from the last stage to the first. Of two devices the slower counts.
+        """
         own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
         return np.maximum(own, np.roll(own, -1))
 
-    # --- kinds of layers -------------------------------------------------------------------------
+    # --- layer kinds -----------------------------------------------------------------------------
 
     @cached_property
     def kinds(self) -> StageKinds:
-        """The kinds of every stage's layers. Kinds with the same coefficients are one:
-        nothing tells them apart, and planners have fewer to choose among."""
+        """Kinds of every stage's layers.
+
+        Kinds with equal coefficients are merged, so that planners have fewer choices.
+        """
         names = list(self.profile.kinds)
         every = [layer_coefficients(each) for each in self.profile.kinds.values()]
         alike = [every.index(each) for each in every]
@@ -221,13 +214,13 @@ class StageLayout:
 
     @cached_property
     def coefficients(self) -> tuple[LayerCoefficients, ...]:
-        """Those of one layer of each kind in :attr:`kinds`."""
+        """Coefficients of one layer of each kind in :attr:`kinds`."""
         known = self.profile.kinds
         return tuple(known[name] for name in self.kinds.names)
 
     @cached_property
     def predictions(self) -> int:
-        """Tokens that are predicted of every row: how often the output layer runs."""
+        """Number of tokens predicted per position, and of runs of the LM head."""
         mtp_heads = [
             of * each.heads for of, each in zip(self.kinds.counts, self.coefficients, strict=True)
         ]
@@ -235,26 +228,27 @@ class StageLayout:
 
     @cached_property
     def pinned_layers(self) -> int:
-        """Layers that lie on the last stage wherever others do: one, or where further tokens are
-        predicted all that do so and one in front of them."""
+        """Number of layers that are on the last stage in any layout.
+
+        It is 1, or with multi-token prediction all MTP layers and the layer before them.
+        """
         every = [self.coefficients[kind].heads > 0 for word in self.kinds.words for kind in word]
         return len(every) - every.index(True) + 1 if True in every else 1
 
     @property
     def kinds_text(self) -> str:
-        """The kinds of all layers, first to last, as in ``3*dense 58*experts``; nothing where all
-        are alike."""
+        """Kinds of all layers, as in ``3*dense 58*experts``; empty if all are equal."""
         return format_kinds(self.layer_kinds) if self.kinds.number > 1 else ""
 
     def over_stages(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """[stages, n]: the sum over all layers of a stage; ``rows``: of one layer, by kind."""
+        """Return the sum of ``rows`` [kinds, n] over the layers of each stage: [stages, n]."""
         total = np.outer(self.kinds.counts[0], rows[0])
         for count, row in zip(self.kinds.counts[1:], rows[1:], strict=True):
             total = total + np.outer(count, row)
         return total
 
     def most_over_stages(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """[stages, n]: the most of any kind that a stage has; ``rows``: of one layer, by kind."""
+        """Return the maximum of ``rows`` [kinds, n] over the kinds of each stage: [stages, n]."""
         if len(rows) == 1:
             return np.tile(rows[0], (self.stages, 1))
         there = self.kinds.counts[:, :, None] > 0
@@ -264,7 +258,7 @@ class StageLayout:
 
     @cached_property
     def windows(self) -> tuple[WindowPairs, ...]:
-        """The columns of windows, narrowest first."""
+        """Columns of sliding windows, narrowest first."""
         known = {column for each in self.coefficients for column in each.column_seconds}
         known |= {WindowPairs(each.window) for each in self.coefficients if each.window}
         windows = (column for column in known if isinstance(column, WindowPairs))
@@ -272,13 +266,15 @@ class StageLayout:
 
     @cached_property
     def extra_columns(self) -> tuple[Column, ...]:
-        """Columns of the kinds of layers beside tokens, pairs and 1: pairs of windows, narrowest
-        first, then the others by their names."""
+        """Columns of the layer kinds other than tokens, pairs and 1.
+
+        Pairs of windows come first, narrowest first, then the others by their names.
+        """
         known = {column for each in self.coefficients for column in each.column_seconds}
         return (*self.windows, *sorted(known - {*self.windows}, key=str))
 
     def column(self, of: Column) -> int:
-        """The number of a further column."""
+        """Return the number of an additional column."""
         return 3 + self.extra_columns.index(of)
 
     @property
@@ -287,7 +283,7 @@ class StageLayout:
         return 3 + len(self.extra_columns)
 
     def features(self, loads: Loads) -> np.ndarray:
-        """[columns, chunks]: what seconds are linear in. Tokens, pairs, 1, and the further ones."""
+        """Return [columns, chunks], in which seconds are linear: tokens, pairs, 1, and others."""
         if self.extra_columns not in loads.features:
             rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
             rows += [column.of_chunks(loads) for column in self.extra_columns]
@@ -296,17 +292,17 @@ class StageLayout:
         return loads.features[self.extra_columns]
 
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """[columns] of whole documents of these lengths in ``chunks`` chunks."""
+        """Return the [columns] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
         return np.array([*sums, *(c.of_spans(begins, lengths).sum() for c in self.extra_columns)])
 
-    # --- coefficients of the profile, laid out ---------------------------------------------------
+    # --- coefficients of the profile in this layout ----------------------------------------------
 
     def row(self, seconds: Seconds, of: LayerCoefficients | None = None) -> np.ndarray:
-        """[columns] of ``seconds``, whose pairs are those of the window of ``of``."""
-        # What a chunk costs whatever its size, launching kernels above all, is not divided.
+        """Return ``seconds`` as [columns]; pairs are those of the window of ``of``."""
+        # The constant per chunk, mostly kernel launches, is not divided by the number of devices.
         row = np.zeros(self.width)
         row[TOKENS], row[CHUNKS] = seconds.per_token / self.shards, seconds.per_chunk
         pairs = PAIRS if of is None or not of.window else self.column(WindowPairs(of.window))
@@ -314,40 +310,45 @@ class StageLayout:
         return row
 
     def extra_columns_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-        """[columns] of one layer's op: its kind's further columns alone."""
+        """Return the additional columns of one layer's op as [columns]."""
         row = np.zeros(self.width)
         for column, seconds in of.column_seconds.items():
             row[self.column(column)] = seconds.get(kind, 0.0) / self.shards
         return row
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
-        """[chunks] on one device."""
+        """Return the bytes on one device: [chunks]."""
         keeps = self.profile.stores_last_slice
         loose, kept = loads.loose_tokens(keeps), loads.cached_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards
 
     def fixed_bytes_of(self, per: Workspace, loads: Loads) -> np.ndarray | float:
-        """[chunks]: what an op needs whatever its chunk's tokens are. A weight's gradient, the most
-        of what does not depend on the chunk, is sharded over tensor-parallel ranks alone."""
+        """Return the bytes of an op that do not depend on its chunk's tokens: [chunks].
+
+        Most of them are a weight's gradient, which is sharded over tensor-parallel ranks only.
+        """
         fixed = per.per_op * self.profile.tp / self.tp
         if not per.per_context_token:
             return fixed
         return fixed + per.per_context_token * loads.earlier_tokens / self.shards
 
     def workspace_of(self, per: Workspace, loads: Loads) -> np.ndarray:
-        """[chunks]"""
+        """Return the bytes of a workspace on one device: [chunks]."""
         return self.bytes_of(per, loads) + self.fixed_bytes_of(per, loads)
 
     @cached_property
     def hidden_bytes(self) -> Bytes:
-        """Size of the hidden state: what a layer that is recomputed in full holds is its input."""
+        """Bytes of the hidden state: what a fully recomputed layer saves is its input."""
         return min(
             (each.saved_bytes[FULL] for each in self.coefficients), key=lambda b: b.per_token
         )
 
 
 def weighted_features(layout: StageLayout, per: np.ndarray, loads: Loads) -> np.ndarray:
-    """[..., chunks]: ``per`` [..., columns] times the features of ``loads``, each part of them for
-    itself, since the last bit of a product depends on its size."""
+    """Return ``per`` [..., columns] times the features of ``loads``: [..., chunks].
+
+    Each part of ``loads`` is multiplied separately, because the last bit of a product depends on
+    its size.
+    """
     each = [per @ layout.features(part) for part in loads.parts]
     return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)

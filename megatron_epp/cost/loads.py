@@ -1,4 +1,4 @@
-"""The load of a chunk: what a stage's time and memory depend on."""
+"""Load of a chunk: the quantities that a stage's time and memory depend on."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,11 +20,12 @@ from megatron_epp.ir import (
 
 @dataclass(frozen=True, slots=True)
 class LocalSpans:
-    """Spans that one context-parallel rank computes alone, and the rows of chunks that are theirs.
+    """Spans on single context-parallel ranks, and the rows of chunks that they occupy.
 
-    rank     of every span of the loads, ALL_RANKS or the rank
-    ranks    how many there are
-    tokens   [C] rows that are not exchanged: as many times as there are ranks those of the fullest
+    Attributes:
+        rank: rank of every span of the loads, or ALL_RANKS.
+        ranks: context-parallel size.
+        tokens: [C], rows that are not exchanged: ``ranks`` times those of the fullest rank.
     """
 
     rank: np.ndarray
@@ -35,7 +36,15 @@ class LocalSpans:
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
 ) -> LocalSpans | None:
-    """The local part of ``chunks``, from their spans' arrays; None where nothing is local."""
+    """Return the single-rank part of chunks from arrays over their spans; None if there is none.
+
+    Args:
+        chunk: chunk of each span.
+        rank: rank of each span, or ALL_RANKS.
+        tokens: tokens of each span.
+        ranks: context-parallel size.
+        chunks: number of chunks.
+    """
     if ranks == 1 or not (rank >= 0).any():
         return None
     there = np.where(rank >= 0, tokens, 0)
@@ -45,9 +54,18 @@ def local_of(
 def over_ranks(
     chunk: np.ndarray, rank: np.ndarray, amount: np.ndarray, ranks: int, chunks: int
 ) -> np.ndarray:
-    """[C] of an ``amount`` of every span what the devices of a stage take together as long as the
-    busiest works: all of what is spread, and of the rest as often as there are ranks the most that
-    one has."""
+    """Return [C] sums of an ``amount`` of every span, as the busiest rank determines them.
+
+    They are all of the sharded spans, and ``ranks`` times the largest amount of single-rank spans
+    on one rank.
+
+    Args:
+        chunk: chunk of each span.
+        rank: rank of each span, or ALL_RANKS.
+        amount: number of each span.
+        ranks: context-parallel size.
+        chunks: number of chunks.
+    """
     over_all = np.bincount(chunk, weights=np.where(rank >= 0, 0, amount), minlength=chunks)
     at = rank >= 0
     place = chunk[at] * ranks + rank[at]
@@ -55,19 +73,21 @@ def over_ranks(
     return over_all + ranks * each.reshape(chunks, ranks).max(axis=1)
 
 
-@dataclass(frozen=True)  # no slots: what every coefficient of the cost asks for is computed once
+@dataclass(frozen=True)  # no slots, because results are cached
 class Loads:
-    """Arrays over the chunks [C] of one plan, and over its documents [D].
+    """Arrays over the chunks [C] of one plan and over its documents [D].
 
-    tokens, pairs     inputs, and query-key pairs of queries that see all before them
-    cut_tokens        inputs of the chunk's slice of a cut document (0 where it has none)
-    document          the cut document of that slice, or -1
-    earlier, later    the chunks with the slices before and after, or -1
-    lengths           [D] inputs of the documents
-    spans             (chunk, start, stop) of every span, as arrays; what windows see follows
-    local             None: every span is spread over the context-parallel ranks. Else tokens and
-                      pairs are those that the busiest rank makes of a chunk, times the ranks
-    kept              None: documents whose K and V are kept are the cut ones
+    Attributes:
+        tokens: [C], tokens. With single-rank documents, those of the busiest rank times the ranks.
+        pairs: [C], query-key pairs of attention over the whole context; likewise.
+        cut_tokens: [C], tokens of the chunk's slice of a cut document; 0 if it has none.
+        document: [C], cut document of that slice, or -1.
+        earlier: [C], chunk with the preceding slice, or -1.
+        later: [C], chunk with the following slice, or -1.
+        lengths: [D], tokens of the documents.
+        spans: (chunk, start, stop) of every span, as arrays; pairs of windows follow from them.
+        local: spans on single ranks; None: all spans are sharded over the context-parallel ranks.
+        kept: documents whose K and V are cached; None: the cut ones.
     """
 
     tokens: np.ndarray
@@ -83,23 +103,27 @@ class Loads:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks."""
         return len(self.tokens)
 
     @property
     def parts(self) -> "tuple[Loads, ...]":
-        """The loads that these are joined of; mostly these alone."""
+        """Loads of which these are joined; usually these alone."""
         return (self,)
 
     def over_chunks(self, amount: np.ndarray) -> np.ndarray:
-        """[C] sums of an ``amount`` of every span; of local spans as :func:`over_ranks`."""
+        """Return [C] sums of an ``amount`` of every span, as :func:`over_ranks` sums them."""
         chunk = self.spans[0]
         if self.local is not None:
             return over_ranks(chunk, self.local.rank, amount, self.local.ranks, self.chunks)
         return np.bincount(chunk, weights=amount, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """[D] inputs of a cut document that later slices attend to through a window: before every
-        border as many as the window reaches back, none of them twice. 0: through none."""
+        """Return [D] tokens of a cut document that later slices attend to through a window.
+
+        They are the tokens before every boundary that the window reaches, each counted once. With
+        window 0, later slices attend to all of their context.
+        """
         if not window:
             return self.context_tokens
         boundary = self.later >= 0
@@ -107,18 +131,20 @@ class Loads:
         return np.bincount(self.document[boundary], weights=tails, minlength=len(self.lengths))
 
     def cached_tokens(self, stores_last_slice: bool) -> np.ndarray:
-        """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
-        lone slices, but of the last only with ``stores_last_slice``. What else is in the chunk is
-        saved with it."""
+        """Return [C] tokens whose K and V are in their document's buffer and not saved elsewhere.
+
+        They are those of slices that are alone in their chunk; those of last slices only with
+        ``stores_last_slice``. All other K and V are saved with their chunk.
+        """
         return self._kept[stores_last_slice]
 
     def loose_tokens(self, stores_last_slice: bool) -> np.ndarray:
-        """[C] the other inputs."""
+        """Return [C] tokens that :meth:`cached_tokens` does not count."""
         return self._loose[stores_last_slice]
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Without the last slices', and with them."""
+        """Tokens without those of last slices, and with them."""
         alone = self.tokens == self.cut_tokens
         slices = self.later >= 0, self.document >= 0
         but_last, with_last = (np.where(at & alone, self.cut_tokens, 0.0) for at in slices)
@@ -131,24 +157,26 @@ class Loads:
 
     @cached_property
     def features(self) -> dict[Hashable, np.ndarray]:
-        """Features as layouts have computed them, by their further columns."""
+        """Cache of the features that layouts have computed, by their additional columns."""
         return {}
 
     @cached_property
     def earlier_tokens(self) -> np.ndarray:
-        """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
-        chunk, start, _ = self.spans  # of its spans only that slice begins inside a document
+        """[C] tokens of the chunk's cut document before its slice: the context of that slice."""
+        chunk, start, _ = self.spans  # only that slice starts within a document
         return np.bincount(chunk, weights=start, minlength=self.chunks)
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """[D] borders of a document between one slice and the next; 0 of a whole document."""
+        """[D] boundaries between slices of a document; 0 for a whole document."""
         return np.bincount(self.document[self.later >= 0], minlength=len(self.lengths))
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] inputs of a cut document that a later slice attends to: all but its last slice; 0
-        for a whole document."""
+        """[D] tokens of a cut document that later slices attend to: all but its last slice.
+
+        They are 0 for a whole document.
+        """
         context = np.zeros(len(self.lengths))
         last = (self.document >= 0) & (self.later < 0)
         documents = self.document[last]
@@ -158,17 +186,18 @@ class Loads:
 
 @dataclass(frozen=True)
 class JoinedLoads(Loads):
-    """Loads of several chunkings, one after the other; ``joined`` as they were."""
+    """Loads of several chunkings, one after the other; ``joined`` has the original loads."""
 
     joined: tuple[Loads, ...]
 
     @property
     def parts(self) -> tuple[Loads, ...]:
+        """Loads of which these are joined."""
         return self.joined
 
 
 def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
-    """Join ``loads`` of documents that keep nothing but what cut ones do."""
+    """Return the joined loads; only cut documents may be cached in them."""
     chunks = np.cumsum([0] + [each.chunks for each in loads])
     documents = np.cumsum([0] + [len(each.lengths) for each in loads])
 
@@ -214,11 +243,14 @@ def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
 
 @dataclass(frozen=True)
 class TreeLoads(Loads):
-    """Loads where documents continue others, of whose inputs they begin at the position behind:
-    ``spans`` has positions, and ``boundaries_of[d]`` those within document d that others attend to.
+    """Loads of a plan in which documents continue others.
 
-    lone   [C] inputs of the chunk where they are one span of a kept document, else 0
-    read   [C] of those, inputs that others attend to
+    ``spans`` has positions, which for a branch start at the end of its prefix.
+
+    Attributes:
+        boundaries_of: boundaries of each document that other spans attend to.
+        lone: [C], tokens of the chunk if it is one span of a cached document, else 0.
+        read: [C], those tokens of ``lone`` that others attend to.
     """
 
     boundaries_of: tuple[tuple[int, ...], ...] = field(kw_only=True)
@@ -226,6 +258,7 @@ class TreeLoads(Loads):
     read: np.ndarray = field(kw_only=True)
 
     def tail_tokens(self, window: int) -> np.ndarray:
+        """Return [D] tokens that later spans attend to through a window."""
         if not window:
             return self.context_tokens
         slices = (np.diff((0, *boundaries)) for boundaries in self.boundaries_of)
@@ -237,10 +270,12 @@ class TreeLoads(Loads):
 
     @cached_property
     def boundaries(self) -> np.ndarray:
+        """[D] boundaries within a document that others attend to."""
         return np.array([len(each) for each in self.boundaries_of])
 
     @property
     def context_tokens(self) -> np.ndarray:
+        """[D] tokens of a document that others attend to."""
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
@@ -250,7 +285,10 @@ def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
-    """The loads of a plan's chunks on so many context-parallel ``ranks``, padded to a multiple."""
+    """Return the loads of a plan's chunks on ``ranks`` context-parallel ranks.
+
+    Chunks are padded to a ``multiple`` of tokens.
+    """
     slices = slices_of(plan)
     loads = plan_loads(plan.chunks, plan.documents, slices, ranks, multiple)
     if not plan.prefixes:
@@ -280,15 +318,14 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
 
 
 def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:
-    """Query-key pairs of a document's first ``position`` queries, each of which sees ``window``
-    keys at most."""
+    """Return the query-key pairs of a document's first ``position`` queries with a window."""
     position = np.asarray(position, np.float64)
     inside = np.minimum(position, window)
     return inside * (inside + 1) / 2 + window * (position - inside)
 
 
 def pairs_within(spans: Iterable[Span], window: int) -> int:
-    """Query-key pairs of ``spans`` where a query sees at most ``window`` keys; 0: all before it."""
+    """Return the query-key pairs of ``spans`` with a window; 0: the whole context."""
     if not window:
         return sum(span.pairs for span in spans)
     return sum(
@@ -303,8 +340,18 @@ def plan_loads(
     ranks: int = 1,
     multiple: int = 1,
 ) -> Loads:
-    """The loads of ``chunks`` of ``documents`` on so many context-parallel ``ranks``; a PlanError
-    where they do not cover each other. Chunks are padded to a ``multiple`` of tokens."""
+    """Return the loads of ``chunks`` of ``documents``.
+
+    Args:
+        chunks: chunks of the plan.
+        documents: tokens of each document.
+        slices: slices of the chunks if already known.
+        ranks: context-parallel size.
+        multiple: chunks are padded to a multiple of this many tokens.
+
+    Raises:
+        PlanError: the chunks do not cover the documents.
+    """
     slices = slices_in(documents, chunks) if slices is None else slices
     cut_tokens = [
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
@@ -331,7 +378,7 @@ def plan_loads(
         document=np.array(slices.document, np.int64),
         earlier=np.array(slices.earlier, np.int64),
         later=np.array(slices.later, np.int64),
-        # Chunks without a cut document have index -1, which is to be there without documents, too.
+        # Chunks without a cut document have index -1, which must exist even without documents.
         lengths=np.array(list(documents) or [0], np.float64),
         spans=(of, start, stop),
         local=local,

@@ -1,8 +1,8 @@
-"""Bytes of model states, and what every chunk holds and needs on every stage.
+"""Bytes of model states, and of every chunk on every stage.
 
-K, V and their gradients are charged to cut documents only, once for all that later slices attend to
-(the rule table says from when to when); a backward frees layer by layer while it makes gradients
-and recomputes (:mod:`megatron_epp.cost.backward_peak`).
+K, V and their gradients are counted for cut documents only, once for all later slices; the rule
+table defines when. A backward frees layer by layer while it makes gradients and recomputes
+(:mod:`megatron_epp.cost.backward_peak`).
 """
 
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE, Kind
 
-# Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
+# Modes in which the MLP saves nothing from F to B and is recomputed during B.
 _WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
 
 
-@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+@dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class ChunkMemory:
-    """The bytes of the states and chunks of a ``layout`` with these ``ends``, on one device."""
+    """Bytes of model states and chunks of a ``layout`` with these ``ends``, on one device."""
 
     layout: StageLayout
     ends: Ends
 
-    # --- states ----------------------------------------------------------------------------------
+    # --- model states ----------------------------------------------------------------------------
 
     @cached_property
     def states_bytes(self) -> tuple[float, ...]:
-        """Weights, gradients, optimizer and gather buffers of every stage, on one device."""
+        """Weights, gradients, optimizer states and gather buffers of every stage, on one device."""
         layout, (parameters, experts) = self.layout, self.parameters
         states = layout.profile.states
-        # Optimizers are sharded over all devices that hold the same weights.
+        # Optimizer states are sharded over all devices that hold the same weights.
         sharded = parameters / (layout.cp * layout.dp)
         sharded = sharded + experts * (layout.ep / (layout.tp * layout.cp * layout.dp))
         if layout.zero == 1:
@@ -54,8 +54,7 @@ class ChunkMemory:
 
     @cached_property
     def parameters(self) -> tuple[np.ndarray, np.ndarray]:
-        """[stages] weights that a device holds under ZeRO 1: those sharded over tensor-parallel
-        ranks, and those of experts."""
+        """[stages] weights on a device with ZeRO 1: those sharded by TP, and those of experts."""
         layout = self.layout
         of_layers = [np.array([each.layer_parameters]) for each in layout.coefficients]
         of_experts = [np.array([each.expert_parameters]) for each in layout.coefficients]
@@ -65,7 +64,7 @@ class ChunkMemory:
     # --- from F to B, and from I to W ------------------------------------------------------------
 
     def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
+        """Return the bytes that one layer holds from F to B, without cached K and V: [chunks]."""
         kind, mode = choice
         of = self.layout.coefficients[kind]
         if mode == OFFLOAD:
@@ -76,30 +75,34 @@ class ChunkMemory:
         return held
 
     def _routed(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-        """[chunks]: what one layer's experts hold beyond an even share, on the fullest device of
-        those that share them. Counted among it is all that a recomputed MLP does not hold."""
+        """Return the bytes of a layer's experts in excess of an even share, on the fullest device.
+
+        [chunks]. All that a recomputed MLP does not hold counts as the experts'.
+        """
         kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
         inside = self.layout.bytes_of(kept, loads) - self.layout.bytes_of(without_mlp, loads)
         return (self.layout.profile.routing - 1) * np.maximum(inside, 0.0)
 
     def _is_routed(self, of: LayerCoefficients) -> bool:
-        """Whether more than an even share is known of what the kind's experts hold."""
+        """Return whether the kind has experts that hold more than an even share."""
         return self.layout.profile.routing > 1 and self.layout.ep > 1 and of.expert_parameters > 0
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
+        """Return the bytes from F to B with ``counts`` layers of each choice: [stages, chunks]."""
         held = self.ends.held_bytes(loads)
         for choice, count in counts.items():
             held += count * self.saved_bytes(choice, loads)
         return np.ceil(held)
 
     def kv_shards(self, of: LayerCoefficients) -> float:
-        """Divisor of bytes of K and V, or of latents."""
+        """Return the divisor of the bytes of K and V, or of latents."""
         return 1.0 if of.kv_replicated else self.layout.shards
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, documents]: the buffer of what a cut document carries from slice to slice, K and
-        V or states; 0 of whole documents."""
+        """Return the bytes of a cut document's buffer of K and V or states: [stages, documents].
+
+        They are 0 for whole documents.
+        """
         rows = []
         for each in self.layout.coefficients:
             kept = loads.tail_tokens(each.window)
@@ -110,18 +113,18 @@ class ChunkMemory:
         return np.ceil(self.layout.over_stages(rows))
 
     def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, documents]: their gradients."""
+        """Return the bytes of the gradients of :meth:`kv_bytes`: [stages, documents]."""
         rows = [self.layer_kv_gradient_bytes(each, loads) for each in self.layout.coefficients]
         return np.ceil(self.layout.over_stages(rows))
 
     def layer_kv_gradient_bytes(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-        """[documents]: of one layer."""
+        """Return the bytes of the gradients of one layer's K and V or states: [documents]."""
         bytes_ = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
         bytes_ = bytes_ + of.border_gradient_bytes * loads.boundaries
         return bytes_ / self.kv_shards(of)
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: from I to W."""
+        """Return the bytes from I to W: [stages, chunks]."""
         layout = self.layout
         held = layout.over_stages(
             [layout.bytes_of(each.weight_input_bytes, loads) for each in layout.coefficients]
@@ -131,7 +134,7 @@ class ChunkMemory:
     # --- while an op runs ------------------------------------------------------------------------
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: while the op runs, without recompute."""
+        """Return the bytes while the op runs, without recompute: [stages, chunks]."""
         layout = self.layout
         rows = [
             layout.workspace_of(each.workspace_bytes[kind], loads) for each in layout.coefficients
@@ -140,9 +143,11 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """[stages, chunks]: while F runs, the most that a layer with one of the choices in use
-        needs: a layer that is recomputed lives as long as its forward runs. A letter of which
-        nothing is known needs what a kept layer does."""
+        """Return the bytes while F runs, for the layer that needs most: [stages, chunks].
+
+        Only choices with a count are considered, because a recomputed layer exists until its
+        forward ends. A mode without a measurement needs what a saved layer does.
+        """
         if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)
         held = np.zeros((self.layout.stages, loads.chunks))
@@ -156,7 +161,7 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(Kind.FORWARD, loads))
 
     def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """[chunks]: of the layer that lives again while its B or I runs."""
+        """Return the bytes of the layer that is recomputed while its B or I runs: [chunks]."""
         kind, mode = choice
         if mode in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
@@ -166,11 +171,13 @@ class ChunkMemory:
             again = again + self._routed(of, loads)
         return np.ceil(again)
 
-    # --- to the host's memory --------------------------------------------------------------------
+    # --- host memory -----------------------------------------------------------------------------
 
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
-        """[chunks]: of what one layer of the kind saved, to the host's memory or back; where
-        devices differ [stages, chunks]."""
+        """Return the seconds to copy one layer's saved bytes to or from host memory: [chunks].
+
+        If devices differ, the shape is [stages, chunks].
+        """
         saved = self.saved_bytes((kind, KEEP), loads)
         if not self.layout.unlike_devices:
             return saved / _host_rate(self.layout)
@@ -178,10 +185,10 @@ class ChunkMemory:
         return saved / rates[:, None]
 
     def offloaded_workspace(self, op: Kind, loads: Loads, kind: int) -> np.ndarray:
-        """[chunks]: of one offloaded layer of that kind on the device while ``op`` runs."""
+        """Return the bytes of one offloaded layer on the device while ``op`` runs: [chunks]."""
         layer = self.saved_bytes((kind, KEEP), loads)
         if op is Kind.INPUT:
-            # Of what I leaves for W, counted from its start, theirs is still to be made.
+            # What I leaves for W counts from its start, so this layer's part is already counted.
             left = self.layout.bytes_of(self.layout.coefficients[kind].weight_input_bytes, loads)
             layer = np.maximum(layer - left, 0.0)
         return layer

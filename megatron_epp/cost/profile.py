@@ -1,14 +1,14 @@
-"""The profile: the one form that every cost model takes, as a value and as readable JSON.
+"""Profile: the coefficients of a cost model, as a value and as readable JSON.
 
-A profile speaks of one layer of every kind that the model has, and of what the first and the last
-stage do besides. Everything in it is linear: seconds in a chunk's tokens and in its query-key pairs
-(as many of them as the kind's window leaves), bytes in its tokens, those of a running op also in
-the tokens before it. Its coefficients are of one device where a layer is spread over ``tp * cp``
-devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
+A profile describes one layer of every kind of the model, and the additional work of the first and
+last stage. Everything is linear. Seconds are linear in a chunk's tokens and query-key pairs (those
+within the kind's window). Bytes are linear in its tokens; those of a running op also in the tokens
+before it. Coefficients are those of one device with a layer sharded over ``tp * cp`` devices, and
+are scaled for other degrees. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured ones from :mod:`megatron_epp.cost.fitting.fit`.
 
-As JSON, version 5, every field is written: the coefficients of the first kind beside those of the
-ends, those of each further kind in an object of ``other_kinds``.
+In JSON, version 5, every field is written. The coefficients of the first kind are next to those of
+embedding and LM head; those of each other kind are in an object of ``other_kinds``.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from megatron_epp.safe_files import replace_file
 logger = logging.getLogger(__name__)
 
 VERSION = 5
-BEFORE = 4  # without what the host takes, reads of weights, latencies: read all the same
+BEFORE = 4  # without host time, weight reads and latencies; it is still read
 ALLTOALL, FLEX = DISPATCHERS = ("alltoall", "flex")  # as Megatron calls them
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
@@ -42,7 +42,7 @@ MODES = (KEEP, FULL, *SELECTIVE)
 
 @dataclass(frozen=True, slots=True)
 class _Coefficients:
-    """Fields that are numbers of at least 0."""
+    """Base of classes whose fields are all numbers of at least 0."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -61,6 +61,7 @@ class Seconds(_Coefficients):
     per_chunk: float = 0.0
 
     def __call__(self, tokens: float, pairs: float) -> float:
+        """Return the seconds of a chunk of ``tokens`` and query-key ``pairs``."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_chunk
 
     def __mul__(self, factor: float) -> "Seconds":
@@ -69,28 +70,29 @@ class Seconds(_Coefficients):
 
 @dataclass(frozen=True, slots=True)
 class Bytes(_Coefficients):
-    """Bytes of some tensors: ``per_token``, ``per_cut_token`` of a slice whose K and V are kept.
+    """Bytes of some tensors per token, and per token of a slice whose K and V are cached.
 
-    They differ because the K and V that later slices attend to lie in the document's own buffer.
+    The two differ because the K and V that later slices attend to are in the document's own buffer.
     """
 
     per_token: float = 0.0
     per_cut_token: float = 0.0
 
     def __call__(self, tokens: float, cut_tokens: float) -> float:
-        """Bytes of a chunk of ``tokens``, ``cut_tokens`` of which have their K and V kept."""
+        """Return the bytes of a chunk of ``tokens``; of these ``cut_tokens`` have cached K, V."""
         return self.per_token * (tokens - cut_tokens) + self.per_cut_token * cut_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace(Bytes):
-    """Bytes that live while one op runs, beyond what its chunk holds.
+    """Bytes that exist while one op runs, in addition to its chunk's.
 
-    per_context_token   of the slice's document before the slice: K's and V's gradients are made
-                        for all keys of a call at once
-    per_op              whatever the chunk's size: a weight's gradient before it is added up, the
-                        least that a kernel asks for. Only one op runs at a time, so a stage's
-                        budget is charged with it once
+    Attributes:
+        per_context_token: bytes per token before the slice in its document. Gradients of K and V
+            are computed for all keys of a call at once.
+        per_op: bytes independent of the chunk, such as a weight's gradient before it is
+            accumulated, or the minimum of a kernel. One op runs at a time, so a stage's budget
+            includes them once.
     """
 
     per_context_token: float = 0.0
@@ -99,13 +101,14 @@ class Workspace(Bytes):
 
 @dataclass(frozen=True, slots=True)
 class States(_Coefficients):
-    """Bytes of weights, gradients and optimizer per parameter.
+    """Bytes of weights, gradients and optimizer states per parameter.
 
-    zero1_resident   on every device of the stage under ZeRO 1: weights and gradients
-    zero1_sharded    spread over cp * dp under ZeRO 1: the optimizer's
-    zero3_sharded    everything, spread over cp * dp under ZeRO 3
-    zero3_gathered   of one gathered layer under ZeRO 3
-    zero3_layers     how many layers are gathered at once under ZeRO 3
+    Attributes:
+        zero1_resident: with ZeRO 1, on every device of the stage: weights and gradients.
+        zero1_sharded: with ZeRO 1, sharded over cp * dp: optimizer states.
+        zero3_sharded: with ZeRO 3, sharded over cp * dp: everything.
+        zero3_gathered: with ZeRO 3, of one gathered layer.
+        zero3_layers: with ZeRO 3, number of layers that are gathered at a time.
     """
 
     zero1_resident: float
@@ -120,15 +123,15 @@ MEASURED, ANALYTIC = "measured", "analytic"
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where a profile comes from.
+    """Origin of a profile.
 
-    model    its name, or the shape that was measured
-    device   its name
-    dtype    of the activations
-    date     YYYY-MM-DD
-    source   what it rests on, for a person
-    kind     how the coefficients came about: measured, on that model and device and valid for no
-             other; or analytic, from arithmetic
+    Attributes:
+        model: its name, or the shape that was measured.
+        device: its name.
+        dtype: data type of the activations.
+        date: YYYY-MM-DD.
+        source: what it is based on, for people.
+        kind: "measured": valid for that model and device only; "analytic": computed.
     """
 
     model: str
@@ -149,52 +152,49 @@ class Provenance:
 class LayerCoefficients:
     """Seconds and bytes of one layer of some kind.
 
-    layer_seconds[kind]           F; B without recompute; I and W, its halves. Pairs are those of
-                                  the window
-    recompute_seconds[letter]     added to B or I with that recompute choice
-    gather_seconds[kind]          per chunk under ZeRO 3: parameter gathers
-    saved_bytes[letter]           held from F to B, excluding K and V of cut documents
-    kv_bytes_per_token            what later slices need of a cut document: K and V, or latents
-    kv_gradient_bytes_per_token   their gradients, which add up in float32
-    border_bytes                  what later slices need of each border behind which one follows,
-                                  whatever the tokens: a state, rows in front of a convolution
-    border_gradient_bytes         their gradients
-    weight_input_bytes            from I to W
-    workspace_bytes[kind]         while an op runs, whatever the number of layers
-    forward_workspace_bytes       in the place of workspace_bytes[F] where a layer of the chunk has
-                                  that recompute choice, by letter; of others nothing is known
-    recompute_workspace_bytes     while a B or I runs that recomputes: letter -> of the one layer
-                                  that lives again
-    all_to_all_bytes_per_token    a forward hands over inside a CP group, all devices together;
-                                  backward as much
-    tensor_bytes_per_token        a forward moves inside a TP group; backward as much
-    layer_parameters              spread over TP
-    window                        keys that a query sees at most, itself among them; 0: all of its
-                                  document before it. Only so many tokens before a border between
-                                  slices are kept for later slices
-    column_seconds[column][kind]  per unit of a further column, beside those of tokens and pairs:
-                                  pairs of a query and a key that it has chosen, tokens of a slice's
-                                  context of which K and V are made again; kinds that lack take none
-    kv_replicated                 whether every device of the stage keeps all of what later slices
-                                  need, as of latents, which have no heads
-    expert_bytes_per_token        a forward hands over to experts and back inside an EP group, all
-                                  devices together; backward as much
-    expert_parameters             spread over EP
-    exchange_seconds[kind]        of layer_seconds, what was measured per token of exchanging rows
-                                  for heads over the CP ranks: rows of documents that one rank
-                                  computes alone do without. Of what is not measured, the bytes of
-                                  all_to_all_bytes_per_token tell
-    weight_seconds[kind]          per chunk, of one layer: weights are read once, and a weight's
-                                  gradient written; sharded over TP
-    expert_weight_seconds[kind]   those of all experts; sharded over EP
-    host_seconds[kind]            that the host takes to issue one layer's op, which takes at least
-                                  as long, whatever the chunk
-    tensor_gathers                gathers and scatters of a forward inside a TP group; backward as
-                                  many
-    expert_copies                 of a token that go to experts: those it is routed to
-    heads                         how often more the output layer runs for a layer that predicts a
-                                  further token: 1, of all others 0. From the first such layer on
-                                  all lie on the last stage
+    Attributes:
+        layer_seconds: by kind of op: F; B without recompute; I and W, its halves. Pairs are those
+            of the window.
+        recompute_seconds: by mode, added to B or I.
+        gather_seconds: by kind of op, per chunk: parameter gathers of ZeRO 3.
+        saved_bytes: by mode, held from F to B, without K and V of cut documents.
+        kv_bytes_per_token: K and V, or latents, of a cut document for later slices.
+        kv_gradient_bytes_per_token: gradients of these, accumulated in float32.
+        border_bytes: state at each boundary between slices, such as an SSM state and the last rows
+            before a convolution, independent of tokens.
+        border_gradient_bytes: gradients of this state.
+        weight_input_bytes: held from I to W.
+        workspace_bytes: by kind of op, while the op runs, independent of the number of layers.
+        forward_workspace_bytes: by mode, replaces workspace_bytes[F] if a layer of the chunk has
+            that mode; other modes have no measurement.
+        recompute_workspace_bytes: by mode, of the one layer that is recomputed while B or I runs.
+        all_to_all_bytes_per_token: exchanged in a forward within a CP group, over all devices;
+            backward exchanges as much.
+        tensor_bytes_per_token: moved in a forward within a TP group; backward moves as much.
+        layer_parameters: parameters sharded by TP.
+        window: most keys of a query, its own included; 0: the whole context. Only that many tokens
+            before a boundary between slices are cached.
+        column_seconds: by column and kind of op, per unit of an additional column. Examples are
+            pairs of a query and its top-k keys, or context tokens whose K and V are projected
+            again. Missing kinds take none.
+        kv_replicated: whether every device of the stage holds all of what later slices need, as
+            with latents, which have no heads.
+        expert_bytes_per_token: exchanged with experts and back in a forward within an EP group,
+            over all devices; backward exchanges as much.
+        expert_parameters: parameters sharded by EP.
+        exchange_seconds: by kind of op, the measured part of layer_seconds that exchanges rows for
+            heads over the CP ranks. Single-rank documents do not need it.
+            all_to_all_bytes_per_token describes what was not measured.
+        weight_seconds: by kind of op, per chunk: reading weights once, and writing a weight's
+            gradient; sharded by TP.
+        expert_weight_seconds: the same for all experts; sharded by EP.
+        host_seconds: by kind of op: time of the host to issue one layer's op, which takes at least
+            as long.
+        tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
+            as many.
+        expert_copies: number of experts that a token is routed to.
+        heads: additional runs of the LM head: 1 for the first layer of an MTP layer, otherwise 0.
+            From the first such layer on, all layers are on the last stage.
     """
 
     layer_seconds: Mapping[Kind, Seconds]
@@ -235,49 +235,51 @@ class LayerCoefficients:
         return self.layer_seconds[kind](tokens, pairs_within(spans, self.window)) + sum(of_columns)
 
 
-LAYER_KIND = "layer"  # where a model has one kind, and nobody named it
+LAYER_KIND = "layer"  # name of the kind if a model has one kind without a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(LayerCoefficients):
-    """Seconds and bytes of a layer of every kind, and of the pipeline's ends.
+    """Seconds and bytes of one layer of every kind, and of embedding and LM head.
 
     The fields of :class:`LayerCoefficients` are those of the kind ``layer_kind``.
 
-    tp, cp                        degrees over which a layer was spread for these coefficients
-    first_seconds[kind]           besides, on the first stage: the embedding
-    last_seconds[kind]            besides, on the last stage: output layer and loss
-    first_bytes, last_bytes       besides, on the first and last stage, from F to B (logits)
-    stores_last_slice             whether the context's buffer has room for the last slice's K and
-                                  V, too, which are then not saved with their chunk
-    last_weight_input_bytes       besides, on the last stage, from I to W: the output layer
-    last_workspace_bytes[kind]    besides, on the last stage, while an op runs
-    last_workspace_tokens         its bytes per token are of so many of the chunk's tokens at most;
-                                  0: of all of them
-    head_seconds[kind]            of H and G for the whole vocabulary on one stage; per chunk, as of
-                                  one of many. Missing kinds are derived from last_seconds
-    head_workspace_bytes[kind]    while H or G runs where one stage had all words; likewise
-    all_to_all_bytes_per_second   by CP degree, and by EP degree
-    tensor_bytes_per_second       by TP degree
-    link_seconds_per_token        a message occupies the link between two stages
-    link_latency_seconds          of every message
-    first_parameters, last_parameters
-    states                        bytes per parameter
-    host_bytes_per_second         between one device and its host's memory, one direction; 0: not
-                                  known, nothing can be offloaded
-    routing                       tokens that the experts of the fullest device get, over an even
-                                  share: what training learnt of it, by which memory that routing
-                                  decides is multiplied
-    token_dispatcher              alltoall: every copy of a token is sent; flex: one for each node
-                                  and device that wants any
-    layer_kind                    the name of the first kind
-    other_kinds                   the coefficients of further kinds, by name
-    rank_slowness                 of every pipeline rank, where devices were measured that differ:
-                                  what an op takes there over these seconds, those of the fastest;
-                                  none: all are alike
-    replica_slowness              the same of every pipeline rank of every replica, the first one's
-                                  first, where replicas differ; ``rank_slowness`` is then that of
-                                  the slowest replica, rank by rank
+    Attributes:
+        provenance: origin of the coefficients.
+        tp: tensor-parallel size of the coefficients.
+        cp: context-parallel size of the coefficients.
+        first_seconds: by kind of op, additional seconds of the first stage: the embedding.
+        last_seconds: by kind of op, additional seconds of the last stage: LM head and loss.
+        first_bytes: additional bytes of the first stage from F to B.
+        last_bytes: additional bytes of the last stage from F to B (logits).
+        stores_last_slice: whether the K and V of a document's last slice are also in its buffer;
+            they are then not saved with their chunk.
+        last_weight_input_bytes: additional bytes of the last stage from I to W: the LM head.
+        last_workspace_bytes: by kind of op, additional bytes of the last stage while an op runs.
+        last_workspace_tokens: most tokens of a chunk that its bytes per token apply to; 0: all.
+        head_seconds: seconds of H and G for the whole vocabulary on one stage; the constant per
+            chunk is that of one of many stages. Missing kinds follow from last_seconds.
+        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary; missing
+            kinds likewise.
+        all_to_all_bytes_per_second: by CP size, and by EP size.
+        tensor_bytes_per_second: by TP size.
+        link_seconds_per_token: time that a message occupies the link between two stages.
+        link_latency_seconds: latency of every message.
+        first_parameters: parameters of the embedding.
+        last_parameters: parameters of the LM head.
+        states: bytes of model states per parameter.
+        host_bytes_per_second: rate between a device and host memory in one direction; 0: unknown,
+            so that no layer can be offloaded.
+        routing: tokens of the most loaded device's experts over an even share, as training has
+            learned it. It multiplies the memory that depends on routing.
+        token_dispatcher: "alltoall": every copy of a token is sent; "flex": one copy for each node
+            or device that needs it.
+        layer_kind: name of the first kind.
+        other_kinds: coefficients of the other kinds, by name.
+        rank_slowness: for each pipeline rank, time of an op relative to these seconds, which are
+            the fastest device's; empty: all are equal.
+        replica_slowness: the same for each pipeline rank of each replica, replica by replica, if
+            replicas differ; ``rank_slowness`` is then the slowest replica's, rank by rank.
     """
 
     provenance: Provenance
@@ -310,15 +312,15 @@ class Profile(LayerCoefficients):
 
     @property
     def kinds(self) -> dict[str, LayerCoefficients]:
-        """The coefficients of every kind by its name, the first one's first."""
+        """Coefficients of every kind by name, the first kind's first."""
         return {self.layer_kind: self, **self.other_kinds}
 
     def of_kind(self, kind: str) -> "Profile":
-        """The profile of a model whose layers are all of ``kind``."""
+        """Return the profile of a model whose layers are all of ``kind``."""
         return self.with_kinds({kind: self.kinds[kind]})
 
     def with_kinds(self, coefficients: Mapping[str, LayerCoefficients]) -> "Profile":
-        """The ends of this profile, and layers of these kinds, the first one first."""
+        """Return the profile with layers of these kinds, the first one first."""
         (first, its), *others = coefficients.items()
         named = {name: getattr(its, name) for name in _LAYER_FIELDS}
         return dataclasses.replace(
@@ -329,7 +331,7 @@ class Profile(LayerCoefficients):
         )
 
     def each_kind(self, **fields: Any) -> "Profile":
-        """With ``fields`` of LayerCoefficients in the place of every kind's own."""
+        """Return the profile with ``fields`` of LayerCoefficients replaced in every kind."""
         return dataclasses.replace(
             self,
             **fields,
@@ -339,7 +341,7 @@ class Profile(LayerCoefficients):
         )
 
     def times(self, factors: Mapping[str, float]) -> "Profile":
-        """The profile with fields of every kind's coefficients, by name, times ``factors``."""
+        """Return the profile with fields of every kind's coefficients multiplied by ``factors``."""
         return self.with_kinds(
             {
                 kind: dataclasses.replace(layer_coefficients(each), **_times(each, factors))
@@ -348,14 +350,18 @@ class Profile(LayerCoefficients):
         )
 
     def slowed(self, factor: float) -> "Profile":
-        """The profile of one device on which every op takes ``factor`` times as long."""
+        """Return the profile of a device on which every op takes ``factor`` times as long."""
         layers = self.times(dict.fromkeys(_LAYER_SECONDS, factor))
         ends = _times(self, dict.fromkeys(_END_SECONDS, factor))
         return dataclasses.replace(layers, **ends, rank_slowness=(), replica_slowness=())
 
     def with_slowness(self, slowness: Sequence[float], ranks: int) -> "Profile":
-        """The profile on devices of this ``slowness``: of each of the ``ranks`` of a pipeline, for
-        every replica or for all; of the fastest device it becomes 1."""
+        """Return the profile on devices of unlike speed.
+
+        Args:
+            slowness: of each pipeline rank, for every replica in turn, or once for all.
+            ranks: of a pipeline.
+        """
         rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
         least = min(slowness, default=1.0)
         rows = [tuple(round(factor / least, 3) for factor in row) for row in rows]
@@ -368,7 +374,7 @@ class Profile(LayerCoefficients):
         )
 
     def to_json(self) -> str:
-        """Readable text; ``from_json(to_json()) == self``."""
+        """Return readable text; ``from_json(to_json()) == self``."""
         first = {name: json_value(getattr(self, name)) for name in ("provenance", "tp", "cp")}
         others = {kind: _layer_json(each) for kind, each in self.other_kinds.items()}
         value = {"profile": VERSION, **first, **_layer_json(self), "other_kinds": others}
@@ -376,7 +382,11 @@ class Profile(LayerCoefficients):
 
     @classmethod
     def from_json(cls, text: str, where: str = "the text") -> "Profile":
-        """The profile that ``text`` describes; a ValueError in one line says what is wrong."""
+        """Return the profile that ``text`` describes.
+
+        Raises:
+            ValueError: the text is no valid profile; ``where`` names it in the message.
+        """
         try:
             return _profile(json.loads(text), where)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -384,9 +394,15 @@ class Profile(LayerCoefficients):
 
     @classmethod
     def load(cls, path: str) -> "Profile":
+        """Return the profile in the file at ``path``.
+
+        Raises:
+            ValueError: the file is no valid profile.
+        """
         return _profile(read_json("profile", path), path)
 
     def save(self, path: str) -> None:
+        """Write the profile to ``path``."""
         replace_file(path, self.to_json())
 
 
@@ -394,11 +410,11 @@ _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerCoefficien
 
 
 def layer_coefficients(of: LayerCoefficients) -> LayerCoefficients:
-    """The coefficients of a layer in ``of``, perhaps a profile, and nothing else."""
+    """Return the layer coefficients of ``of``, which may be a profile."""
     return LayerCoefficients(**{name: getattr(of, name) for name in _LAYER_FIELDS})
 
 
-# What a device computes; gathers and messages are the links'.
+# Computation of a device; gathers and messages depend on the links.
 _LAYER_SECONDS = (
     "layer_seconds",
     "recompute_seconds",
@@ -411,7 +427,7 @@ _END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
 
 
 def _times(of: LayerCoefficients, factors: Mapping[str, float]) -> dict[str, Any]:
-    """Fields of ``of`` that are Seconds, numbers or mappings of these, times their ``factors``."""
+    """Return fields of ``of`` (Seconds, numbers or mappings of these) times their ``factors``."""
 
     def times(value: Any, factor: float) -> Any:
         if isinstance(value, Mapping):
@@ -428,7 +444,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 def kind_name(value: Any) -> str:
-    """``value`` where it can name a kind of layer; a ValueError where not."""
+    """Return ``value`` if it is a valid name of a layer kind; otherwise raise a ValueError."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         raise ValueError(f"{quoted(value)}: expected a word of letters, digits, '_', '-' and '.'")
     return value
@@ -442,8 +458,10 @@ def _kinds(value: Any) -> dict[str, LayerCoefficients]:
 
 
 def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
-    """The fields of ``of`` as version 4 has them: of the columns, keys that queries choose and
-    context have fields of their own, the others ``column_seconds``, which is left out where empty.
+    """Return the fields of ``of`` as version 4 has them.
+
+    Top-k pairs and context tokens have fields of their own. Other columns are in
+    ``column_seconds``, which is omitted if empty.
     """
     columns = dict(of.column_seconds)
     chosen = next((each for each in columns if isinstance(each, WindowPairs)), WindowPairs())
@@ -451,7 +469,7 @@ def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
     for field in dataclasses.fields(of):
         if field.name != "column_seconds":
             value[field.name] = json_value(getattr(of, field.name))
-        if field.name == "window":  # where version 4 has them
+        if field.name == "window":  # its place in version 4
             value["chosen"] = chosen.size
             value["chosen_seconds"] = json_value(columns.pop(chosen, {}))
             value["context_seconds"] = json_value(columns.pop(CONTEXT, {}))
@@ -459,7 +477,7 @@ def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
 
 
 def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
-    """Take the columns out of ``fields``, as they are read from JSON."""
+    """Remove the columns from ``fields``, which were read from JSON, and return them."""
     chosen, of_chosen, context = (fields.pop(name) for name in _COLUMN_FIELDS)
     columns: dict[Column, Mapping[Kind, float]] = {WindowPairs(chosen): of_chosen} if chosen else {}
     if context:
@@ -468,7 +486,7 @@ def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
 
 
 def _column(text: str) -> Column:
-    """The column of a kind of layers that goes by ``text`` in a file."""
+    """Return the column with this name in a file."""
     columns: list[type[Column]] = [DiagonalPairs]
     columns += [column for part in layer.PARTS for column in part.COLUMNS]
     known = {column.NAME: column for column in columns}
@@ -488,7 +506,7 @@ _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
 _SLOWNESS = ("rank_slowness", "replica_slowness")
 _AT_LEAST_1 = ("tp", "cp", "routing", *_SLOWNESS)
-# Fields that files of before there were such layers lack.
+# Fields that older files lack.
 _LATER: Mapping[str, Any] = {
     "heads": 0.0,
     "rank_slowness": [],
@@ -505,14 +523,14 @@ _LATER: Mapping[str, Any] = {
 }
 _SOME_KEYS = re.compile(
     "(context|exchange|head|forward|chosen|weight|expert_weight|host)_.*"
-)  # of a mapping, not all
-# The most of any coefficient, by the end of its name: far above what a machine does, and so far
-# below what a float holds that sums over a batch stay finite. Rates, parameters, others: _MOST.
+)  # mappings that need not have all keys
+# Largest value of a coefficient by the end of its name. It is far above any machine, and small
+# enough for sums over a batch to stay finite. _MOST applies to rates, parameters and others.
 _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
 
 
 def _limits(name: str, kind: Any) -> Limits:
-    """The limits of the field ``name``, of that type."""
+    """Return the limits of the field ``name`` of that type."""
     keys = _MODE_NAMES if get_args(kind)[:1] == (str,) else _OP_NAMES
     if name.startswith("head_"):
         keys = _HEAD_NAMES
@@ -527,8 +545,11 @@ def _limits(name: str, kind: Any) -> Limits:
 
 
 def _field(name: str, kind: Any, value: Any) -> Any:
-    """The field ``name`` of that type; a ValueError where its coefficients make no sense, too: no
-    time at all, or more than sums can hold."""
+    """Return the field ``name`` parsed as that type.
+
+    Raises:
+        ValueError: it is invalid, takes no time at all, or exceeds a limit.
+    """
     if kind == Mapping[int, float]:
         if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
             raise ValueError("expected an object from degree to bytes per second")
@@ -551,7 +572,11 @@ def _field(name: str, kind: Any, value: Any) -> Any:
 
 
 def _read(what: type, value: Any, where: str) -> dict[str, Any]:
-    """The fields of ``what`` from a JSON object; a ValueError names the field behind ``where``."""
+    """Return the fields of ``what`` from a JSON object.
+
+    Raises:
+        ValueError: a field is invalid; the message names it after ``where``.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{where}expected an object of coefficients")
     fields = {field.name: field.type for field in dataclasses.fields(what)}
@@ -572,8 +597,10 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
 
 
 def _with_host(profile: Profile, where: str) -> Profile:
-    """A profile of version 4 with the host time of its device in the catalogue; what reads of
-    weights and latencies take is in its constants."""
+    """Return a profile of version 4 with the host time of its device from the catalogue.
+
+    The constants of version 4 include weight reads and latencies.
+    """
     device = device_like(profile.provenance.device)
     if device is None or not device.host_seconds:
         return profile

@@ -1,14 +1,14 @@
 """Seconds of every op on every stage.
 
-    seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, further columns)
+    seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
-Of a chunk of which context-parallel ranks compute some documents alone, tokens and pairs are those
-that the slowest rank makes of it (:class:`~megatron_epp.cost.loads.Loads`), and only what is spread
-over the ranks is exchanged. Where the model has layers of several kinds, a stage is the sum over
-its layers, and there may be further columns (:mod:`megatron_epp.cost.columns`).
+For a chunk with single-rank documents, tokens and pairs are those of the slowest rank
+(:class:`~megatron_epp.cost.loads.Loads`), and only sharded documents are exchanged. A stage is the
+sum over its layers, which may be of several kinds with additional columns
+(:mod:`megatron_epp.cost.columns`).
 
-Eq. 11's share of a recomputed layer is one layer's forward; a gather per chunk costs time under
-ZeRO 3 only.
+A recomputed layer costs one layer's forward (eq. 11). A gather per chunk costs time with ZeRO 3
+only.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,43 +33,46 @@ from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
 
 _EXCHANGING = (Kind.FORWARD, *BACKWARDS)
-# Host time of what a backward recomputes over that of a layer's forward: a whole layer (measured on
-# the host of an H100: 4.1 ms with and 1.65 ms without, where a forward takes 2.1), or modules.
+# Host time of the recompute in a backward, relative to that of a layer's forward: for a full layer
+# and for modules. On the host of an H100 a backward takes 4.1 ms with full recompute and 1.65 ms
+# without; a forward takes 2.1 ms.
 HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 
-@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+@dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class OpSeconds:
-    """The seconds of the ops of a ``layout`` with these ``ends``."""
+    """Seconds of the ops of a ``layout`` with these ``ends``."""
 
     layout: StageLayout
     ends: Ends
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: alone, without recompute; at least what the host takes to issue it."""
+        """Return [stages, chunks] without recompute; at least the host's time to issue the op."""
         return np.maximum(self.device(kind, loads), self.host[kind][:, None])
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: what the device takes for it, alone, without recompute."""
+        """Return [stages, chunks] of the device alone, without recompute."""
         taken = weighted_features(self.layout, self.per(kind), loads)
-        if kind in OF_HEAD:  # which exchanges no rows for heads
+        if kind in OF_HEAD:  # they exchange no rows for heads
             return taken
         return taken - _unexchanged(self.exchange_per_token[kind], loads)
 
     def per(self, kind: Kind) -> np.ndarray:
-        """[stages, columns]: seconds of ``kind`` per token, per query-key pair, per chunk, and per
-        unit of the further columns; B and I without recompute, exposed communication included."""
+        """Return [stages, columns]: seconds per token, pair, chunk and additional unit.
+
+        They include exposed communication; B and I are without recompute.
+        """
         return self._computation[kind] + self._communication[kind]
 
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """[stages, chunks]: exposed communication inside :meth:`of`."""
+        """Return [stages, chunks]: exposed communication within :meth:`of`."""
         exposed = weighted_features(self.layout, self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
 
     def communication_per(self, kind: Kind) -> np.ndarray:
-        """[stages, columns]: the communication inside :meth:`per`."""
+        """Return [stages, columns]: communication within :meth:`per`."""
         return self._communication[kind]
 
     @cached_property
@@ -108,13 +111,13 @@ class OpSeconds:
 
     @cached_property
     def _by_device(self) -> Mapping[int, "OpSeconds"]:
-        """The seconds of each layout of :meth:`StageLayout.stagewise`, by its id."""
+        """Seconds of each layout of :meth:`StageLayout.stagewise`, by its id."""
         return {id(each): OpSeconds(each, ends_of(each)) for each in self.layout.device_layouts[0]}
 
     def _of_devices(
         self, of: Callable[["OpSeconds", Kind], np.ndarray]
     ) -> Mapping[Kind, np.ndarray]:
-        """[stages, ...] by kind, where devices differ."""
+        """Return [stages, ...] by kind of op for different devices."""
         return {
             kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
             for kind in (*OF_LAYERS, *OF_HEAD)
@@ -124,7 +127,7 @@ class OpSeconds:
 
     @cached_property
     def host(self) -> Mapping[Kind, np.ndarray]:
-        """[stages] by kind: seconds that the host takes to issue an op, without recompute."""
+        """Seconds of the host to issue an op, without recompute: [stages] by kind."""
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.host[kind])
         none = np.zeros(self.layout.stages)
@@ -138,9 +141,15 @@ class OpSeconds:
     def exposed_recompute(
         self, counts: Counts, recompute: np.ndarray, device: np.ndarray
     ) -> np.ndarray:
-        """[stages, chunks]: what recompute of so many seconds adds to a B, where the host may take
-        longer than the device for one of the two, or for both together; ``device``: :meth:`device`
-        of B."""
+        """Return [stages, chunks]: the seconds that ``recompute`` adds to a B.
+
+        The host may take longer than the device for one of the two, or for both together.
+
+        Args:
+            counts: layers with each choice.
+            recompute: seconds of the recompute on the device.
+            device: :meth:`device` of B.
+        """
         host = self.host[Kind.BACKWARD][:, None]
         if not host.any():
             return recompute
@@ -153,11 +162,13 @@ class OpSeconds:
         both = np.maximum(device + recompute, host + again)
         return np.maximum(both - np.maximum(device, host), 0.0)
 
-    # --- of local documents ----------------------------------------------------------------------
+    # --- single-rank documents -------------------------------------------------------------------
 
     def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
-        """Seconds per token of one layer's op that go to exchanging rows for heads, whether they
-        were measured with the layer or not."""
+        """Return the seconds per token of one layer's op that exchange rows for heads.
+
+        They are included whether they were measured with the layer or not.
+        """
         if self.layout.cp == 1 or kind not in _EXCHANGING:
             return 0.0
         measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
@@ -165,8 +176,10 @@ class OpSeconds:
 
     @cached_property
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
-        """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
-        one context-parallel rank computes alone do without."""
+        """Seconds per token that exchange rows for heads: [stages] by kind.
+
+        Single-rank documents do not need them.
+        """
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
         return {
@@ -183,12 +196,13 @@ class OpSeconds:
         return {}
 
     def recompute_per(self, choice: Choice) -> np.ndarray:
-        """[columns]: seconds that one layer with that choice adds to B or I."""
+        """Return [columns]: seconds that one layer with that choice adds to B or I."""
         if choice not in self._recompute_rows:
             self._recompute_rows[choice] = self._recompute_row(choice)
         return self._recompute_rows[choice]
 
     def _recompute_row(self, choice: Choice) -> np.ndarray:
+        """Compute :meth:`recompute_per`: the recomputed modules and their communication."""
         kind, mode = choice
         layout, of = self.layout, self.layout.coefficients[kind]
         if mode == OFFLOAD:
@@ -209,7 +223,7 @@ class OpSeconds:
         return row
 
     def recompute(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """[chunks]: of one layer; where devices differ [stages, chunks]."""
+        """Return [chunks] of one layer's recompute; [stages, chunks] if devices differ."""
         if self.layout.unlike_devices:
             return self.layout.stagewise(
                 lambda each: np.tile(
@@ -226,25 +240,25 @@ class OpSeconds:
         return taken
 
     def link(self, loads: Loads) -> np.ndarray:
-        """[stages - 1, chunks]: that a message of the chunk occupies each link between stages."""
+        """Return [stages - 1, chunks]: seconds that a message occupies each link between stages."""
         return np.outer(self.layout.links_per_token[:-1], loads.tokens)
 
 
 def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
-    """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
+    """Return [stages, chunks]: seconds that single-rank documents do not need; 0 without them."""
     if loads.local is None:
         return 0.0
     return np.outer(per_token, loads.local.tokens)
 
 
 def _all_to_all(layout: StageLayout) -> np.ndarray:
-    """[stages]: seconds per token of all layers' forwards to exchange rows for heads."""
+    """Return [stages]: seconds per token of all layers' forwards to exchange rows for heads."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-    """[columns] of one layer's op: what its weights take for every chunk."""
+    """Return [columns]: seconds per chunk that the weights of one layer's op take."""
     row = np.zeros(layout.width)
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep
@@ -252,6 +266,6 @@ def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.n
 
 
 def _exchanges(mode: str) -> bool:
-    """Whether what runs again with that choice exchanges rows for heads."""
+    """Return whether the modules recomputed in ``mode`` exchange rows for heads."""
     modules = SELECTIVE.get(mode, ())
     return mode == FULL or "core_attn" in modules or "mla_up_proj" in modules

@@ -1,28 +1,30 @@
-"""The language: what a plan is, what its ops need, and whether it can run.
+"""Plan language: what a plan is, what its ops need, and whether it can run.
 
-Standard library only. Everything else in the project speaks in these words:
+It uses the standard library only. The project uses these terms:
 
-    document   one sequence of the corpus: L inputs, each attending to those before it
-    span       inputs [start, stop) of one document
-    slice      a span of a document that is cut into several
-    pack       several short documents side by side
-    chunk      what a stage computes at once: a pack, a slice, or a slice beside a pack (hybrid)
-    tail       the last slice of a cut document
-    prefix     the inputs of another document that a document continues, as others may
-    branch     a document with a prefix
-    local      of a whole document: computed by one context-parallel rank alone, not spread over all
-    stage      a part of the model: some of its layers
-    rank       a process; computes one stage, or several (the plan's ``place``)
-    replica    one data-parallel copy of the pipeline
-    op         one kind of work (F, B, I, W, H, G) on one chunk on one stage
-    order      the ops of a stage, or of a rank, first to last
-    plan       chunks, orders and recompute choices of one replica for one iteration
-    step       one iteration of the whole job: the dealing of documents, a plan per replica
-    block      neighbouring replicas that run op by op together, in lockstep
-    skeleton   what the plans of a block have alike: the ops, and where experts run again
-    program    an order with its sends and receives
-    window     chunks whose forward has run on a stage and whose backward has not
-    bubble     time in which a rank runs no op
+    document     one sequence of the corpus: L tokens, each of which attends to those before it
+    span         tokens [start, stop) of one document
+    slice        a span of a document that is cut into several
+    pack         several short documents in one chunk
+    chunk        what a stage computes at once: a pack, a slice, or a slice and a pack (hybrid)
+    tail         the last slice of a cut document
+    prefix       the tokens of another document that a document continues, as others may
+    branch       a document with a prefix
+    single rank  a document is computed by one context-parallel rank alone, not sharded over all
+                 (``@RANK``; ``Span.local``)
+    stage        a part of the model: some of its layers
+    rank         a process; computes one stage, or several (the plan's ``place``)
+    replica      one data-parallel copy of the pipeline
+    op           one kind of work (F, B, I, W, H, G) on one chunk on one stage
+    order        the ops of a stage, or of a rank, first to last
+    plan         chunks, orders and recompute modes of one replica for one iteration
+    step         one iteration of the whole job: the assignment of documents, a plan per replica
+    lockstep     a group of consecutive replicas runs op by op together (``block`` in code)
+    op template  what the plans of a lockstep group have in common: ops, and where experts are
+                 recomputed
+    program      an order with its sends and receives
+    in flight    chunks whose forward has run on a stage and whose backward has not
+    bubble       time in which a rank runs no op
 """
 
 from megatron_epp.ir.check import backward_of, check, check_ranks, walk

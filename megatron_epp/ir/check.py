@@ -1,4 +1,4 @@
-"""Whether a plan computes everything once, in an order in which no rank waits forever."""
+"""Check that a plan computes everything once, in an order that cannot deadlock."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -13,19 +13,24 @@ from megatron_epp.ir.slices import Slices, slices_of
 
 __all__ = ["backward_of", "check", "check_ranks", "rules_of", "walk"]
 
-_NAMED_RANKS = 8  # in the line of a deadlock; of more, those that wait in a circle
-Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
+_NAMED_RANKS = 8  # in a deadlock's message; of more ranks only a cycle is named
+Done = Sequence[Mapping[Kind, bytearray]]  # ops that have run, by stage, kind and chunk
 Lacking = tuple[Need, int, tuple[Op, ...]]
 
 
 def check(plan: Plan, rules: Rules | None = None) -> None:
-    """Raise a :class:`PlanError` unless every rank can run its ops to the end.
+    """Check that every rank can run its ops to the end.
 
-    Every input is computed once (:func:`slices_of`); every stage runs the ops of every chunk once
-    (:func:`ops_of_chunk`); everything an op needs comes before it. One line says what and where;
-    the grid of the orders follows it, with the place marked.
+    Every token must be computed once (:func:`slices_of`), and every stage must run the ops of every
+    chunk once (:func:`ops_of_chunk`). Everything that an op needs must come before it.
 
-    rules   default: those that govern ``plan``
+    Args:
+        plan: plan to check.
+        rules: rule table; default: the one that governs ``plan``.
+
+    Raises:
+        PlanError: the plan breaks a rule. The first line says what and where; a grid of the orders
+            follows, with the place marked.
     """
     slices = slices_of(plan)
     if plan.vocabulary_parallel and plan.stages == 1:
@@ -40,8 +45,7 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Raise a :class:`PlanError` where a document is local to a rank that is none of ``ranks``, the
-    context-parallel ranks of a stage."""
+    """Raise a PlanError if a document is on a context-parallel rank outside ``ranks``."""
     for index, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
             if span.local and (span.rank >= ranks or ranks == 1):
@@ -54,7 +58,7 @@ def check_ranks(plan: Plan, ranks: int) -> None:
 
 def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
     letters = {kind: kind.value for kind in COMPUTE}
-    seen = [""] * len(plan.chunks)  # the letters of every chunk's ops, in order
+    seen = [""] * len(plan.chunks)  # codes of every chunk's ops, in order
     for op in order:
         code = letters[op.kind]
         if code in seen[op.chunk]:
@@ -74,18 +78,18 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
 def walk(
     plan: Plan, slices: Slices | None = None, rules: Rules | None = None
 ) -> Iterator[tuple[int, Op]]:
-    """The ops of all stages in an order that meets every need; O(ops).
+    """Yield (stage, op) of all stages in an order that meets every need; O(ops).
 
-    Raises where none exists: ``stage 0 at B0: lacks B1 of stage 0``.
+    Raises:
+        PlanError: no such order exists, such as ``stage 0 at B0: lacks B1 of stage 0``.
     """
     needs = needs_of(plan, rules, slices)
-    # Flags, as hashing an op for each costs more.
+    # Byte arrays, because hashing an op for each lookup costs more.
     done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
     orders = plan.rank_orders
     at = [0] * plan.ranks
     pending = sum(map(len, orders))
-    # A rank that stands still is looked at again only when an op of the chunk that it lacks, on
-    # the stage that it lacks it from, is done.
+    # A blocked rank is checked again when an op of the chunk that it lacks has run on that stage.
     waiting: dict[tuple[int, int], list[int]] = {}
     ready = list(range(plan.ranks))
     while ready:
@@ -112,7 +116,7 @@ def walk(
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
-    """The first unmet need of ``op`` with its stage and the ops that would meet it, or None."""
+    """Return the first unmet need of ``op``, its stage and the ops that would meet it, or None."""
     for need, where, ops in needs(stage, op):
         there = done[where]
         for other in ops:
@@ -124,7 +128,7 @@ def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
 
 
 def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
-    """Say what each rank lacks, ``lacking`` by rank; None: it is through."""
+    """Raise the error that says what each rank lacks; None in ``lacking``: it has finished."""
     waits, marks = {}, {}
     for rank, lack in enumerate(lacking):
         if lack is None:
@@ -134,7 +138,8 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
         marks[rank] = f"lacks {planned} of stage {where}"
         stage, op = plan.rank_orders[rank][at[rank]]
         waits[rank] = f"stage {stage} at {op}: {marks[rank]} ({need.why})"
-        if plan.rank_of[where] == rank:  # no other rank can mend that: a wrong order, no deadlock
+        # No other rank can resolve it: a wrong order, not a deadlock
+        if plan.rank_of[where] == rank:
             grid = stuck_grid(plan, needs, at, {rank: marks[rank]}, rank)
             raise PlanError(f"{waits[rank]}\n{grid}")
     circle = _circle(lacking, plan.rank_of)
@@ -148,7 +153,7 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
 
 
 def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[int]:
-    """Ranks that wait for each other, each for the next and the last for the first."""
+    """Return a cycle of ranks, each of which waits for the next and the last for the first."""
     path: list[int] = []
     rank = next(rank for rank, lack in enumerate(lacking) if lack is not None)
     while rank not in path:
@@ -160,7 +165,7 @@ def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[i
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:
-    """For every stage, the kind (B or I) that hands each chunk's gradient on."""
+    """Return the kind (B or I) that passes on each chunk's gradient, for every stage."""
     return tuple(
         {op.chunk: op.kind for op in order if op.kind in BACKWARDS} for order in plan.orders
     )

@@ -1,4 +1,4 @@
-"""A chunk: the spans that a stage computes at once."""
+"""Chunk: the spans that a stage computes at once."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,15 +11,18 @@ EMPTY = "-"  # a chunk without spans, in a plan's text
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Spans side by side in one pass; the rows of its tensors are the spans in this order.
+    """Spans computed in one pass; the rows of its tensors are the spans' tokens, in this order.
 
-    Packed: whole short documents. Split: one slice of a long document. Hybrid: one slice of a
-    long document beside whole short ones. A document appears at most once in a chunk. Empty, ``-``
-    in text: it has its ops like any other, and computes nothing of its replica's documents; for
-    replicas in lockstep of which another has more chunks (ir.step), and for one without documents.
+    - Packed: whole short documents.
+    - Split: one slice of a long document.
+    - Hybrid: one slice of a long document and whole short documents.
 
-    Over context-parallel ranks a chunk has the same number of rows on each: its share of the spans
-    that are spread, behind them its local documents, behind them padding.
+    A document appears at most once in a chunk. An empty chunk (``-`` in text) has its ops like any
+    other, but no documents. It fills up a replica that has fewer chunks than another in its
+    lockstep group (ir.step), or no documents.
+
+    With context parallelism a chunk has the same number of rows on each rank: the rank's part of
+    the sharded spans, then its single-rank documents, then padding.
 
         rank 0   0[0:900] first half    2[0:300]@0
         rank 1   0[0:900] second half   3[0:200]@1 padding
@@ -33,20 +36,21 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all spans."""
         return sum(span.tokens for span in self.spans)
 
     @property
     def has_local(self) -> bool:
-        """Whether one rank computes some document of it alone."""
+        """Whether some document is on a single context-parallel rank."""
         return any(span.local for span in self.spans)
 
     @property
     def sharded_tokens(self) -> int:
-        """Inputs of the spans that all ranks share."""
+        """Tokens of the spans that are sharded over all context-parallel ranks."""
         return sum(span.tokens for span in self.spans if not span.local)
 
     def local_tokens(self, ranks: int) -> list[int]:
-        """Inputs of the documents local to each of ``ranks``."""
+        """Return the tokens of the single-rank documents on each of ``ranks``."""
         tokens = [0] * ranks
         for span in self.spans:
             if span.local:
@@ -54,8 +58,10 @@ class Chunk:
         return tokens
 
     def rows(self, ranks: int) -> int:
-        """Over all of ``ranks``, were they padded for nothing else: as many times the rows of the
-        fullest. One rank has every input."""
+        """Return the rows over all ``ranks``: ``ranks`` times those of the fullest rank.
+
+        Padding for other reasons is not included.
+        """
         if ranks == 1 or not self.has_local:
             return self.tokens
         return self.sharded_tokens + ranks * max(self.local_tokens(ranks))
@@ -70,6 +76,7 @@ class Chunk:
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> "Chunk":
+        """Return the chunk with the spans in ``words``."""
         words = tuple(words)
         if not words:
             raise PlanError(f"a chunk holds no span; expected at least one, or {EMPTY} for none")

@@ -1,4 +1,4 @@
-"""Errors of a plan, and how messages quote what users gave: short, and printable."""
+"""Errors of plans, and helpers that quote user input in short, printable form."""
 
 MOST_QUOTED = 60
 MOST_NAME = 200
@@ -6,15 +6,15 @@ MOST_OF_A_LINE = 4000
 
 
 class PlanError(ValueError):
-    """A plan that breaks a rule: one line says what, where and what was expected."""
+    """Plan that breaks a rule: the message says what, where and what was expected."""
 
 
 class Deadlock(PlanError):
-    """A plan whose stages would wait for each other forever."""
+    """Plan whose ranks would wait for each other forever."""
 
 
 def shortened(text: str, most: int = MOST_OF_A_LINE) -> str:
-    """Return ``text``; of a longer one the beginning and the end, ``most`` characters in all."""
+    """Return ``text``, shortened in the middle to at most ``most`` characters."""
     if len(text) <= most:
         return text
     half = (most - 5) // 2
@@ -22,7 +22,7 @@ def shortened(text: str, most: int = MOST_OF_A_LINE) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return ``value`` as Python writes it; of a long one the beginning."""
+    """Return ``value`` as a Python literal, cut at the end if it is long."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > MOST_QUOTED:
         text = text[: MOST_QUOTED - 3] + "..."
@@ -30,17 +30,17 @@ def quoted(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` on one line: what a terminal would obey instead of print is escaped."""
+    """Return ``text`` with non-printable characters escaped, safe to show on a terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def for_terminal(text: str) -> str:
-    """Return ``text``, of one line or several, as a terminal may have it."""
+    """Return ``text`` with its lines shortened and made printable."""
     return "\n".join(printable(shortened(line)) for line in text.split("\n"))
 
 
 def require_name(what: str, name: object) -> None:
-    """Raise a ValueError unless ``name`` is a word or more, in one line of printable text."""
+    """Raise a ValueError unless ``name`` is a short, non-empty line of printable text."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} {quoted(name)}: expected a word")
     if len(name) > MOST_NAME:
@@ -49,7 +49,7 @@ def require_name(what: str, name: object) -> None:
 
 
 def require_line(what: str, text: object) -> None:
-    """Raise a ValueError unless ``text`` is one line of printable text, maybe an empty one."""
+    """Raise a ValueError unless ``text`` is one line of printable text; it may be empty."""
     if not isinstance(text, str):
         raise ValueError(f"{what}: expected a text")
     if not text.isprintable():

@@ -1,4 +1,4 @@
-"""The orders of a plan as a grid: what runs at which step, and where the ranks are stuck."""
+"""Grid of a plan's orders, which shows what runs at which step and where the ranks are stuck."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from megatron_epp.ir.needs import NeedsOf
 from megatron_epp.ir.op import Op
 from megatron_epp.ir.plan import Plan
 
-COLUMNS, ROWS = 16, 16  # of a grid; a wide plan is shown around where it is stuck
+COLUMNS, ROWS = 16, 16  # of a grid; a larger plan is shown around the place where it is stuck
 
 
 def stuck_grid(
@@ -16,14 +16,17 @@ def stuck_grid(
     marks: Mapping[int, str],
     centre: int,
 ) -> str:
-    """Draw the orders of ranks that each ran ``at[rank]`` ops and cannot go on.
+    """Draw the orders of ranks that each ran ``at[rank]`` ops and cannot continue.
 
-    Every op takes one step and stands as late as those that waited for it allow; the ops that the
-    ranks stand at share a column, behind a ``>``.
+    Every op takes one step and is drawn as late as the ops that depend on it allow. The ops at
+    which the ranks are stuck share a column and are marked by ``>``.
 
-    at      by rank, how many ops ran
-    marks   by rank, what to say at the end of its line
-    centre  the rank around which a deep plan is shown
+    Args:
+        plan: plan of the orders.
+        needs: needs of its ops.
+        at: number of ops that ran, by rank.
+        marks: text at the end of a rank's line, by rank.
+        centre: rank around which a deep plan is shown.
     """
     orders = plan.rank_orders
     steps = _steps(orders, needs, at)
@@ -57,9 +60,9 @@ def stuck_grid(
 def _steps(
     orders: Sequence[Sequence[tuple[int, Op]]], needs: NeedsOf, at: Sequence[int]
 ) -> list[list[int]]:
-    """By rank, the step of each op that ran: as late as those that waited for it allow."""
+    """Return the step of each op that ran, by rank: as late as the ops that depend on it allow."""
     done: set[tuple[int, Op]] = set()
-    # Rank, stage and op, with those that it waited for.
+    # (rank, (stage, op), the ops that it depends on).
     ran: list[tuple[int, tuple[int, Op], list[tuple[int, Op]]]] = []
     placed = [0] * len(orders)
     before = -1
@@ -91,5 +94,5 @@ def _steps(
 
 
 def _window(centre: int, length: int, most: int) -> int:
-    """Where ``most`` places around ``centre`` begin, of ``length``."""
+    """Return the start of ``most`` places around ``centre``, out of ``length``."""
     return max(0, min(centre - most // 2, length - most))

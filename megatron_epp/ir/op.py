@@ -1,4 +1,4 @@
-"""An op: one kind of work on one chunk on one stage."""
+"""Op: one kind of work on one chunk on one stage."""
 
 import re
 from collections.abc import Mapping
@@ -10,55 +10,69 @@ from megatron_epp.ir.span import NUMBER
 
 
 class Kind(Enum):
-    """Kinds of work.
+    """Kinds of ops.
 
-    A new kind of op is a member here and four answers: what it needs, makes and frees, and which
-    ops a chunk must have (ir/rules); what it takes (the cost model, and sim/unit_table for pictures
-    without one); what runs it (runtime/executor); how it is drawn (show/colours). Text form,
-    checks, order, messages and simulation follow from these; ``tests/ir/test_costly_kind.py`` adds
-    one that costs and frees.
+    A new kind needs a member here and four other places. ir/rules: what it needs, makes and frees,
+    and which ops a chunk must have. The cost model, and sim/unit_table for pictures without one:
+    its time. runtime/executor: the method that runs it. show/colours: how it is drawn. Text form,
+    checks, order, messages and simulation follow from these. ``tests/ir/test_costly_kind.py`` adds
+    a kind that takes time and frees memory.
     """
 
     FORWARD = "F"
-    """The forward. Roughly: ``y = layers(x)``; keep what the backward wants; send y to stage + 1.
-    The last stage makes the loss of y instead."""
+    """Forward.
+
+    ``y = layers(x)``; save activations; send y to stage + 1. The last stage computes the loss of y
+    instead.
+    """
 
     BACKWARD = "B"
-    """The whole backward, I and W in one. Roughly: recompute what was not kept;
-    ``dx, dw = vjp(dy)``; add dw to the weights' gradients; send dx to stage - 1."""
+    """Full backward, I and W in one.
+
+    Recompute what was not saved; ``dx, dw = vjp(dy)``; accumulate dw; send dx to stage - 1.
+    """
 
     INPUT = "I"
-    """Its half on the critical path. Roughly: recompute what was not kept; ``dx = dy @ w``; keep
-    (x, dy) of every linear layer for W; send dx to stage - 1."""
+    """Input gradients, the half of the backward on the critical path.
+
+    Recompute what was not saved; ``dx = dy @ w``; save (x, dy) of every linear layer for W; send dx
+    to stage - 1.
+    """
 
     WEIGHT = "W"
-    """Its other half, which nobody waits for. Roughly: ``dw = dy.T @ x`` of every linear layer; add
-    dw to the weights' gradients; drop (x, dy)."""
+    """Weight gradients, the half of the backward that no other op needs.
+
+    ``dw = dy.T @ x`` of every linear layer; accumulate dw; free (x, dy).
+    """
 
     HEAD = "H"
-    """The stage's part of the vocabulary (vocabulary parallelism, see ir/rules). Roughly: logits of
-    its rows for the chunk; merge their maximum, sum and weighted rows into what the stage before
-    handed on; hand it on. The last stage makes the loss and the gradient of y."""
+    """LM head on the stage's vocabulary rows (vocabulary parallelism, see ir/rules).
+
+    Compute the logits of its rows; merge their maximum, sum and weighted rows into the result of
+    the previous stage; send the result on. The last stage computes the loss and the gradient of y.
+    """
 
     HEAD_WEIGHT = "G"
-    """Its weight gradient, which nobody waits for. Roughly: logits again; ``dw = (softmax - labels)
-    .T @ y``; add dw to its rows' gradients; drop y."""
+    """Weight gradient of the LM head, which no other op needs.
+
+    Recompute the logits; ``dw = (softmax - labels).T @ y``; accumulate dw; free y.
+    """
 
     SEND = "SEND"
-    """Only after lowering. Roughly: ``isend(tensor, target)``; the op after it does not wait."""
+    """Send, only after lowering: ``isend(tensor, target)``; the next op does not wait for it."""
 
     RECEIVE = "RECV"
-    """Only after lowering. Roughly: wait for the ``irecv`` that was posted early."""
+    """Receive, only after lowering: wait for the ``irecv`` that was posted earlier."""
 
 
 TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 COMPUTE = tuple(kind for kind in Kind if kind not in TRANSFERS)
-# Every array of kinds holds these: F 0, B 1, I 2, W 3, H 4, G 5.
+# Order of kinds in arrays: F 0, B 1, I 2, W 3, H 4, G 5
 KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
-BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them passes the gradient on
 OF_LAYERS = (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT)  # ops that run a stage's layers
-MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)  # in plans for training alone
-OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's part of the output layer
+MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)  # in training plans only
+OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's rows of the LM head
 
 _CODES = [kind.value for kind in COMPUTE]
 _OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})")
@@ -67,7 +81,7 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Work of ``kind`` (one of COMPUTE) on chunk ``chunk``; the stage is where it stands."""
+    """Work of ``kind`` (one of COMPUTE) on chunk ``chunk``; its stage is that of its order."""
 
     kind: Kind
     chunk: int
@@ -81,6 +95,11 @@ class Op:
 
     @classmethod
     def parse(cls, text: str) -> "Op":
+        """Return the op in ``text``, such as ``F0``.
+
+        Raises:
+            PlanError: the text is no op.
+        """
         match = _OP.fullmatch(text)
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
@@ -90,18 +109,19 @@ class Op:
 
 @dataclass(frozen=True, slots=True, order=False)
 class StageOp:
-    """``op`` of ``stage``, on a rank that computes several stages: ``F2.5`` is F of stage 2 on
-    chunk 5."""
+    """Op of one stage on a rank with several: ``F2.5`` is F of stage 2 on chunk 5."""
 
     stage: int
     op: Op
 
     @property
     def kind(self) -> Kind:
+        """Kind of the op."""
         return self.op.kind
 
     @property
     def chunk(self) -> int:
+        """Chunk of the op."""
         return self.op.chunk
 
     def __str__(self) -> str:
@@ -109,6 +129,11 @@ class StageOp:
 
     @classmethod
     def parse(cls, text: str) -> "StageOp":
+        """Return the op and stage in ``text``, such as ``F2.0``.
+
+        Raises:
+            PlanError: the text is no op of a stage.
+        """
         match = _STAGE_OP.fullmatch(text)
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
@@ -120,18 +145,23 @@ class StageOp:
 
 
 class Payload(Enum):
-    """Kinds of tensors that travel between stages."""
+    """Kinds of tensors that stages send to each other."""
 
     ACTIVATION = "F"  # to the next stage
     GRADIENT = "B"  # to the previous one
-    HEAD = "H"  # what H works on: from the last stage to the first, then to the next and the next
+    HEAD = "H"  # input of H: from the last stage to the first, then from each stage to the next
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The tensor of ``chunk`` that stage ``source`` hands to stage ``target``.
+    """Tensor of one chunk that a stage sends to another.
 
-    ranks   of the two; None where stage i lies on rank i
+    Attributes:
+        payload: kind of the tensor.
+        chunk: number of the chunk.
+        source: stage that sends it.
+        target: stage that receives it.
+        ranks: ranks of the two stages; None if stage i is on rank i.
     """
 
     payload: Payload
@@ -142,7 +172,7 @@ class Message:
 
     @property
     def link(self) -> tuple[int, int]:
-        """The ranks between which it travels; messages of one link arrive in the order sent."""
+        """Ranks that send and receive it; messages of one link arrive in the order sent."""
         return self.ranks or (self.source, self.target)
 
 
@@ -159,6 +189,7 @@ class Transfer:
 
     @property
     def chunk(self) -> int:
+        """Chunk of the message."""
         return self.message.chunk
 
     def __str__(self) -> str:
@@ -170,7 +201,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """From here on the target of ``message`` takes it in; it takes no time and is not recorded."""
+    """Start of receiving ``message`` at its target; it takes no time and is not recorded."""
 
     message: Message
 
@@ -180,8 +211,10 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Hand-over, to another stage of the same rank, of what the op before it has made: ``message``
-    goes nowhere, so it takes no time and is not recorded."""
+    """Hand-over of the preceding op's result to another stage of the same rank.
+
+    ``message`` is not sent, so the hand-over takes no time and is not recorded.
+    """
 
     message: Message
 

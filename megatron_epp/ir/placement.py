@@ -1,13 +1,13 @@
-"""Placements: which rank of the pipeline has which stages of the model.
+"""Placements: which pipeline rank computes which stages of the model.
 
 even             0 1 2 3             stage i on rank i
 interleaved 2    0 1 2 3 0 1 2 3
-v                3 2 1 0 0 1 2 3     the model's open ends lie on the last rank
+v                3 2 1 0 0 1 2 3     first and last stage on the last rank
 a file           a line of a plan, ``place 0 1 1 0``, or a line for each rank:
 
     rank 0: 0 3                      # its stages
     rank 1: 1 2
-    layers 3 2 2 1                   # of every stage; left out: by who asks
+    layers 3 2 2 1                   # of every stage; optional: the caller has a default
 """
 
 import re
@@ -21,7 +21,8 @@ from megatron_epp.ir.span import NUMBER
 
 EVENLY, INTERLEAVED = "even", "interleaved"
 MOST_STAGES = 64  # on a rank
-A_PLACEMENT = "lines 'place' or 'rank 0:', and 'layers' if wanted"  # of a file
+# What a file contains, for error messages
+A_PLACEMENT = "lines 'place' or 'rank 0:', and 'layers' if wanted"
 
 _NUMBERS = re.compile(rf"{NUMBER}( {NUMBER})*")
 _RANK = re.compile(rf"rank ({NUMBER}):(.*)")
@@ -30,17 +31,24 @@ _INTERLEAVED = re.compile(rf"{INTERLEAVED} ({NUMBER})")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``place[s]``: the rank of stage s. ``layers`` of every stage; () where nobody has said."""
+    """Assignment of stages to pipeline ranks.
+
+    Attributes:
+        place: rank of each stage.
+        layers: number of layers of each stage; empty if not specified.
+    """
 
     place: tuple[int, ...]
     layers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.place)
 
     @property
     def ranks(self) -> int:
+        """Number of pipeline ranks."""
         return 1 + max(self.place)
 
     @property
@@ -49,10 +57,11 @@ class Placement:
         return self.ranks < self.stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages on ``rank``, in order."""
         return tuple(stage for stage, where in enumerate(self.place) if where == rank)
 
     def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
-        """``values`` of every stage, added up for every rank."""
+        """Sum ``values``, one per stage, for every rank."""
         totals = [0.0] * self.ranks
         for rank, value in zip(self.place, values, strict=True):
             totals[rank] += float(value)
@@ -60,7 +69,7 @@ class Placement:
 
     @property
     def is_even(self) -> bool:
-        """Whether stage i lies on rank i."""
+        """Whether stage i is on rank i."""
         return self.place == tuple(range(self.stages))
 
     def __str__(self) -> str:
@@ -68,14 +77,17 @@ class Placement:
 
 
 def picture(stages: dict[int, list[str]], ranks: int) -> str:
-    """``rank 0: 0 3 | rank 1: 1 2``: the stages of every rank, in one line."""
+    """Return the stages of every rank in one line, such as ``rank 0: 0 3 | rank 1: 1 2``."""
     every = sorted({*range(ranks), *stages})
     return " | ".join(f"rank {rank}: {' '.join(stages.get(rank, ())) or '-'}" for rank in every)
 
 
 def named_placement(text: str, ranks: int) -> Placement | None:
-    """The placement that ``text`` names for a pipeline of ``ranks``; None: it is no name.
-    PlanError: a name with a number that cannot be."""
+    """Return the placement named ``text`` for a pipeline of ``ranks``, or None if it is no name.
+
+    Raises:
+        PlanError: the name has an invalid number.
+    """
     if text == EVENLY:
         return Placement(tuple(range(ranks)))
     if text.startswith("place "):
@@ -96,14 +108,27 @@ def named_placement(text: str, ranks: int) -> Placement | None:
 
 
 def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placement:
-    """The placement that ``text`` names, or that the file ``text`` has, whose contents ``read``
-    gives. PlanError: one line with the picture of what was asked. OSError: as ``read`` raises."""
+    """Return the placement named ``text``, or the one in the file at ``text``.
+
+    Args:
+        text: name of a placement, or path of a file.
+        ranks: pipeline-parallel size.
+        read: function that returns the contents of a file.
+
+    Raises:
+        PlanError: the placement is invalid; the message shows it.
+        OSError: ``read`` raised it.
+    """
     named = named_placement(text, ranks)
     return placement_of_file(read(text), ranks) if named is None else named
 
 
 def placement_of_file(text: str, ranks: int) -> Placement:
-    """The placement that a file's ``text`` has for a pipeline of ``ranks``. PlanError: one line."""
+    """Return the placement in a file's ``text`` for a pipeline of ``ranks``.
+
+    Raises:
+        PlanError: the text is invalid.
+    """
     place: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()
     of_ranks: dict[int, list[int]] = {}
@@ -142,8 +167,10 @@ def placement_of_file(text: str, ranks: int) -> Placement:
 
 
 def require_last_stage(placement: Placement) -> None:
-    """Raise a PlanError where Megatron could not build it: the last stage, which makes the loss,
-    lies elsewhere than on the last rank, from which the trainer takes it."""
+    """Raise a PlanError unless the last stage, which computes the loss, is on the last rank.
+
+    Megatron takes the loss from that rank.
+    """
     if placement.place[-1] != placement.ranks - 1:
         _fail(
             placement,
@@ -153,7 +180,7 @@ def require_last_stage(placement: Placement) -> None:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, words with a blank between) of lines with any."""
+    """Yield (line number, words joined by single blanks) of lines that are not empty."""
     for number, line in enumerate(text.split("\n"), 1):
         if words := " ".join(line.split("#")[0].split()):
             yield number, words
@@ -166,7 +193,7 @@ def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
 
 
 def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
-    """The rank of every stage, each of which must lie on one."""
+    """Return the rank of every stage, after checking that each stage is on exactly one."""
     stage_texts = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
     every = [stage for stages in of_ranks.values() for stage in stages]
     if not every or max(every) >= MOST_STAGES * ranks or max(of_ranks) >= ranks:

@@ -1,34 +1,36 @@
-"""The plan: a frozen value with a text form and a digest.
+"""Plan: a frozen value with a text form and a digest.
 
     plan v1
     replica 0 of 1
-    documents 9000 1500 900              # inputs of document 0, 1, 2 of this replica's part
+    documents 9000 1500 900              # tokens of document 0, 1, 2 of this replica's part
     layers 4 4                           # transformer layers of stage 0, 1
     chunk 0: 0[0:5000]                   # spans are half-open
     chunk 1: 0[5000:9000] 1[0:1500]      # hybrid: the tail of document 0 and all of document 1
     chunk 2: 2[0:900]
-    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers: k keeps
+    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers: k saves
     recompute 1: 4k 4k 4k
     stage 0: F0 F1 F2 B1 B0 B2
     stage 1: F0 F1 B1 B0 F2 B2
     predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 
-``replica``, ``recompute`` and ``predicted`` lines may be left out in a plan written by hand: they
-default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. A plan with
-vocabulary parallelism has ``H0`` and ``G0`` in its orders, of every chunk on every stage. What the
-letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
-(``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`), and a
-replica without documents (``documents -``) has one such chunk, by which it takes part in all that
-replicas do together.
-``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
+The ``replica``, ``recompute`` and ``predicted`` lines are optional. They default to 0 of 1, no
+recompute, and no prediction. The order of the lines is fixed. :mod:`megatron_epp.ir.recompute`
+defines the recompute modes. A plan with vocabulary parallelism has ``H0`` and ``G0`` in its orders,
+for every chunk on every stage.
 
-``prefix 3: 0[0:4000]``, behind ``documents``: document 3 continues these inputs of document 0, as
-several may, which are computed once. Its own inputs count from 0, its positions from 4000; where
-the prefix ends a span of document 0 ends (:mod:`megatron_epp.ir.slices`).
+A chunk may be empty (``chunk 3: -``), because all replicas of a lockstep group have the same number
+of chunks (:mod:`megatron_epp.ir.step`). A replica without documents (``documents -``) has one empty
+chunk, so that it takes part in collectives. ``2[0:900]@1`` is a single-rank document:
+context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
-Stages are parts of the model; stage i lies on rank i of the pipeline unless a line behind
-``layers`` says otherwise. Where a rank has several stages, orders are those of ranks, and their ops
-name their stage: ``F3.0`` is F of stage 3 on chunk 0. ``peak_gib`` is that of every rank.
+``prefix 3: 0[0:4000]``, after ``documents``: document 3 continues these tokens of document 0, which
+are computed once even if several documents continue them. Its own tokens count from 0, its
+positions from 4000. A span of document 0 must end where the prefix ends
+(:mod:`megatron_epp.ir.slices`).
+
+Stage i is on rank i of the pipeline unless a ``place`` line after ``layers`` says otherwise. If a
+rank has several stages, orders are those of ranks, and ops name their stage: ``F3.0`` is F of stage
+3 on chunk 0. ``peak_gib`` has one number per rank.
 
     layers 2 2 2 2
     place 0 1 1 0                        # the rank of stage 0, 1, 2, 3: a V
@@ -58,26 +60,32 @@ from megatron_epp.ir.recompute import (
 )
 from megatron_epp.ir.span import NUMBER, Span
 
-# Far above any plan, and so that a small file cannot ask for minutes or gigabytes.
+# Far above any real plan; a small file must not cost minutes or gigabytes.
 MOST_LINES = 2_000_000
-MOST_CHOICE_LAYERS = 10_000_000  # of recompute choices that differ
+MOST_CHOICE_LAYERS = 10_000_000  # of distinct recompute choices
 MOST_CONTINUED = 1_000_000  # pairs of a document and one that it continues, directly or not
 
 _NUMBER = re.compile(NUMBER)
-# As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
+# Floats as Python prints them: 16 digits before the point, 20 after it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 Orders = tuple[tuple[Op, ...], ...]
 Turns = tuple[tuple[int, ...], ...]
-Prefixes = tuple[Span | None, ...]  # of every document: what it continues
+Prefixes = tuple[Span | None, ...]  # what each document continues
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The planner's promise: the iteration's time, and the peak of every rank."""
+    """Prediction of the planner: seconds of the iteration and peak memory of every rank.
+
+    Attributes:
+        seconds: time of the iteration.
+        peak_gib: peak of each rank in GiB, as the memory budget counts it.
+        planner: name of the planner.
+    """
 
     seconds: float
-    peak_gib: tuple[float, ...]  # by the memory budget's measure
+    peak_gib: tuple[float, ...]  # -
     planner: str
 
     def __post_init__(self):
@@ -94,22 +102,38 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Chunks, their order on every stage, and what each stage keeps of each chunk from F to B.
+    """Chunks, their order on every stage, and what each stage saves of each chunk from F to B.
 
-    documents[d]      inputs of document d of this replica's part of the batch
-    layers[s]         transformer layers of stage s
-    chunks[c]         spans of chunk c
-    recompute[s][c]   one letter per layer of stage s: what backward recomputes, or what lies in the
-                      host's memory meanwhile (ir.recompute)
-    orders[s]         ops of stage s in the order they run
-    place[s]          the rank on which stage s lies; () where stage i lies on rank i
-    turns[r]          the stage of every op of rank r in the order they run; () where every rank has
-                      one stage
-    prefixes[d]       inputs of another document that document d continues, from its first on; None:
-                      it continues none. () where no document does
+    A value is well-formed: indices and sizes fit. :func:`megatron_epp.ir.check.check` verifies that
+    it computes every token once and never deadlocks.
 
-    The value is well-formed (indices and sizes fit); that it computes every token once and never
-    deadlocks is what :func:`megatron_epp.ir.check.check` proves.
+    Attributes:
+        documents: tokens of each document of this replica's part of the batch.
+        layers: number of transformer layers of each stage.
+        chunks: spans of each chunk.
+        recompute: ``recompute[s][c]`` has the recompute mode of each layer of stage s for chunk c
+            (:mod:`megatron_epp.ir.recompute`).
+        orders: ops of each stage in execution order.
+        replica: data-parallel rank.
+        replicas: data-parallel size.
+        predicted: the planner's prediction, if any.
+        place: rank of each stage; empty if stage i is on rank i.
+        turns: stage of each op of each rank, in execution order; empty if every rank has one stage.
+        prefixes: for each document the span of another document that it continues, which starts at
+            0; None if it continues none. Empty if no document has a prefix.
+
+    Example:
+        >>> plan = Plan.parse('''plan v1
+        ... documents 9000 900
+        ... layers 2 2
+        ... chunk 0: 0[0:9000]
+        ... chunk 1: 1[0:900]
+        ... stage 0: F0 F1 B0 B1
+        ... stage 1: F0 B0 F1 B1
+        ... ''')
+        >>> check(plan)
+        >>> plan.stages, plan.tokens, plan.forward_only
+        (2, 9900, False)
     """
 
     documents: tuple[int, ...]
@@ -123,7 +147,7 @@ class Plan:
     place: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     prefixes: Prefixes = ()
-    # Pure functions of the fields above, kept by whoever asks first (ir.slices; kinds).
+    # Caches of pure functions of the fields above (ir.slices; kinds).
     _slices: Any = field(default=None, init=False, repr=False, compare=False)
     _kinds: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -146,7 +170,7 @@ class Plan:
                 raise PlanError(
                     f"recompute {stage}: {len(choices)} choices for {len(self.chunks)} chunks"
                 )
-            for choice in dict.fromkeys(choices):  # many chunks, few choices
+            for choice in dict.fromkeys(choices):  # many chunks share few choices
                 if len(choice) != layers or not set(choice) <= set(MODES):
                     text = shortened(format_recompute(choice), 60)
                     raise PlanError(
@@ -217,21 +241,22 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Parts of the model, one behind the other."""
+        """Number of stages of the model."""
         return len(self.layers)
 
     @property
     def placement(self) -> Placement:
+        """Rank of each stage, as a :class:`Placement`."""
         return Placement(self.rank_of)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
-        """The rank on which each stage lies."""
+        """Rank of each stage."""
         return self.place or tuple(range(self.stages))
 
     @property
     def ranks(self) -> int:
-        """Pipeline ranks: places that compute one op at a time."""
+        """Number of pipeline ranks; each runs one op at a time."""
         return self.placement.ranks
 
     @property
@@ -240,11 +265,12 @@ class Plan:
         return self.placement.shares_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages on ``rank``, in order."""
         return self.placement.stages_of(rank)
 
     @property
     def rank_orders(self) -> tuple[tuple[tuple[int, Op], ...], ...]:
-        """(stage, op) of every rank, in the order they run."""
+        """(stage, op) of every rank in execution order."""
         if self.shares_ranks:
             coming = [iter(order) for order in self.orders]
             return tuple(
@@ -256,20 +282,20 @@ class Plan:
         )
 
     def rank_name(self, rank: int) -> str:
-        """``rank 2``; ``stage 2`` where every rank has one stage."""
+        """Return the name of ``rank``: ``rank 2``, or ``stage 2`` if every rank has one stage."""
         return f"rank {rank}" if self.shares_ranks else f"stage {self.rank_of.index(rank)}"
 
     def op_name(self, stage: int, op: Op) -> str:
-        """``F5``; ``F2.5`` where a rank has several stages."""
+        """Return the name of an op: ``F5``, or ``F2.5`` if a rank has several stages."""
         return str(StageOp(stage, op) if self.shares_ranks else op)
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all documents of this replica."""
         return sum(self.documents)
 
     def prefix_of(self, document: int) -> tuple[Span, ...]:
-        """Inputs of other documents in front of those of ``document``, in the order of their
-        positions."""
+        """Return the spans of other documents that precede ``document``, in order of position."""
         spans: list[Span] = []
         while self.prefixes and (prefix := self.prefixes[document]) is not None:
             spans.append(prefix)
@@ -277,12 +303,11 @@ class Plan:
         return tuple(reversed(spans))
 
     def offset(self, document: int) -> int:
-        """Position of the first input of ``document``."""
+        """Return the position of the first token of ``document``."""
         return sum(prefix.tokens for prefix in self.prefix_of(document))
 
     def pairs(self, chunk: int) -> int:
-        """Query-key pairs of a chunk's attention, those with inputs of other documents that its own
-        continue included."""
+        """Return the query-key pairs of a chunk's attention, including those with prefixes."""
         spans = self.chunks[chunk].spans if self.prefixes else ()
         before = sum(self.offset(span.document) * span.tokens for span in spans)
         return self.chunks[chunk].pairs + before
@@ -294,11 +319,12 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
+        """Whether a backward is split into I and W."""
         return Kind.WEIGHT in self.kinds
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether the output layer is cut over all stages: they run H (and G) of every chunk."""
+        """Whether the LM head is sharded over all stages: they run H (and G) of every chunk."""
         return not self.kinds.isdisjoint(OF_HEAD)
 
     @property
@@ -342,19 +368,26 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that ``text`` describes; a :class:`PlanError` names the line that is bad."""
+        """Return the plan that ``text`` describes.
+
+        Raises:
+            PlanError: a line is invalid; the message names it.
+        """
         return cls.of_lines(enumerate(lines_of(text), 1))
 
     @classmethod
     def of_lines(cls, lines: Iterable[tuple[int, str]]) -> "Plan":
-        """Return the plan that ``lines``, each with its number in the file, describe."""
+        """Return the plan described by ``lines``, each with its line number in the file."""
         return _Reader(lines).plan()
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a file; a :class:`PlanError` where there are more than any plan has.
+    """Return the lines of a file.
 
-    Not splitlines(): it also splits at separators that a person does not see as lines.
+    Not splitlines(), which also splits at separators that are not visible as line ends.
+
+    Raises:
+        PlanError: the file has more lines than any plan.
     """
     if (count := text.count("\n")) > MOST_LINES:
         raise PlanError(f"{count} lines; expected at most {MOST_LINES} of a plan or a step")
@@ -362,20 +395,23 @@ def lines_of(text: str) -> list[str]:
 
 
 def prefix_lines(prefixes: Prefixes) -> dict[int, str]:
-    """By document, the line that says what it continues."""
+    """Return the ``prefix`` lines by document."""
     return {d: f"prefix {d}: {span}" for d, span in enumerate(prefixes) if span is not None}
 
 
 def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes:
-    """``prefixes``, or () where no document has one. PlanError: one is no beginning of another
-    document, or a document continues itself."""
+    """Return ``prefixes``, or () if no document has one.
+
+    Raises:
+        PlanError: a prefix is not the start of another document, or a document continues itself.
+    """
     if all(prefix is None for prefix in prefixes):
         return ()
     if len(prefixes) != len(documents):
         raise PlanError(f"{len(prefixes)} prefixes for {len(documents)} documents")
     for number, prefix in enumerate(prefixes):
         _check_prefix(documents, number, prefix)
-    depth: dict[int, int] = {}  # of a document: how many it continues, directly or not
+    depth: dict[int, int] = {}  # number of documents that a document continues, directly or not
     for number, prefix in enumerate(prefixes):
         path = {number: prefix}
         at = prefix
@@ -408,19 +444,19 @@ def _check_prefix(documents: tuple[int, ...], number: int, prefix: Span | None) 
         )
 
 
-Line = tuple[int, list[str]]  # its number, and its words
+Line = tuple[int, list[str]]  # line number and words
 
 
 class _Reader:
-    """Reads the lines of a plan in order; every error names its line."""
+    """Parser of a plan's lines in their order; every error names its line."""
 
     def __init__(self, lines: Iterable[tuple[int, str]]):
         every = ((number, line.split("#")[0].split()) for number, line in lines)
         self.rest = ((number, words) for number, words in every if words)
         self.known_choices: dict[str, str] = {}
-        self.choice_layers = 0  # of these
+        self.choice_layers = 0  # layers in ``known_choices``
         self.last: Line | None = None  # the line that was read last
-        self.line: Line | None = next(self.rest, None)  # the one that comes
+        self.line: Line | None = next(self.rest, None)  # the next line
 
     def plan(self) -> Plan:
         self.expect(["plan", "v1"])
@@ -428,7 +464,7 @@ class _Reader:
         documents = self.numbers("documents", none=EMPTY)
         prefixes = self.prefixes(documents)
         layers = self.numbers("layers")
-        if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
+        if max(layers) > MOST_LAYERS:  # before a choice with that many modes is created
             self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.last)
         place = self.place(len(layers))
         chunks = tuple(self.indexed("chunk", Chunk.parse))
@@ -464,7 +500,7 @@ class _Reader:
         raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
-        """The next line's words behind ``key``, or None where the line has another key."""
+        """Return the next line's words after ``key``, or None if the line has another key."""
         if self.line is None or self.line[1][0] != key:
             return None
         self.last, self.line = self.line, next(self.rest, None)
@@ -498,7 +534,7 @@ class _Reader:
         return tuple(map(self.number, words))
 
     def choices(self, chunks: int, words: list[str]) -> tuple[str, ...]:
-        """Return a stage's recompute choices, each text of all lines read once."""
+        """Return a stage's recompute choices; equal texts are parsed once and share one string."""
         if len(words) != chunks:
             raise PlanError(f"{len(words)} choices for {chunks} chunks")
         for word in dict.fromkeys(words):
@@ -548,7 +584,7 @@ class _Reader:
         return place
 
     def orders(self, place: tuple[int, ...]) -> tuple[Orders, Turns]:
-        """The order of every stage; where a rank has several, those of ranks, taken apart."""
+        """Return the order of every stage, and the turns of ranks with several stages."""
         ranks = 1 + max(place, default=0)
         if ranks >= len(place):
             return tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words)))), ()

@@ -1,7 +1,7 @@
-"""Arbitrary valid plans, drawn at random: what the certificate and the property tests run.
+"""Random valid plans, which certificates and property tests run.
 
 No planner would choose them. They cut, pack, order and recompute in every way that the language
-allows, so that an executor that runs them right runs whatever a planner may think of.
+allows. An executor that runs them correctly therefore runs the plans of any planner.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,15 +40,26 @@ def arbitrary_plan(
     alone: bool = False,
     prefixes: Prefixes = (),
 ) -> Plan:
-    """A plan for documents of ``lengths`` inputs on stages of ``layers``.
+    """Return a random valid plan for documents of these lengths.
 
-    ``split_backward`` is the share of backwards that become I and W; ``modes`` are the recompute
-    choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
-    default stage i on rank i. Long documents are cut into up to five slices, unless they are to
-    stay ``never_cut``, the rest is packed, some of it beside a slice; neither where all are
-    ``alone``. The orders are one random walk of all stages through what is ready. ``prefixes``: of
-    documents that continue others, which then lie in chunks behind these or in one with them.
-    Without documents it has one empty chunk.
+    The orders are one random walk of all stages through the ops that are ready. Without documents
+    the plan has one empty chunk.
+
+    Args:
+        lengths: tokens of each document.
+        layers: number of layers of each stage.
+        random: source of random numbers.
+        split_backward: fraction of backwards that become I and W.
+        modes: recompute modes to draw from.
+        replica: data-parallel rank.
+        replicas: data-parallel size.
+        vocabulary_parallel: whether the plan has H and G.
+        place: rank of each stage; empty if stage i is on rank i.
+        never_cut: whether long documents stay whole; otherwise they are cut into up to five slices,
+            and some of the others are packed with a slice.
+        alone: whether each document is a chunk of its own.
+        prefixes: what each document continues; such documents are in later chunks than their
+            prefixes or in the same chunk.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
@@ -76,8 +87,10 @@ def arbitrary_plan(
 
 
 def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
-    """``plan`` with stage s on rank ``place[s]``; ``stages``: of all its ops in an order in which
-    they can run, of which every rank runs its own."""
+    """Return ``plan`` with stage s on rank ``place[s]``.
+
+    ``stages`` has the stage of each op of the plan, in an order in which they can run.
+    """
     if len(set(place)) in (0, plan.stages):
         return replace(plan, place=tuple(place))
     turns = [tuple(s for s in stages if place[s] == rank) for rank in range(1 + max(place))]
@@ -97,14 +110,23 @@ def arbitrary_block(
     place: Sequence[int] = (),
     never_cut: bool = False,
 ) -> tuple[Plan, ...]:
-    """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
-    :func:`arbitrary_plan` draws, contents each replica's own.
+    """Return plans of a lockstep group: one op template, and different contents for each replica.
 
-    Slices stand in the order of their chunks, which are renamed alike for all at the end: where one
-    replica cuts a document, another may have any chunks, empty ones too.
+    The op template is drawn as in :func:`arbitrary_plan`. Slices come in the order of their chunks,
+    which are renumbered alike for all replicas at the end. Where one replica cuts a document,
+    another may have any chunks, empty ones included.
 
-    lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
-    place     the rank of every stage, default stage i on rank i
+    Args:
+        lengths: tokens of the documents of each replica.
+        layers: number of layers of each stage.
+        random: source of random numbers.
+        split_backward: fraction of backwards that become I and W.
+        modes: recompute modes to draw from.
+        first: data-parallel rank of the first replica.
+        replicas: data-parallel size; default: the number of replicas of the group.
+        vocabulary_parallel: whether the plans have H and G.
+        place: rank of each stage; empty if stage i is on rank i.
+        never_cut: whether documents stay whole.
     """
     drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
     count = max(1, max(map(len, drawn)) + random.randint(0, 1))
@@ -157,9 +179,11 @@ def arbitrary_block(
 
 
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
-    """``plan`` with some of its whole documents local to one of ``ranks``: none, some or all of a
-    chunk's, dealt at random, so that a rank may have none of them. Those that continue others, or
-    are continued, stay spread."""
+    """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
+
+    None, about half or all of a chunk's documents move, each to a random one of ``ranks``. A rank
+    may receive none. Documents with a prefix and documents that others continue stay sharded.
+    """
     tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}
     chunks = []
@@ -178,7 +202,7 @@ def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
 
 
 def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """``chunks`` with the slices of every document in order, in the places that they had."""
+    """Return ``chunks`` with the slices of every document in order, in the same places."""
     starts: dict[int, list[int]] = {}
     for place, chunk in enumerate(chunks):
         for span in chunk.spans:
@@ -200,8 +224,15 @@ def arbitrary_chunks(
     never_cut: bool = False,
     packed: float = 0.7,
 ) -> tuple[Chunk, ...]:
-    """Documents of ``lengths``, counted from ``first`` on, cut unless ``never_cut``, and
-    ``packed``: that share of what is not, where there is room."""
+    """Return random chunks of documents.
+
+    Args:
+        lengths: tokens of each document.
+        random: source of random numbers.
+        first: number of the first document.
+        never_cut: whether all documents stay whole.
+        packed: fraction of the whole documents that are packed into another chunk if one has space.
+    """
     chunks: list[list[Span]] = []
     uncut = []
     for document, length in enumerate(lengths, first):
@@ -227,15 +258,19 @@ def arbitrary_chunks(
 def arbitrary_prefixes(
     lengths: Sequence[int], random: Random, context: int | None = None
 ) -> Prefixes:
-    """Prefixes for documents of ``lengths``: some continue one before them, any part of it from
-    the first input on. Several may continue one, and be continued; some have a lone branch.
+    """Return random prefixes: some documents continue the start of an earlier document.
 
-    context   positions that there are; None: any number
+    Several documents may continue one, and be continued themselves; some prefixes have one branch.
+
+    Args:
+        lengths: tokens of each document.
+        random: source of random numbers.
+        context: number of positions; None: no limit.
     """
     prefixes: list[Span | None] = [None]
     begins = [0]
     for number in range(1, len(lengths)):
-        # Now and then the last one, so that trees are deep; now and then the first, so that wide.
+        # Sometimes the last document, for deep trees, and sometimes the first, for wide ones.
         parent = random.choice((0, number - 1, random.randrange(number)))
         length = lengths[parent]
         stop = length if random.random() < 0.6 else random.randint(1, length)
@@ -253,12 +288,20 @@ def arbitrary_prefixes(
 def tree_chunks(
     lengths: Sequence[int], prefixes: Prefixes, random: Random, first: int = 0
 ) -> tuple[Chunk, ...]:
-    """Documents of ``lengths``, counted from ``first`` on, of which some continue others, cut where
-    they branch and anywhere else, and packed: beside each other, behind what they continue, and in
-    one chunk with it."""
+    """Return random chunks of documents of which some continue others.
+
+    Documents are cut where they branch and anywhere else. They are packed with each other, after
+    their prefix, or in one chunk with it.
+
+    Args:
+        lengths: tokens of each document.
+        prefixes: what each document continues.
+        random: source of random numbers.
+        first: number of the first document.
+    """
     chunks: list[list[Span]] = []
-    before: list[int] = []  # the chunk that each continues, or -1
-    cut_in: list[bool] = []  # whether it has a slice of a document in several
+    before: list[int] = []  # the chunk that each chunk continues, or -1
+    cut_in: list[bool] = []  # whether each chunk has a slice of a document that is cut
     lies: dict[Span, int] = {}
 
     def descends(chunk: int, other: int) -> bool:
@@ -326,7 +369,7 @@ def _parents_first(prefixes: Prefixes) -> list[int]:
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:
-    """The order of every stage of ``plan``, of (stage, op) as they ran."""
+    """Return the order of every stage of ``plan`` from the (stage, op) of a walk."""
     return tuple(
         tuple(op for where, op in walked if where == stage) for stage in range(plan.stages)
     )
@@ -339,12 +382,16 @@ def random_walk(
     besides: Callable[[int, Op, Sequence[set[Op]]], bool] = lambda stage, op, finished: True,
     vocabulary_parallel: bool = False,
 ) -> list[tuple[int, Op]]:
-    """(stage, op) of all stages of ``plan``: a random walk through what is ready.
+    """Return (stage, op) of all stages of ``plan``: a random walk through the ops that are ready.
 
-    besides   (stage, op, ops finished on every stage): what an op of a stage waits for that no
-              rule says
+    Args:
+        plan: plan without orders.
+        random: source of random numbers.
+        split_backward: fraction of backwards that become I and W.
+        besides: further condition on (stage, op, ops finished on every stage) for an op to run.
+        vocabulary_parallel: whether the plan has H and G.
     """
-    # It has no order yet, so it looks like an evaluation.
+    # The plan has no order yet, so its own properties would say that it is an evaluation.
     needs = needs_of(plan, rules_for(vocabulary_parallel))
     pending: list[set[Op]] = []
     for _ in plan.layers:
@@ -366,7 +413,7 @@ def random_walk(
             any(other in finished[where] for other in ops) for _, where, ops in needs(stage, op)
         )
 
-    # A leaning towards forwards or backwards, drawn per plan, makes long and short windows.
+    # A preference for forwards or backwards, drawn per plan, gives few or many chunks in flight.
     lean = random.random()
     while any(pending):
         stage = random.choice([s for s, ops in enumerate(pending) if ops])

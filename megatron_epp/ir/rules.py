@@ -1,13 +1,13 @@
-"""The one rule table: what each op needs, keeps and frees.
+"""Rule table: what each op needs, makes and frees.
 
-Checker, random plans, simulator and pictures read this table, and lowering makes a message of every
-need that another stage meets; the executor runs what lowering made, so no need is derived again
-there. The planner's loops (planner/order/compiled) know the needs, for speed: their plans are
-checked and simulated by the table before they leave, and tests hold the clocks equal
-(tests/planner/test_placed_schedules.py, test_judges.py). ``c`` is the op's chunk, ``s`` its stage.
-A document cut into slices ties the chunks of its slices together, and so does a document that
-continues another: ``earlier`` is the chunk with the slice before, ``later`` are those with a slice
-after: one, or, where documents branch, several.
+Checker, random plans, simulator and pictures read this table. Lowering makes a message of every
+need that another stage meets, and the executor runs the lowered programs. The planner's compiled
+loops (planner/order/compiled) repeat the needs for speed. The table checks and simulates their
+plans, and tests compare the times (tests/planner/test_placed_schedules.py).
+
+``c`` is the op's chunk, ``s`` its stage. Slices of one document link their chunks, and so does a
+document that continues another. ``earlier`` is the chunk with the preceding slice. ``later`` are
+the chunks with a following slice: one, or several where documents branch.
 
     op  needs                                    makes                      frees
     F   F of c on s-1   (its input)              activations of c           workspace
@@ -20,31 +20,32 @@ after: one, or, where documents branch, several.
     W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
                                                                             workspace
 
-Vocabulary parallelism cuts the output layer's rows over all stages; then these rows come besides:
+With vocabulary parallelism, which shards the rows of the LM head over all stages, there are also:
 
     H   s = 0: F of c on last (its output)       head inputs of c           workspace
-        s > 0: H of c on s-1  (what is merged)   workspace
+        s > 0: H of c on s-1  (partial result)   workspace
     B   s = last: H of c on s (loss, gradient)
     I   as B
     G   s < last: B|I of c on s (log-sum-exp)    workspace                  head inputs of c
         s = last: H of c on s   (log-sum-exp)                               workspace
 
-F of the last stage ends behind the final norm, and its output X makes a round: to stage 0, whose H
-hands it on with the statistics of its own rows, and so on; H of the last stage has merged those of
-all rows into the loss and the gradient of X. The log-sum-exp that G wants travels back with the
-gradients, so G needs no message of its own; it fills bubbles, as W does.
+F of the last stage ends after the final norm, and its output X visits all stages. H of stage 0
+passes X on with the statistics of its own rows, and so does each following stage. H of the last
+stage has merged the statistics of all rows into the loss and the gradient of X. The log-sum-exp
+that G needs travels back with the gradients, so G needs no message of its own. Like W, it fills
+bubbles.
 
-(1st) and (last) stand for: where c holds the first or the last slice of a cut document. The K/V
-of a cut document lies in one buffer per layer, made whole by its first slice's forward and freed
-whole by its first slice's backward, the document's last; so do the gradients of its K and V,
-from the last slice's backward on. Whole documents keep nothing. What an op makes it holds from
-its start; what it frees it holds until its stop. A document that others continue is kept like a cut
-one; its last slice then is the last of theirs: of all chunks that attend to it, on each stage, the
-one whose backward comes first, and in evaluation the one whose forward comes last.
+(1st) and (last) mean: if c holds the first or the last slice of a cut document. The K/V of a cut
+document is in one buffer per layer. The forward of its first slice allocates the buffer; the
+backward of its first slice, which is the document's last, frees it. The gradients of K and V exist
+from the backward of the last slice on. Documents that are not cut cache nothing. An op holds what
+it makes from its start, and what it frees until its stop. A document that others continue is cached
+like a cut one. Its last slice is then the last of all chunks that attend to it, on each stage: the
+one whose backward comes first, or in evaluation the one whose forward comes last.
 
-A plan of forwards only (evaluation) makes no activations, and a document's K/V is freed by its
-last slice's forward. With vocabulary parallelism it has H besides, which holds nothing when it is
-done. Rows that hold for some plans alone are marked ``only``.
+A forward-only plan (evaluation) makes no activations, and the forward of a document's last slice
+frees its K/V. With vocabulary parallelism it also has H, which holds nothing after it has run. Rows
+that apply to some plans only are marked ``only``.
 """
 
 from collections.abc import Mapping
@@ -57,10 +58,10 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class PlanTrait(Flag):
-    """Traits of a plan: a row holds where the plan has all that the row is marked with."""
+    """Traits of a plan; a row applies if the plan has all traits that the row is marked with."""
 
     TRAINING = auto()
-    EVALUATION = auto()  # forwards only
+    EVALUATION = auto()  # forward-only
     VOCABULARY = auto()  # with vocabulary parallelism
 
 
@@ -69,23 +70,23 @@ TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
-    """Relation of the chunk that a row speaks of to the op's own."""
+    """Relation of a row's chunk to the op's own chunk."""
 
     SAME = 0
-    EARLIER = 1  # the chunk with the slice before, where there is one
-    LATER = 2  # the chunks with a slice after: none, one, or several branches
+    EARLIER = 1  # the chunk with the preceding slice, if there is one
+    LATER = 2  # the chunks with a following slice: none, one, or several branches
 
 
 class SlicePosition(Enum):
-    """For which chunks a row holds."""
+    """Condition on the slices of a chunk for a row to apply."""
 
     ANY = 0
-    FIRST = 1  # the chunk holds the first slice of a kept document
-    LAST = 2  # the chunk holds the last slice that attends to a kept document
+    FIRST = 1  # the chunk holds the first slice of a cached document
+    LAST = 2  # the chunk holds the last slice that attends to a cached document
 
 
 class StagePosition(Enum):
-    """On which stages a need exists."""
+    """Stages on which a need exists."""
 
     ANY = 0
     FIRST = 1
@@ -93,6 +94,7 @@ class StagePosition(Enum):
     BEFORE_LAST = 3  # all but the last
 
     def holds(self, stage: int, stages: int) -> bool:
+        """Return whether ``stage`` of ``stages`` is at this position."""
         match self:
             case StagePosition.ANY:
                 return True
@@ -105,15 +107,18 @@ class StagePosition(Enum):
 
 
 class Item(Enum):
-    """Things that occupy memory on a stage besides its weights. Documents own K/V, chunks the
-    rest."""
+    """Items that occupy memory on a stage in addition to model states.
 
-    ACTIVATIONS = "activations"  # saved by F for the backward; on the last stage with the logits
+    K/V belong to documents, all else to chunks.
+    """
+
+    ACTIVATIONS = "activations"  # saved by F for the backward; on the last stage the logits, too
     KV = "kv"
     KV_GRADIENTS = "kv_gradients"
-    WEIGHT_INPUTS = "weight_inputs"  # what W needs after I: the linears' inputs, outputs' grads
-    HEAD_INPUTS = "head_inputs"  # what G needs after H: the last stage's output
-    WORKSPACE = "workspace"  # while one op runs
+    # Saved by I for W: inputs and output gradients of the linear layers
+    WEIGHT_INPUTS = "weight_inputs"
+    HEAD_INPUTS = "head_inputs"  # saved by H for G: the last stage's output
+    WORKSPACE = "workspace"  # allocated while one op runs
 
 
 DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
@@ -121,26 +126,32 @@ DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One of ``kinds`` must have been done for the ``chunk`` on the stage ``stage`` steps on.
+    """Requirement that one of several kinds of op has run.
 
-    ``at`` says which stages' ops have the need.
+    Attributes:
+        kinds: kinds of which one must have run.
+        stage: stage on which it must have run, relative to the op's: 0, -1 or +1; or "last".
+        chunk: chunk for which it must have run.
+        why: what the op gets from it, for error messages.
+        at: stages whose ops have the need.
+        only: traits of the plans that have the need.
     """
 
     kinds: tuple[Kind, ...]
-    stage: int | Literal["last"]  # 0 here, -1 the previous stage, +1 the next; the last of all
+    stage: int | Literal["last"]  # -
     chunk: Relation
     why: str
     at: StagePosition = StagePosition.ANY
     only: PlanTrait = ANY_PLAN
 
     def met_on(self, stage: int, stages: int) -> int:
-        """The stage that meets the need of an op on ``stage`` of ``stages``; -1: it has none."""
+        """Return the stage that meets the need of an op on ``stage``; -1: there is no such need."""
         where = stage + self.stage if isinstance(self.stage, int) else stages - 1
         return where if self.at.holds(stage, stages) and 0 <= where < stages else -1
 
     @property
     def payload(self) -> Payload:
-        """Payload of the message where another stage meets the need."""
+        """Payload of the message if another stage meets the need."""
         if self.stage == "last" or set(self.kinds) <= set(OF_HEAD):
             return Payload.HEAD
         return Payload.ACTIVATION if self.kinds == (Kind.FORWARD,) else Payload.GRADIENT
@@ -148,10 +159,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """``item`` of the op's chunk, or of its cut document, where ``slice`` holds.
+    """Item that an op makes or frees.
 
-    ``chunk``: or of the chunk that stands in that relation to it, where there is one: so rows speak
-    of what lies at the border between two slices, as a state that a layer carries over it.
+    Attributes:
+        item: item of the op's chunk, or of its cut document.
+        slice: slices of the chunk for which the row applies.
+        chunk: relation to the chunk that owns the item; the row applies only if that chunk exists.
+            A relation other than SAME is for items at the boundary of two slices, such as an SSM
+            state.
+        only: traits of the plans that have the row.
     """
 
     item: Item
@@ -162,7 +178,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rows of one kind of op, which plans have ``only`` with these traits."""
+    """Rows of one kind of op; ``only`` has the traits of the plans that have the kind."""
 
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]
@@ -243,7 +259,7 @@ RULES: Rules = {
     ),
 }
 
-# What a stage runs of every chunk, once each: one of these sets, of kinds that the plan may have.
+# Ops that a stage runs once for every chunk: one of these sets, restricted to the plan's kinds.
 CHUNK_OPS = (
     (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD, Kind.HEAD_WEIGHT),
     (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.WEIGHT, Kind.HEAD_WEIGHT),
@@ -251,7 +267,7 @@ CHUNK_OPS = (
 
 
 def held(table: Rules, traits: PlanTrait) -> Rules:
-    """The rows of ``table`` that hold for plans with these ``traits``."""
+    """Return the rows of ``table`` that apply to plans with these ``traits``."""
 
     def kept[T: (Need, Effect)](rows: tuple[T, ...]) -> tuple[T, ...]:
         return tuple(row for row in rows if row.only in traits)
@@ -265,6 +281,6 @@ def held(table: Rules, traits: PlanTrait) -> Rules:
 
 @cache
 def rules_for(vocabulary_parallel: bool, forward_only: bool = False) -> Rules:
-    """The rules that govern such plans."""
+    """Return the rule table of plans with these traits."""
     traits = EVALUATION if forward_only else TRAINING
     return held(RULES, traits | VOCABULARY if vocabulary_parallel else traits)

@@ -1,4 +1,4 @@
-"""How the slices of cut documents, and documents that continue others, tie chunks together."""
+"""Links between chunks by the slices of cut documents and by documents that continue others."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,15 @@ from megatron_epp.ir.span import Span
 
 @dataclass(frozen=True, slots=True)
 class CachedDocument:
-    """A document whose K and V are kept: it is cut, or others continue it.
+    """Document whose K and V are cached, because it is cut or others continue it.
 
-    first     the chunk with its first slice
-    readers   chunks that attend to its K and V from other spans: its later slices, in order, and
-              those of all documents that descend from it; maybe ``first`` among them
-    boundaries   where those of its spans end behind which another begins, of it or of a branch
+    Attributes:
+        document: number of the document.
+        first: chunk with its first slice.
+        readers: chunks that attend to its K and V from other spans: its later slices in order, and
+            those of all its descendants; ``first`` may be among them.
+        boundaries: ends of those of its spans after which another span begins, its own or a
+            branch's.
     """
 
     document: int
@@ -29,14 +32,15 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """For every chunk: its cut document, and the chunks with the slices before and after.
+    """Cut document of every chunk, and the chunks with the preceding and following slices.
 
-    document[c]   the cut document of which chunk c holds a slice, or -1
-    earlier[c]    the chunk with the slice before, be it of a document that one of c continues; -1:
-                  none. One at most: chunks are a forest
-    later[c]      the chunk with the slice after, of the same document, or -1
-    children[c]   all chunks that have c as earlier: several where documents branch
-    kept          documents whose K and V are kept, in order
+    Attributes:
+        document: cut document of which each chunk holds a slice, or -1.
+        earlier: chunk with the preceding slice, of the same document or of one that it continues;
+            -1 if there is none. There is at most one, as chunks form a forest.
+        later: chunk with the following slice of the same document, or -1.
+        children: chunks whose ``earlier`` is this chunk; several where documents branch.
+        kept: documents whose K and V are cached, in order.
     """
 
     document: tuple[int, ...]
@@ -48,13 +52,13 @@ class Slices:
 
     @property
     def boundaries(self) -> Mapping[int, tuple[int, ...]]:
-        """Those of kept documents, by document."""
+        """Boundaries of the cached documents, by document."""
         if self.kept and not self._boundaries:
             self._boundaries.update((each.document, each.boundaries) for each in self.kept)
         return self._boundaries
 
     def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
-        """Every chunk that stands in ``relation`` to ``chunk``."""
+        """Return every chunk in ``relation`` to ``chunk``."""
         match relation:
             case Relation.SAME:
                 return (chunk,)
@@ -65,7 +69,7 @@ class Slices:
 
 
 def slices_of(plan: Plan) -> Slices:
-    """The slices of ``plan``, worked out once and kept on the value; see :func:`slices_in`."""
+    """Return the slices of ``plan``, computed once and cached in it; see :func:`slices_in`."""
     if plan._slices is None:
         slices = slices_in(plan.documents, plan.chunks, plan.prefixes)
         object.__setattr__(plan, "_slices", slices)
@@ -73,9 +77,17 @@ def slices_of(plan: Plan) -> Slices:
 
 
 def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefixes = ()) -> Slices:
-    """How ``chunks`` cut ``documents``; a :class:`PlanError` where a token is computed twice or
-    never, where a chunk holds slices of two cut documents (their K/V would have to live together),
-    or where documents continue what is no border, or what lies in several chunks.
+    """Return how ``chunks`` cut ``documents``.
+
+    Args:
+        documents: tokens of each document.
+        chunks: chunks of the plan.
+        prefixes: what each document continues.
+
+    Raises:
+        PlanError: a token is computed twice or never; a chunk holds slices of two cut documents,
+            whose K/V would have to be cached together; or a document continues another where no
+            span ends, or several chunks at once.
     """
     places: list[list[tuple[Span, int]]] = [[] for _ in documents]
     for index, chunk in enumerate(chunks):
@@ -121,13 +133,13 @@ def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefi
     return Slices(tuple(document), tuple(earlier), tuple(later), tuple(map(tuple, children)), kept)
 
 
-Places = Sequence[Sequence[tuple[Span, int]]]  # of every document: its spans, and their chunks
+Places = Sequence[Sequence[tuple[Span, int]]]  # (span, chunk) of every document
 
 
 def _tie_branches(
     chunks: Sequence[Chunk], prefixes: Prefixes, places: Places, earlier: list[int]
 ) -> None:
-    """Tie the first slices of documents to the chunks that they continue."""
+    """Link the first slices of documents to the chunks that they continue."""
     for number, prefix in enumerate(prefixes):
         if prefix is None:
             continue
@@ -157,7 +169,7 @@ def _tie_branches(
             )
         else:
             earlier[index] = before
-    known: set[int] = set()  # chunks behind one that continues none
+    known: set[int] = set()  # chunks whose ancestors are known to end in a root
     for index in range(len(chunks)):
         path, at = {index}, earlier[index]
         while at >= 0 and at not in path and at not in known:

@@ -1,24 +1,29 @@
-"""Tokens ``[start, stop)`` of one document."""
+"""Span: tokens ``[start, stop)`` of one document."""
 
 import re
 from dataclasses import dataclass
 
 from megatron_epp.ir.errors import PlanError, quoted
 
-# What the printer writes is what the parser takes: no sign, no leading zero, at most 15 digits
-# (exact in a float64, which is what the simulator computes in).
+# The parser accepts only what the printer writes: no sign, no leading zero, and at most 15 digits,
+# which a float64 of the simulator holds exactly.
 NUMBER = r"(?:0|[1-9][0-9]{0,14})"
 _SPAN = re.compile(rf"({NUMBER})\[({NUMBER}):({NUMBER})\](?:@({NUMBER}))?")
-ALL_RANKS = -1  # for a rank: the rows of the span are sharded over all of them
+ALL_RANKS = -1  # value of ``rank``: the span's rows are sharded over all ranks
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Inputs ``[start, stop)`` of document ``document`` of this replica's part of the batch.
+    """Tokens ``[start, stop)`` of one document of this replica's part of the batch.
 
-    ``rank``: the context-parallel rank that computes them, all of the document's, alone: the
-    document is *local*. ALL_RANKS: every rank has a part of the rows. In text ``2[0:900]@1``,
-    and ``2[0:900]``.
+    The text form is ``2[0:900]``, or ``2[0:900]@1`` for a single-rank document.
+
+    Attributes:
+        document: number of the document.
+        start: first token.
+        stop: token after the last one.
+        rank: context-parallel rank that computes the whole document alone; ALL_RANKS if its rows
+            are sharded over all ranks.
     """
 
     document: int
@@ -37,6 +42,7 @@ class Span:
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.stop - self.start
 
     @property
@@ -55,6 +61,11 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> "Span":
+        """Return the span in ``text``, such as ``0[0:5000]``.
+
+        Raises:
+            PlanError: the text is no span.
+        """
         match = _SPAN.fullmatch(text)
         if match is None:
             raise PlanError(

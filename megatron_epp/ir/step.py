@@ -1,9 +1,9 @@
-"""One iteration of the whole job: which replica gets which document, and every replica's plan.
+"""Step: one iteration of the job, with the assignment of documents and every replica's plan.
 
 step v1
-lockstep 2                           # left out where every replica runs for itself
+lockstep 2                           # omitted if every replica runs independently
 deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
-deal 1: 1                            # deal 1: - where the batch has no document for replica 1
+deal 1: 1                            # deal 1: - if the batch has no document for replica 1
 plan v1
 replica 0 of 2
 ...
@@ -11,11 +11,13 @@ plan v1
 replica 1 of 2
 ...
 
-``lockstep N``: N neighbouring replicas, a *block*, run the same ops on every stage in the same
-order, as their ranks share the experts of a layer (:mod:`.program.skeleton`: what must be alike).
+``lockstep N``: the replicas are divided into *lockstep groups* of N consecutive ones. Their ranks
+run the same ops in the same order on every stage, because a layer's experts are sharded over them.
+:mod:`.program.op_template` says what their plans must have in common.
 
-Ranks of a job that plans as it goes hold the part of their own block alone: its text begins with
-``part v1`` and ``division DIGEST``, and goes on as above with the lines of the block's replicas.
+In a job that plans during training, a rank holds the part of its own lockstep group alone. Its text
+begins with ``part v1`` and ``division DIGEST``, and continues as above with the lines of the
+group's replicas.
 """
 
 import hashlib
@@ -37,10 +39,28 @@ _ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*|{EMPTY})")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """deals[r] are the documents of the global batch that replica r computes; plans[r] its plan.
+    """Assignment of the global batch to the replicas, and the plan of each replica.
 
-    Document d of plans[r] is document deals[r][d] of the global batch. ``lockstep`` neighbouring
-    replicas are a block that runs op by op together; 1: every replica runs for itself.
+    Attributes:
+        assignments: ``assignments[r]`` has the documents of the global batch that replica r
+            computes.
+        plans: plan of each replica; document d of ``plans[r]`` is document ``assignments[r][d]`` of
+            the global batch.
+        lockstep: number of consecutive replicas that run op by op together; 1: each independently.
+
+    Example:
+        >>> text = '''plan v1
+        ... documents 900
+        ... layers 2 2
+        ... chunk 0: 0[0:900]
+        ... stage 0: F0 B0
+        ... stage 1: F0 B0
+        ... '''
+        >>> step = Step.parse(text)  # a plan's text is a step of one replica
+        >>> step.replicas, step.lengths
+        (1, (900,))
+        >>> Step.parse(str(step)) == step
+        True
     """
 
     assignments: tuple[tuple[int, ...], ...]
@@ -79,7 +99,7 @@ class Step:
 
     @classmethod
     def of_parts(cls, parts: Sequence["StepPart"]) -> "Step":
-        """Return the step whose ``parts``, in the order of the replicas, these are."""
+        """Return the step that consists of ``parts``, given in the order of the replicas."""
         return cls(
             tuple(assignment for part in parts for assignment in part.assignments),
             tuple(plan for part in parts for plan in part.plans),
@@ -88,21 +108,21 @@ class Step:
 
     @property
     def replicas(self) -> int:
-        """Replicas of the job."""
+        """Number of replicas of the job."""
         return len(self.plans)
 
     def part(self, replica: int) -> "StepPart":
-        """Return the plans of the replicas that run in lockstep with ``replica``, and its own."""
+        """Return the part of the lockstep group of ``replica``."""
         block = slice(first := replica - replica % self.lockstep, first + self.lockstep)
         return StepPart(self.assignments[block], self.plans[block])
 
     def block(self, replica: int) -> tuple[Plan, ...]:
-        """The plans of the replicas that run in lockstep with ``replica``, its own among them."""
+        """Return the plans of the lockstep group of ``replica``."""
         return self.part(replica).plans
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Inputs of every document of the global batch."""
+        """Number of tokens in every document of the global batch."""
         lengths = [0] * sum(map(len, self.assignments))
         for assignment, plan in zip(self.assignments, self.plans, strict=True):
             for document, length in zip(assignment, plan.documents, strict=True):
@@ -119,7 +139,11 @@ class Step:
 
     @classmethod
     def parse(cls, text: str) -> "Step":
-        """The step that ``text`` describes; a single plan's text is a step of one replica."""
+        """Return the step that ``text`` describes; a single plan's text is a step of one replica.
+
+        Raises:
+            PlanError: the text is no valid step; the message says where.
+        """
         plans, head = _read(text)
         if not head and len(plans) == 1:
             return cls((tuple(range(len(plans[0].documents))),), plans)
@@ -131,10 +155,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepPart:
-    """The part of a step that the replicas of one block run: all that their ranks need of it.
+    """Part of a step that one lockstep group runs.
 
-    Document d of plans[i] is document assignments[i][d] of the global batch. ``division``: a digest
-    of which replica of the job has which documents; empty where the whole step was known.
+    Attributes:
+        assignments: documents of the global batch that each replica of the group computes.
+        plans: plan of each replica; document d of ``plans[i]`` is document ``assignments[i][d]`` of
+            the global batch.
+        division: digest of the assignment of documents to all replicas of the job; empty if the
+            whole step is known.
     """
 
     assignments: tuple[tuple[int, ...], ...]
@@ -155,21 +183,21 @@ class StepPart:
 
     @property
     def first(self) -> int:
-        """The replica of the first plan."""
+        """Data-parallel rank of the first plan."""
         return self.plans[0].replica
 
     @property
     def replicas(self) -> int:
-        """Replicas of the whole job."""
+        """Number of replicas of the job."""
         return self.plans[0].replicas
 
     @property
     def lockstep(self) -> int:
-        """Replicas that run op by op together: all of the part."""
+        """Number of replicas that run op by op together: all of the part."""
         return len(self.plans)
 
     def plan_of(self, replica: int) -> Plan:
-        """Return the plan of ``replica``, one of this part's."""
+        """Return the plan of ``replica``, which must be in this part."""
         return self.plans[replica - self.first]
 
     def documents_of(self, replica: int) -> tuple[int, ...]:
@@ -184,7 +212,11 @@ class StepPart:
 
     @classmethod
     def parse(cls, text: str) -> "StepPart":
-        """Parse the text of a part."""
+        """Return the part that ``text`` describes.
+
+        Raises:
+            PlanError: the text is no valid part; the message says where.
+        """
         plans, head = _read(text)
         if not head or head[0] != "part v1":
             raise PlanError("expected the line 'part v1' before the plans of a part")
@@ -223,7 +255,7 @@ def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
 
 
 def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the documents of the replicas from ``first`` on, and how many run in lockstep."""
+    """Return the documents of the replicas from ``first`` on, and the size of a lockstep group."""
     rest, lockstep = head, 1
     if rest and rest[0].split()[0] == "lockstep":
         line, *rest = rest
@@ -243,5 +275,5 @@ def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ..
 
 
 def _words(line: str) -> str:
-    """Return the words of ``line`` with one blank between them, without its comment."""
+    """Return the words of ``line`` joined by single blanks, without its comment."""
     return " ".join(line.split("#")[0].split())

@@ -1,4 +1,4 @@
-"""Seconds and bytes of every op of a plan: what a cost model hands to the simulator."""
+"""Table of the seconds and bytes of every op of a plan, which a cost model gives the simulator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ Grid = Sequence[Sequence[float]] | Any
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Everything that time and memory of one plan on one machine depend on.
+    """Times and memory of one plan on one machine.
 
-    seconds[kind][stage][chunk]            of F, B, I, W alone; B and I without recompute; of H and
-                                           G where plans have them
-    recompute_seconds[stage][chunk]        added to B, or to I where the backward is split
-    comm_seconds[kind][stage][chunk]       the share of ``seconds`` that is exposed communication
-                                           (all-to-all, parameter gathers); for the ratios
-    link_seconds[payload][link][chunk]     a message occupies its link; link l joins stage l, l+1.
-                                           Where plans have H, the payload HEAD has a row more: from
-                                           the last stage to the first
-    link_latency_seconds                   added to every message, occupying nothing
-    held_bytes[item][stage][owner]         what the rule table's items hold per device; owner is a
-                                           chunk, or a document for Item.KV and Item.KV_GRADIENTS
-    workspace_bytes[kind][stage][chunk]    while the op runs; below 0 where it frees as it goes, so
-                                           that it never holds all it makes and all it frees
-    resident_bytes[stage]                  all iteration long: states, buffers
+    Attributes:
+        seconds: ``[kind][stage][chunk]``, seconds of an op; those of B and I without recompute.
+        recompute_seconds: ``[stage][chunk]``, added to B, or to I if the backward is split.
+        comm_seconds: ``[kind][stage][chunk]``, part of ``seconds`` that is exposed communication
+            (all-to-all, parameter gathers); reported as a fraction.
+        link_seconds: ``[payload][link][chunk]``, time that a message occupies its link; link l
+            joins stages l and l + 1. The payload HEAD has one row more, from the last stage to the
+            first.
+        link_latency_seconds: added to every message without occupying the link.
+        held_bytes: ``[item][stage][owner]``, bytes per device of the rule table's items. The owner
+            is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
+        workspace_bytes: ``[kind][stage][chunk]``, additional bytes while the op runs; negative if
+            it frees items before it has made all others.
+        resident_bytes: ``[stage]``, bytes during the whole iteration: model states and buffers.
     """
 
     seconds: Mapping[Kind, Grid]

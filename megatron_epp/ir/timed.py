@@ -1,6 +1,7 @@
-"""A record of one executed op, made alike by the simulator and by the executor.
+"""Record of one executed op, in the same form from the simulator and the executor.
 
-Text form, one record a line behind the line ``timed v1``; seconds since the iteration began:
+The text form has one record per line after the line ``timed v1``; seconds since the iteration
+began:
 
     STAGE OP START STOP PEAK_BYTES        0 F0 0.0 0.25 1048576
 """
@@ -13,11 +14,10 @@ from megatron_epp.ir.errors import PlanError, quoted
 from megatron_epp.ir.op import Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.span import NUMBER
 
-# STAGE, SECONDS as Python prints floats, PEAK_BYTES: what int() and float() take besides (nan,
-# signs, underscores) no record prints.
+# Accepts numbers as records print them; int() and float() also accept nan, signs and underscores.
 _STAGE = re.compile(NUMBER)
-MOST_SECONDS = 1e9  # thirty years: far above any, and sums stay finite
-MOST_RECORDS = 10_000_000  # and blank lines
+MOST_SECONDS = 1e9  # thirty years; sums stay finite
+MOST_RECORDS = 10_000_000  # blank lines included
 _SECONDS = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 _BYTES = re.compile(r"-?[0-9]{1,18}")
 _TRANSFER = re.compile(rf"(SEND|RECV):([FBH])({NUMBER})([<>])({NUMBER})")
@@ -25,10 +25,16 @@ _TRANSFER = re.compile(rf"(SEND|RECV):([FBH])({NUMBER})([<>])({NUMBER})")
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """``op`` ran on ``stage`` from ``start`` to ``stop`` (seconds since the iteration began).
+    """Execution of ``op`` on ``stage``.
 
-    A RECEIVE's time is the wait for its message; a SEND's is what handing it over took.
-    ``peak_bytes`` is the most that the stage held of the rule table's items while the op ran.
+    A RECEIVE's time is the wait for its message; a SEND's is the time to hand it over.
+
+    Attributes:
+        stage: stage of the op.
+        op: op or transfer.
+        start: seconds since the iteration began.
+        stop: seconds since the iteration began.
+        peak_bytes: peak of the rule table's items on the stage while the op ran.
     """
 
     stage: int
@@ -39,6 +45,7 @@ class Timed:
 
     @property
     def seconds(self) -> float:
+        """Duration of the op."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -46,6 +53,11 @@ class Timed:
 
     @classmethod
     def parse(cls, line: str) -> "Timed":
+        """Return the record in ``line``.
+
+        Raises:
+            PlanError: the line is no record.
+        """
         words = line.split()
         try:
             stage, op, start, stop, peak_bytes = words
@@ -80,10 +92,16 @@ def _parse_op(text: str, stage: int) -> Op | Transfer:
 
 
 def format_records(records: Iterable[Timed]) -> str:
+    """Return the text form of ``records``."""
     return "".join(f"{line}\n" for line in ("timed v1", *records))
 
 
 def parse_records(text: str) -> tuple[Timed, ...]:
+    """Parse the output of :func:`format_records`.
+
+    Raises:
+        PlanError: a line is no record, or there are too many.
+    """
     if (count := text.count("\n")) > MOST_RECORDS:
         raise PlanError(f"{count} lines; expected at most {MOST_RECORDS} of records")
     head, *lines = text.split("\n")

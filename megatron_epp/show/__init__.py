@@ -1,1 +1,1 @@
-"""Pictures of plans and of their runs: text, SVG, PNG, HTML, traces, tables."""
+"""Pictures of plans and iterations: text, SVG, PNG, HTML, traces and tables."""

@@ -1,7 +1,7 @@
-"""Colours: a family for every kind of op, shades within it for chunks, an accent per cut document.
+"""Colours: one family per kind of op, shades for chunks, and an accent per cut document.
 
-Family tells the kind at a glance. Within a family the slices of a cut document darken from first
-to last, and packs alternate between two pale shades, so that neighbours stay apart.
+Within a family the slices of a cut document darken from first to last. Packs alternate between two
+pale shades, so that adjacent chunks differ.
 """
 
 import colorsys
@@ -13,23 +13,33 @@ from megatron_epp.show.timeline import slice_places
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Looks of one kind of op: a painter that wants another thing of it has its field here."""
+    """Appearance of one kind of op in all pictures.
+
+    Attributes:
+        name: name in legends.
+        hue: degrees.
+        saturation: saturation of slices; packs are paler.
+        sign: sign after the label in text.
+        ansi: colour code in a terminal.
+        trace: name of a colour of the Chrome trace format.
+    """
 
     name: str
-    hue: float  # degrees
-    saturation: float  # of slices; packs are paler
-    sign: str  # behind its label in text
-    ansi: str  # its colour in a terminal
-    trace: str = ""  # of the trace format's own colours
+    hue: float
+    saturation: float
+    sign: str
+    ansi: str
+    trace: str = ""
 
     def shade(self, lightness: float, saturation: float | None = None) -> str:
+        """Return the family's colour of this lightness as ``#rrggbb``."""
         chosen = self.saturation if saturation is None else saturation
         red, green, blue = colorsys.hls_to_rgb(self.hue / 360, lightness, chosen)
         return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
     @property
     def plain(self) -> str:
-        """The family's own colour, for legends."""
+        """Colour of the family in legends."""
         return self.shade(0.60)
 
 
@@ -55,7 +65,7 @@ CRITICAL = "#111111"
 MEMORY = "#8592a6"
 MEMORY_FILL = "#dfe5ee"
 
-# One for each cut document, in turn: dark enough to stand on every family.
+# Colours for cut documents, in turn; dark enough to be visible on every family.
 ACCENTS = ("#7b1fa2", "#d84315", "#00695c", "#1a237e", "#ad1457", "#827717", "#4e342e", "#01579b")
 
 
@@ -63,9 +73,10 @@ ACCENTS = ("#7b1fa2", "#d84315", "#00695c", "#1a237e", "#ad1457", "#827717", "#4
 class Palette:
     """Colours of the chunks of one plan.
 
-    lightness[c]     of chunk c, in every family
-    saturation[c]    factor on the family's saturation
-    accent[c]        of the chunk's cut document, or "" for packs
+    Attributes:
+        lightness: lightness of each chunk, in every family.
+        saturation: factor on the family's saturation, for each chunk.
+        accent: accent colour of each chunk's cut document, or "" for packs.
     """
 
     lightness: tuple[float, ...]
@@ -73,15 +84,17 @@ class Palette:
     accent: tuple[str, ...]
 
     def fill(self, kind: Kind, chunk: int) -> str:
+        """Return the colour of an op."""
         family = FAMILIES[kind]
         return family.shade(self.lightness[chunk], family.saturation * self.saturation[chunk])
 
     def ink(self, chunk: int) -> str:
-        """The colour of a label on the chunk."""
+        """Return the colour of a label on the chunk."""
         return PAPER if self.lightness[chunk] < 0.52 else INK
 
 
 def palette(plan: Plan) -> Palette:
+    """Return the colours of the chunks of ``plan``."""
     slices = slices_of(plan)
     lightness, saturation, accent = [], [], []
     cut = {document: None for document in slices.document if document >= 0}
@@ -100,15 +113,14 @@ def palette(plan: Plan) -> Palette:
     return Palette(tuple(lightness), tuple(saturation), tuple(accent))
 
 
-# Of a legend: what the shades and the accents of a palette say.
+# Legend of the shades and accents.
 SHADES = "pale: whole documents; darker: a later slice of a cut one"
 ACCENTED = "upper edge: one colour for each cut document"
 _MOST_SWATCHES = 4
 
 
 def shades(paints: Palette) -> tuple[str, ...]:
-    """A whole document's colour, and of the slices the first and the last; empty where no document
-    is cut."""
+    """Return sample colours of a whole document, a first and a last slice; () if none is cut."""
     if not any(paints.accent):
         return ()
     full, first, last = (0.73, 0.75), (0.66, 1.0), (0.42, 1.0)
@@ -119,5 +131,5 @@ def shades(paints: Palette) -> tuple[str, ...]:
 
 
 def accents(paints: Palette) -> tuple[str, ...]:
-    """The colours of the first cut documents."""
+    """Return the accents of the first cut documents."""
     return tuple(dict.fromkeys(filter(None, paints.accent)))[:_MOST_SWATCHES]

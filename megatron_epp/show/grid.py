@@ -1,4 +1,4 @@
-"""A picture of a grid of nodes: who has which ranks, what is spare, what failed."""
+"""Picture of a grid of nodes: which ranks each node has, which are spare, which failed."""
 
 import colorsys
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ def grid_text(
     """Return the grid as text.
 
     Args:
-        rows: of the grid.
-        columns: of the grid.
-        cells: the group and the label of every node that has ranks.
+        rows: number of rows.
+        columns: number of columns.
+        cells: (group, label) of every node that has ranks.
         failed: nodes that failed; the others are spare.
     """
     failed = set(failed)
@@ -48,15 +48,15 @@ def grid_drawing(
     names: Mapping[Place, str],
     title: str,
 ) -> Drawing:
-    """Return the grid as a drawing: a colour for every group, failed nodes crossed out.
+    """Return the grid as a drawing: one colour per group, failed nodes crossed out.
 
     Args:
-        rows: of the grid.
-        columns: of the grid.
-        cells: the group and the label of every node that has ranks.
+        rows: number of rows.
+        columns: number of columns.
+        cells: (group, label) of every node that has ranks.
         failed: nodes that failed; the others are spare.
         failed_links: pairs of nodes, joined by a dashed line.
-        names: of all nodes, shown when the pointer rests on one.
+        names: names of all nodes, shown when the pointer is over one.
         title: one line.
     """
     longest = max((len(label) for _, label in cells.values()), default=1)
@@ -102,7 +102,7 @@ def grid_drawing(
 
 
 def group_colour(group: int, groups: int) -> str:
-    """Return a light colour for one of so many groups, neighbours far apart."""
+    """Return a light colour for one of ``groups`` groups; adjacent groups differ clearly."""
     hue = group / groups if groups < 4 else group * 0.381966 % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.74, 0.62)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

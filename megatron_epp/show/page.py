@@ -1,7 +1,8 @@
-"""A page of its own that shows a run in a browser: zoom, pan, hover, search, tables; no network.
+"""HTML page that shows an iteration in a browser, without network access.
 
-Time line and memory of every rank, what every chunk holds and what backward recomputes, the
-critical path, and why each bubble is there. Two runs of one plan stand above each other.
+It shows the timeline and memory of every rank, the contents and recompute of every chunk, the
+critical path, and the reason for each bubble. It has zoom, pan, hover, search and tables. Two runs
+of one plan are drawn one above the other.
 """
 
 import html
@@ -33,7 +34,7 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import tokens_text
 
-# Colours of the page's style and script, by their names there.
+# Colours of the page, by their names in its style and script.
 _COLOURS = {
     "ink": colours.INK,
     "tip": f"{colours.INK}f2",
@@ -48,7 +49,16 @@ _COLOURS = {
 
 
 def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
-    """HTML text; further timelines are other runs of the same plan, such as the measured one."""
+    """Return the HTML text of a page.
+
+    Args:
+        timeline: run to show.
+        others: further runs of the same plan, such as the measured one.
+        title: heading; default: that of ``timeline``.
+
+    Raises:
+        PlanError: the runs are of different plans.
+    """
     runs = (timeline, *others)
     if any(run.plan.rank_orders != timeline.plan.rank_orders for run in others):
         raise PlanError("these are runs of different plans; expected runs of one plan")
@@ -60,7 +70,7 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
         style=f":root {{ {' '.join(f'--{name}: {c};' for name, c in _COLOURS.items())} }}\n"
         + parts["css"],
         script=parts["js"],
-        data=data.replace("<", "\\u003c"),  # no text of ours may close the script element
+        data=data.replace("<", "\\u003c"),  # the data must not close the script element
     )
 
 
@@ -70,6 +80,7 @@ def part(name: str) -> str:
 
 
 def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
+    """Return the data of the page's script: plan, legend, rules and runs."""
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
@@ -173,5 +184,5 @@ def _run(run: Timeline) -> dict[str, Any]:
 
 
 def _short(seconds: float) -> float:
-    """Ten digits: a page of thousands of ops need not carry seventeen."""
+    """Round to ten digits, to keep pages with thousands of ops small."""
     return float(f"{seconds:.10g}")

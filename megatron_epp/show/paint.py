@@ -1,13 +1,13 @@
-"""Paints timelines: one painter for predicted and measured, for one run or two above each other.
+"""Drawings of timelines, predicted or measured, of one run or of two above each other.
 
-title, key figures
+title, totals
 legend
-stage 0 |F0 F1 F2   B2 B1 B0|     one row a rank, idle visible
+stage 0 |F0 F1 F2   B2 B1 B0|     one row per rank, with idle time
 stage 1 |   F0 F1 ...       |
          0 s    0.5    1.0
 memory of each rank against its budget, on the same time axis
 
-What is to be read stands at the left: the right end of a wide picture is far away.
+Text is at the left, because the right end of a wide picture may not be visible.
 """
 
 import math
@@ -29,25 +29,25 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import GIB, bytes_text, fraction_text, tokens_text
 
-# Pixels. A picture is so wide that this share of its ops can show their numbers, but fits a screen
-# unless a width is asked for: the page (page.py) can be enlarged.
+# Pixels. A picture is wide enough for this fraction of its ops to show their numbers, but fits a
+# screen unless a width is given. The page (page.py) has zoom.
 _NARROWEST, WIDEST = 1400.0, 2400.0
 _NUMBERED = 0.8
 _LEFT, _RIGHT = 196.0, 28.0
 _TITLE, _TEXT, _SMALL, _LEAST = 17.0, 12.0, 10.5, 8.0
-_PADDING = 3.0  # between a bar's label and its sides, both together
+_PADDING = 3.0  # total horizontal space around a bar's label
 _PER_TICK = 110.0
 _ROW_GAP = 5.0
 _CRITICAL = 2.5
 _LINK = 0.8  # thickness of the line between two ops of the critical path
-_TWO_LINES = 26.0  # a row of this height has room for two lines beside it
-_TRANSFER = 0.3  # of a row's height: ops of the stage lie above
+_TWO_LINES = 26.0  # a row of this height has space for two lines of text
+_TRANSFER = 0.3  # of a row's height; the ops of the stage are drawn above
 _ACCENT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Seconds to pixels; one for all panels of a drawing."""
+    """Scale from seconds to pixels, the same for all panels of a drawing."""
 
     stop: float
     left: float
@@ -60,20 +60,22 @@ class _Axis:
 
     @property
     def ticks(self) -> int:
-        """The most of them."""
+        """Largest number of ticks."""
         return max(1, int((self.right - self.left) / _PER_TICK))
 
 
 def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
-    """The picture of one run: rows, and the memory curves where there are any.
+    """Return the drawing of one run: rows, and memory curves if there are any.
 
-    width: pixels; default: as many as its ops' numbers need, at most ``WIDEST``.
+    Args:
+        timeline: run to draw.
+        width: pixels; default: as many as its ops' numbers need, at most ``WIDEST``.
     """
     return _drawing([timeline], width)
 
 
 def draw_comparison(predicted: Timeline, measured: Timeline, width: float | None = None) -> Drawing:
-    """Predicted above measured on one time axis: what took longer than promised sticks out."""
+    """Return a drawing of two runs above each other on one time axis."""
     return _drawing([predicted, measured], width)
 
 
@@ -166,7 +168,7 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
         text = f"{record.op} on stage {record.stage}: {timeline.time_text(record.seconds)}"
         colour = FAMILIES[record.op.kind].plain
         yield Rect(x, y, max(right - x, 0.5), row * _TRANSFER, colour, title=text)
-    # Unless nearly all bars have room for F12, all show 12: one picture, one form.
+    # If nearly all bars have space for F12, bars show F12; otherwise all show 12.
     full = _fitting(timeline, axis, row, 0) >= _NUMBERED * len(timeline.records)
     for record in timeline.records:
         y = top + timeline.rank_of(record) * (row + _ROW_GAP)
@@ -175,7 +177,7 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
 
 
 def _next_to(name: str, numbers: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
-    """The name of a rank and its figures, left of its row."""
+    """Yield the name of a rank and its numbers, at the left of its row."""
     x, middle = _LEFT - 10, y + height / 2 + 4
     quiet = colour or colours.QUIET_INK
     if height >= _TWO_LINES:
@@ -187,8 +189,10 @@ def _next_to(name: str, numbers: str, y: float, height: float, colour: str = "")
 
 
 def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
-    """Under the bars, not around them: bars of a few pixels would be all border. A thin line leads
-    from each op of the path to the next, else many short ones would be dots."""
+    """Yield the critical path under the bars, with a thin line from each op to the next.
+
+    Outlines would cover bars of a few pixels, and without the lines many short ops would be dots.
+    """
     ran = {(record.stage, record.op): record for record in timeline.records}
     before: tuple[float, float] | None = None
     for key in timeline.critical:
@@ -205,7 +209,7 @@ def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterat
 
 
 def _label_size(text: str, width: float, row: float) -> float:
-    """The largest that ``text`` can have on a bar."""
+    """Return the largest font size of ``text`` on a bar."""
     return min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
 
 
@@ -214,7 +218,7 @@ def _fits(text: str, width: float, row: float) -> bool:
 
 
 def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
-    """How many bars have room for their op's name from character ``first`` on."""
+    """Return the number of bars with space for their op's name from character ``first`` on."""
     return sum(
         _fits(timeline.name(r)[first:], axis.x(r.stop) - axis.x(r.start), row)
         for r in timeline.records
@@ -222,7 +226,7 @@ def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
 
 
 def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
-    """How many bars have no number, where these are more than a few."""
+    """Return the number of bars without a number, or 0 if they are few."""
     bars = len(timeline.records)
     lost = bars - _fitting(timeline, axis, row, 1)
     return lost if lost > (1 - _NUMBERED) * bars else 0
@@ -241,7 +245,7 @@ def _bar(
     op = op_of(record)
     x, right = axis.x(record.start), axis.x(record.stop)
     width = right - x
-    # A hair of background between neighbours, where there is room for it.
+    # A thin gap between adjacent bars that are wide enough.
     inner = width - 0.6 if width > 3 else width
     title = hover(timeline, names, record)
     yield Rect(x, y, inner, row, paints.fill(op.kind, op.chunk), title=title)
@@ -257,7 +261,7 @@ def _bar(
 
 
 def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
-    """Text that the pointer shows over an op."""
+    """Return the text that is shown when the pointer is over an op."""
     op = record.op
     chunk = timeline.plan.chunks[op.chunk]
     lines = [
@@ -281,12 +285,12 @@ def _recomputes(timeline: Timeline, record: Timed) -> float:
     return recomputed_fraction(timeline.plan, record.stage, record.op.chunk)
 
 
-# A mark and its words: colours side by side, how high they stand, and how thick they are.
+# (colours side by side, vertical offset, thickness, text) of a legend entry.
 _Entry = tuple[tuple[str, ...], float, float, str]
 
 
 def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
-    """Meaning of every colour and mark that occurs, in lines of ``width``."""
+    """Return the legend of all colours and marks that occur, in lines of ``width``, and its end."""
     shapes: list[Shape] = []
     x = 14.0
     for marks, down, thick, text in _entries(timelines):
@@ -328,7 +332,7 @@ def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
 
 
 def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
-    """A curve for each rank, all to one scale, so that ranks can be compared."""
+    """Return a memory curve for each rank, all to the same scale, and the lower end."""
     height = max(22.0, min(54.0, 360.0 / timeline.ranks))
     budgets = timeline.budget_bytes
     most = max([*timeline.peak_bytes, *budgets, 1.0])
@@ -362,7 +366,7 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
 
 
 def _steps(points: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The corners of a curve that keeps each value until the next point."""
+    """Yield the corners of a curve that keeps each value until the next point."""
     height = None
     for x, y in points:
         if height is not None:

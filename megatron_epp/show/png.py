@@ -1,18 +1,19 @@
-"""Writes a drawing as PNG, by matplotlib's raster back end."""
+"""Output of a drawing as PNG, by matplotlib's raster back end."""
 
 import io
 
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect
 
 _POINTS_PER_INCH = 72
-_MOST_PIXELS = 16384  # of a side: more is what viewers refuse, matplotlib at four times that
+# Of a side; viewers refuse larger pictures, and matplotlib refuses four times as much
+_MOST_PIXELS = 16384
 
 
 def to_png(drawing: Drawing, scale: float = 2.0) -> bytes:
-    """``scale`` device pixels for each pixel of the drawing; fewer of a very large one."""
+    """Return the PNG with ``scale`` device pixels per pixel; fewer for a very large drawing."""
     scale = min(scale, _MOST_PIXELS / max(drawing.width, drawing.height))
-    # Here, not above: half a second, which a text picture should not wait for. No pyplot: it
-    # would choose a window system and keep every figure alive.
+    # Imported here, because it takes half a second, which text pictures do not need. Not pyplot,
+    # which would choose a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,6 +1,6 @@
-"""Why a stage idled and what held up the iteration, read from records by the rule table.
+"""Reasons for bubbles, and the critical path, from records and the rule table.
 
-For measured runs. The simulator knows more (its links) and says it itself.
+They are for measured runs. The simulator also knows its links and has its own.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ LATE = "what it needs is there: message, launch or host are late"
 
 
 def finished(plan: Plan) -> str:
-    """Why a rank idles to the end."""
+    """Return the reason why a rank is idle until the end."""
     return f"the {'rank' if plan.shares_ranks else 'stage'} has finished"
 
 
@@ -19,13 +19,13 @@ Ran = dict[tuple[int, Op], Timed]
 
 
 def op_of(record: Timed) -> Op:
-    """The op of a record that is known not to be a transfer's."""
+    """Return the op of a record that is not a transfer."""
     assert isinstance(record.op, Op)
     return record.op
 
 
 def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tuple[Timed, Need]]:
-    """For every op that needs something: the producer that finished last, and the need."""
+    """Return, for every op with needs, the producer that finished last, and the need."""
     needs = needs_of(plan)
     ran: Ran = {(record.stage, op_of(record)): record for record in records}
     last: dict[tuple[int, Op], tuple[Timed, Need]] = {}
@@ -41,17 +41,20 @@ def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tup
 
 
 def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
-    """Why an op began late whose last need ``producer`` met; the stage was idle since then."""
+    """Return the reason why an op started late, given the producer of its last need.
+
+    ``idle_since`` is the time from which the rank was idle.
+    """
     if producer.stop <= idle_since:
         return LATE
     return f"waits for {producer.op} of stage {producer.stage} ({need.why})"
 
 
 def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
-    """Ops from the begin to the end, each of which held up the next, as far as records tell.
+    """Return (stage, op) of the critical path from start to end, as far as records show it.
 
-    An op was held up by the op before it on its rank, or by the producer it waited for:
-    whichever finished later.
+    The predecessor of an op is the preceding op on its rank or its last producer, whichever
+    finished later.
     """
     if not records:
         return []
@@ -68,7 +71,7 @@ def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
     seen = set()
     while at is not None and (at.stage, at.op) not in seen:
         key = at.stage, op_of(at)
-        seen.add(key)  # clocks of two hosts may disagree: never run in circles
+        seen.add(key)  # clocks of two hosts may differ: avoid cycles
         path.append(key)
         held_up_by = [before.get(key), last[key][0] if key in last else None]
         at = max(

@@ -1,4 +1,4 @@
-"""A drawing as data: rectangles, lines and labels in pixels. Painters make it, canvases write."""
+"""Drawing as data: rectangles, lines and labels in pixels, independent of the output format."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,6 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Rect:
+    """Rectangle; ``title`` is shown when the pointer is over it, if the output format can."""
+
     x: float
     y: float
     width: float
@@ -13,12 +15,12 @@ class Rect:
     fill: str
     stroke: str = ""
     stroke_width: float = 0.0
-    title: str = ""  # shown when the pointer rests on it, where the canvas can
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A line through points; filled when ``fill`` is given."""
+    """Line through points, filled if ``fill`` is given."""
 
     points: tuple[tuple[float, float], ...]
     stroke: str = ""
@@ -29,7 +31,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Text whose baseline is at ``y``."""
+    """Text with its baseline at ``y``."""
 
     x: float
     y: float
@@ -45,7 +47,7 @@ Shape = Rect | Path | Label
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Shapes in the order they are painted; pixels from the upper left corner."""
+    """Shapes in painting order; the origin is the upper left corner."""
 
     width: float
     height: float
@@ -53,9 +55,10 @@ class Drawing:
     background: str = "#ffffff"
 
 
-# Mean advance of a sans-serif letter, as a share of its size: to see whether a label fits.
+# Mean advance of a sans-serif character relative to the font size.
 CHARACTER_WIDTH = 0.60
 
 
 def text_width(text: str, size: float) -> float:
+    """Return the estimated width of ``text`` in pixels."""
     return len(text) * size * CHARACTER_WIDTH

@@ -1,4 +1,4 @@
-"""A page of one file that shows a survey of layouts in a browser, without a network."""
+"""HTML page that shows a survey of layouts in a browser, without network access."""
 
 import html
 import math
@@ -13,7 +13,7 @@ from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
 from megatron_epp.show.units import GIB, ticks, tokens_text
 
-# Of the style of the page, which has them for light and for dark.
+# Variables of the page's style, which defines them for light and dark.
 _INK, _QUIET, _LINE, _HOT = "var(--ink)", "var(--quiet)", "var(--line)", "var(--hot)"
 _MARK, _OTHER = "var(--mark)", "var(--other)"
 _PART_COLOURS = ("#4e79a7", "#59a14f", "#9c7fc4", "#f0a030", "#d1605e", "#8c8c8c")
@@ -22,10 +22,12 @@ _WIDTH, _LEFT, _RIGHT, _SMALL = 1000.0, 70.0, 20.0, 12.0
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Seconds of whole documents packed over seconds of the plan, at one context.
+    """Time of packed whole documents relative to the plan's, at one context.
 
-    same   in the layout of the plan; best: each at its own best layout; None: packed ones do not
-           fit
+    Attributes:
+        context: most tokens of a document.
+        same: ratio in the layout of the plan; None if packed documents do not fit.
+        best: ratio of the best layouts of both; None likewise.
     """
 
     context: int
@@ -37,15 +39,23 @@ class GainPoint:
 class SurveyPage:
     """Contents of the page.
 
-    verdict    sentences on what is best; ``error``: on how far predictions are off
-    headers    of the table; rows: its cells; chosen: the row that the rest shows, from 0
-    flags      of every row, as a shell reads them; none: Megatron's flags cannot say the model
-    parts      bytes by part of every rank at its peak; budgets: bytes of every rank
-    packed     how one batch runs without slices in the layout of that row; planned: by a plan;
-               None: it does not fit
-    gains      by context, shortest first
-    lengths    tokens of documents; ``context``: of the survey
-    notes      what was assumed, left out, or not planned
+    Attributes:
+        title: heading.
+        verdict: sentences on the best layout.
+        error: sentences on the error of predictions.
+        headers: headers of the table.
+        rows: cells of the table.
+        chosen: index of the row that the other sections show.
+        flags: flags of every row, as a shell reads them; empty if Megatron has no flags for the
+            model.
+        parts: bytes of every rank at its peak, by part.
+        budgets: memory budget of every rank in bytes.
+        packed: timeline of one batch without slices in the chosen layout; None if it does not fit.
+        planned: timeline of the plan; None if it does not fit.
+        gains: gains by context, ascending.
+        lengths: tokens of the documents.
+        context: context of the survey.
+        notes: what was assumed, left out, or not planned.
     """
 
     title: str
@@ -66,7 +76,7 @@ class SurveyPage:
 
 
 def to_page(page: SurveyPage) -> str:
-    """Return the HTML text."""
+    """Return the HTML text of the page."""
     sections = (_table(page), _memory(page), _time(page), _gain(page), _histogram(page))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
     return Template(part("survey.html")).substitute(
@@ -90,7 +100,7 @@ def _cells(cells: Sequence[str], tag: str, numbers: Sequence[bool]) -> str:
 
 
 def _numbers_table(caption: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the numbers of a picture, for those who do not see it."""
+    """Return the numbers of a picture as a table, for screen readers."""
     numbers = [False, *(True for _ in headers[1:])]
     body = "".join(f"<tr>{_cells(row, 'td', numbers)}</tr>" for row in rows)
     return (
@@ -237,7 +247,7 @@ def _gain(page: SurveyPage) -> str:
 
 
 def _histogram(page: SurveyPage) -> str:
-    """Draw how many documents there are of each length, by powers of two."""
+    """Draw the number of documents by length, in powers of two."""
     counts: dict[int, int] = {}
     for length in page.lengths:
         power = int(math.log2(length))

@@ -1,4 +1,4 @@
-"""Writes a drawing as SVG text."""
+"""Output of a drawing as SVG text."""
 
 import re
 from xml.sax.saxutils import escape, quoteattr
@@ -9,6 +9,7 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, 
 
 
 def to_svg(drawing: Drawing) -> str:
+    """Return the SVG text of ``drawing``."""
     width, height = _number(drawing.width), _number(drawing.height)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" '
@@ -49,7 +50,7 @@ def _shape(shape: Shape) -> str:
             )
 
 
-# What XML cannot hold, even escaped: control characters, and halves of surrogate pairs.
+# Characters that XML cannot contain, even escaped: control characters, halves of surrogate pairs.
 _FOREIGN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -62,5 +63,5 @@ def _stroke(colour: str, width: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Hundredths of a pixel, without trailing zeros."""
+    """Format with two decimals, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

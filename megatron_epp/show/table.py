@@ -1,10 +1,10 @@
-"""Tables: plain text with aligned columns, or markdown."""
+"""Tables as plain text with aligned columns, or as markdown."""
 
 from collections.abc import Sequence
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two blanks apart; columns of numbers stand right, words left."""
+    """Return the table with columns two blanks apart, numbers aligned at the right."""
     widths = _widths(headers, rows)
     right = [_numeric([row[column] for row in rows]) for column in range(len(headers))]
 
@@ -16,6 +16,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the table as markdown."""
     widths = _widths(headers, rows)
     right = [_numeric([row[column] for row in rows]) for column in range(len(headers))]
 
@@ -40,5 +41,5 @@ def _aligned(cell: str, width: int, right: bool) -> str:
 
 
 def _numeric(cells: Sequence[str]) -> bool:
-    """Whether every cell begins like a number, or says that there is none."""
+    """Return whether every cell starts like a number or is empty."""
     return bool(cells) and all(cell[:1].isdigit() or cell[:1] in ("-", "+", "") for cell in cells)

@@ -1,6 +1,6 @@
-"""A Gantt chart in characters: ranks as rows, time as columns.
+"""Gantt chart in characters: ranks as rows, time as columns.
 
-An op is its label and, up to the label of the next, the sign of its kind (colours.FAMILIES).
+An op is drawn as its label, followed by the sign of its kind (colours.FAMILIES).
 """
 
 import shutil
@@ -23,10 +23,18 @@ _LABELLED_FRACTION = 0.9
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """The chart, at most ``width`` columns wide (default: the terminal's, at least 80).
+    """Return the chart.
 
-    Where labels would not fit, the time is broken into blocks below each other. An op that is
-    still too short for its label shows its letter, in turn large and small: ``FfF``, three ops.
+    If labels do not fit, the time is broken into blocks below each other. An op that is still too
+    short for its label shows its letter, alternately large and small: ``FfF`` is three ops.
+
+    Args:
+        timeline: run to draw.
+        width: most columns; default: the terminal's, at least 80.
+        colour: whether to add ANSI colours.
+
+    Raises:
+        ValueError: ``width`` is below 40.
     """
     if width is None:
         width = max(80, shutil.get_terminal_size((120, 24)).columns)
@@ -71,16 +79,16 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
 
 class _Row:
-    """The characters of one rank, each with the kind of op it belongs to, or None."""
+    """Characters of one rank, each with the kind of its op, or None."""
 
     def __init__(self, columns: int):
         self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
         self.lost = 0  # ops of less than half a column
-        self.unlabelled = 0  # shown by letters alone
+        self.unlabelled = 0  # ops that are shown by letters alone
 
 
 def _columns(timeline: Timeline, headroom: int) -> int:
-    """Columns for the whole time: enough for nearly every label, but no more than a few blocks."""
+    """Return the columns for the whole time: enough for nearly every label, in a few blocks."""
     if not timeline.seconds:
         return headroom
     needs = sorted(
@@ -97,7 +105,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
     row = _Row(columns)
     scale = columns / timeline.seconds if timeline.seconds else 0.0
     for number, record in enumerate(records):
-        # Both ends are rounded alike, so that neighbours stay neighbours.
+        # Both ends are rounded alike, so that adjacent ops stay adjacent.
         start, stop = round(record.start * scale), round(record.stop * scale)
         if stop <= start:
             row.lost += 1
@@ -110,7 +118,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
             symbol = record.op.kind.value
             text = (symbol if number % 2 == 0 else symbol.lower()) * (stop - start)
         row.cells[start:stop] = [(char, record.op.kind) for char in text]
-    # Waits for messages fill idle columns only: ops of the rank may run meanwhile.
+    # Waits for messages are drawn in idle columns only, as ops of the rank may run meanwhile.
     for record in transfers:
         for column in range(round(record.start * scale), round(record.stop * scale)):
             if column < columns and row.cells[column][1] is None:
@@ -119,7 +127,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
 
 
 def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
-    """Meaning of the signs that occur."""
+    """Return the legend of the signs that occur."""
     kinds = {record.op.kind for record in (*timeline.records, *timeline.transfers)}
     words = [
         f"{family.sign if kind in TRANSFERS else kind.value} {family.name}"

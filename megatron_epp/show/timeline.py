@@ -1,5 +1,4 @@
-"""A timeline, which all painters draw: a plan with the times at which its ops ran, predicted or
-measured."""
+"""Timeline: a plan with the times at which its ops ran, predicted or measured."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from megatron_epp.show.reasons import LATE, critical_path, finished, op_of, wait
 from megatron_epp.show.units import fraction_text, seconds_text, ticks, time_ticks
 from megatron_epp.sim.play import Simulation, Wait
 
-# Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
+# Shorter idle times, relative to the iteration, are not reported: clocks jitter.
 _SHORTEST_BUBBLE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """A time in which ``rank`` ran no op, and why: ``waits for F3 of stage 0``."""
+    """Time in which ``rank`` ran no op, with the reason, such as ``waits for F3 of stage 0``."""
 
     rank: int
     start: float
@@ -35,20 +34,25 @@ class Bubble:
 
     @property
     def seconds(self) -> float:
+        """Duration of the bubble."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The picture's content: a row per rank. Seconds count from the beginning of the iteration.
+    """Contents of a picture: one row per rank, in seconds since the iteration began.
 
-    records         of compute ops; every op of the plan at most once
-    transfers       of sends and receives, where they were recorded
-    bubbles         idle times between an op (or the beginning) and an op (or the end)
-    critical        the ops of the critical path, (stage, op), first to last; may be empty
-    curves          [rank]: (seconds, bytes) where the bytes alive change; may be empty
-    budget_bytes    [rank], or empty where there is none
-    unit            "s" for seconds; "units" where an op's time is a number without a machine
+    Attributes:
+        plan: plan that ran.
+        title: title of the run.
+        records: records of compute ops, each op of the plan at most once.
+        transfers: records of sends and receives, if there are any.
+        seconds: time of the iteration.
+        bubbles: idle times between two ops, and before the first and after the last op of a rank.
+        critical: (stage, op) of the critical path, first to last; may be empty.
+        curves: for each rank, (seconds, bytes) at each change of the memory; may be empty.
+        budget_bytes: memory budget of each rank; empty if there is none.
+        unit: "s" for seconds; "units" if times are numbers without a machine.
     """
 
     plan: Plan
@@ -64,18 +68,20 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
+        """Number of pipeline ranks."""
         return self.plan.ranks
 
     def rank_of(self, record: Timed) -> int:
+        """Return the rank of a record."""
         return self.plan.rank_of[record.stage]
 
     def name(self, record: Timed) -> str:
-        """The op's; with its stage where a rank has several."""
+        """Return the name of the record's op, with its stage if a rank has several."""
         return self.plan.op_name(record.stage, op_of(record))
 
     @property
     def summary(self) -> str:
-        """Stages, and ranks where they are fewer; chunks."""
+        """Text with the numbers of stages, ranks (if fewer) and chunks."""
         on = f" on {self.ranks} ranks" if self.plan.shares_ranks else ""
         return f"{self.plan.stages} stages{on}, {len(self.plan.chunks)} chunks"
 
@@ -95,10 +101,11 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy) / (self.ranks * self.seconds))
 
     def time_text(self, time: float) -> str:
+        """Return ``time`` with its unit."""
         return seconds_text(time) if self.unit == "s" else f"{time:.4g} {self.unit}"
 
     def ticks(self, most: int, stop: float | None = None) -> list[tuple[float, str]]:
-        """Places and labels on the time axis up to ``stop`` (default: the end)."""
+        """Return (place, label) of the ticks up to ``stop``, about ``most``; default: the end."""
         stop = self.seconds if stop is None else stop
         if self.unit == "s":
             return time_ticks(stop, most)
@@ -106,7 +113,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """The highest point of each rank's curve; empty where there are no curves."""
+        """Maximum of each rank's curve; empty if there are no curves."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
 
@@ -121,12 +128,20 @@ def timeline(
     budget_bytes: Sequence[float] = (),
     unit: str = "s",
 ) -> Timeline:
-    """A picture's content from the records of one run of ``plan``, simulated or measured.
+    """Return the timeline of one run of ``plan``, simulated or measured.
 
-    bubbles     with their reasons; left out, they are read from the records
-    critical    left out, it is read from the records
-    curves      left out, they are built from the records' peaks (:func:`memory_curve`)
-    PlanError   where a record names a stage or an op that the plan does not have
+    Args:
+        plan: plan that ran.
+        records: records of its ops and transfers.
+        title: title of the run.
+        bubbles: idle times with reasons; default: derived from the records.
+        critical: critical path; default: derived from the records.
+        curves: memory curves; default: derived from the records' peaks (:func:`memory_curve`).
+        budget_bytes: memory budget of each rank.
+        unit: "s" or "units".
+
+    Raises:
+        PlanError: a record has a stage or an op that the plan does not have.
     """
     check(plan)
     known = [set(order) for order in plan.orders]
@@ -171,7 +186,7 @@ def timeline(
 
 
 def by_rank(records: Iterable[Timed], plan: Plan) -> list[list[Timed]]:
-    """Those of each rank, in their order."""
+    """Return the records of each rank, in their order."""
     rows: list[list[Timed]] = [[] for _ in range(plan.ranks)]
     for record in records:
         rows[plan.rank_of[record.stage]].append(record)
@@ -181,7 +196,14 @@ def by_rank(records: Iterable[Timed], plan: Plan) -> list[list[Timed]]:
 def timeline_of(
     played: Simulation, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
 ) -> Timeline:
-    """A picture's content from what the simulator played."""
+    """Return the timeline of a simulation.
+
+    Args:
+        played: result of :func:`~megatron_epp.sim.play.play`.
+        title: title of the run.
+        budget_bytes: memory budget of each rank; empty if there is none.
+        unit: "s", or "units" for times without a machine.
+    """
     bubbles = []
     ranks = range(played.plan.ranks)
     for bubble in played.bubbles:
@@ -204,8 +226,10 @@ def timeline_of(
 
 
 def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
-    """``curve`` from the beginning to the end: before its first op and after its last one a rank
-    holds what stays all iteration long."""
+    """Return ``curve`` extended to the whole iteration.
+
+    Before its first and after its last op a rank holds its resident bytes.
+    """
     if not curve:
         return [(0.0, 0.0), (seconds, 0.0)]
     resident = curve[-1][1]
@@ -213,7 +237,7 @@ def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[
 
 
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
-    """The times in which a rank ran no op, with what it waited for as far as records tell."""
+    """Return the times in which a rank ran no op, with the reasons as far as records show them."""
     waits = waited_for(plan, records)
     bubbles = []
     for rank, rank_records in enumerate(by_rank(records, plan)):
@@ -232,11 +256,11 @@ def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
 def memory_curve(
     records: Sequence[Timed], seconds: float, resident_bytes: float = 0.0
 ) -> list[tuple[float, float]]:
-    """(seconds, bytes) of one rank, from the peaks of its ops in the order they ran.
+    """Return (seconds, bytes) of one rank, from the peaks of its ops in execution order.
 
-    During an op the curve stands at the op's peak, as it was recorded. Between two ops it stands
-    at the lower of their peaks: both held what was alive there, so the truth is at most that.
-    Before the first op and after the last it stands at ``resident_bytes``.
+    During an op the curve has the op's recorded peak. Between two ops it has the lower of their
+    peaks, which bounds the bytes from above, as both ops held them. Before the first op and after
+    the last it has ``resident_bytes``.
     """
     points = [(0.0, resident_bytes)]
     for before, record in zip([None, *records], records, strict=False):
@@ -251,8 +275,10 @@ def memory_curve(
 
 
 def chunk_names(plan: Plan) -> tuple[str, ...]:
-    """Name of each chunk in words: ``slice 2 of 5 of document 0 and 3 whole documents``. Its
-    spans say which rank has a local one."""
+    """Return a description of each chunk: ``slice 2 of 5 of document 0 and 3 whole documents``.
+
+    It includes the ranks of single-rank documents.
+    """
     slices = slices_of(plan)
     names = []
     for chunk, (content, (place, count)) in enumerate(
@@ -280,8 +306,11 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
 
 
 def slice_places(slices: Slices) -> list[tuple[int, int]]:
-    """For every chunk: how many slices of its cut document come before its own, and how many the
-    document has; (0, 0) without one."""
+    """Return (place, count) of every chunk's slice; (0, 0) without a slice.
+
+    ``place`` is the number of preceding slices of its cut document, ``count`` the number of all its
+    slices.
+    """
     places = [(0, 0)] * len(slices.document)
     for first, document in enumerate(slices.document):
         before = slices.earlier[first]
@@ -296,32 +325,32 @@ def slice_places(slices: Slices) -> list[tuple[int, int]]:
 
 
 def local_fraction(plan: Plan) -> float:
-    """The share of the tokens whose documents are local to a context-parallel rank."""
+    """Return the fraction of the tokens that are in single-rank documents."""
     local = sum(s.tokens for chunk in plan.chunks for s in chunk.spans if s.local)
     return local / plan.tokens
 
 
 def recomputed_fraction(plan: Plan, stage: int, chunk: int) -> float:
-    """The share of the stage's layers of which backward recomputes something for ``chunk``."""
+    """Return the fraction of the stage's layers that are recomputed for ``chunk``, even in part."""
     choice = plan.recompute[stage][chunk]
     kept = choice.count(KEEP) + choice.count(OFFLOAD)
     return (len(choice) - kept) / len(choice) if choice else 0.0
 
 
 def recomputes(plan: Plan) -> bool:
-    """Whether any backward recomputes anything."""
+    """Return whether any backward recomputes anything."""
     choices = {choice for stage in plan.recompute for choice in stage}
     return bool(set("".join(choices)) - {KEEP, OFFLOAD})
 
 
 def offloaded_fraction(plan: Plan, stage: int, chunk: int) -> float:
-    """The share of the stage's layers whose activations of ``chunk`` lie in the host's memory."""
+    """Return the fraction of the stage's layers whose activations of ``chunk`` are offloaded."""
     choice = plan.recompute[stage][chunk]
     return choice.count(OFFLOAD) / len(choice) if choice else 0.0
 
 
 def offloaded_ratio(plan: Plan) -> float:
-    """The share of what all layers save of all tokens that lies in the host's memory."""
+    """Return the fraction of all saved activations, by tokens and layers, that is offloaded."""
     aside = sum(
         content.tokens * choices[chunk].count(OFFLOAD)
         for choices in plan.recompute
@@ -331,6 +360,6 @@ def offloaded_ratio(plan: Plan) -> float:
 
 
 def offloaded_text(plan: Plan) -> str:
-    """``, offloaded 12%`` to go behind other figures; nothing where nothing is."""
+    """Return ``, offloaded 12%`` to append to other numbers, or "" if nothing is offloaded."""
     ratio = offloaded_ratio(plan)
     return f", offloaded {fraction_text(ratio)}" if ratio else ""

@@ -1,10 +1,10 @@
-"""The orders of a plan as the CSV that torch.distributed.pipelining's schedule runtime reads.
+"""Orders of a plan as the CSV of torch.distributed.pipelining's schedule runtime.
 
-One row a rank, its actions in order: ``0F0,0F1,0B0`` is stage 0, F, B, I or W, micro-batch. Sends
-and receives are added by torch's own lowering. Torch counts losses in the order in which its last
-stage makes them, so micro-batches are numbered in that order: :func:`micro_batches` says which
-chunk each is. What the file has no words for is refused: slices, recompute, parts of the
-vocabulary.
+The file has one row per rank with its actions in order: in ``0F0,0F1,0B0`` an action is stage, F,
+B, I or W, and micro-batch. Torch's own lowering adds sends and receives. Torch counts losses in the
+order in which the last stage computes them, so micro-batches are numbered in that order
+(:func:`micro_batches`). Plans that the file cannot express are refused: slices, recompute,
+vocabulary parallelism.
 """
 
 from megatron_epp.ir import KEEP, Kind, Plan, PlanError, slices_of
@@ -16,9 +16,10 @@ def micro_batches(plan: Plan) -> tuple[int, ...]:
 
 
 def to_torch_csv(plan: Plan) -> str:
-    """Return what ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes.
+    """Return the text for ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")``.
 
-    PlanError: the plan has what torch's runtime does not do.
+    Raises:
+        PlanError: the plan has what torch's runtime cannot do.
     """
     _require_words(plan)
     number = {chunk: index for index, chunk in enumerate(micro_batches(plan))}
@@ -30,7 +31,7 @@ def to_torch_csv(plan: Plan) -> str:
 
 
 def _require_words(plan: Plan) -> None:
-    """Raise a PlanError where the orders alone do not say what the plan computes."""
+    """Raise a PlanError if the orders alone do not say what the plan computes."""
     slices = slices_of(plan)
     choices = {choice for choices in plan.recompute for choice in choices}
     has = {

@@ -1,7 +1,7 @@
-"""A run as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Chrome trace of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A rank is a process with a thread for its ops, one for its transfers where they were recorded,
-and a counter of its bytes. Arrows lead from an op to the op of another rank that needed it.
+A rank is a process with one thread for its ops, one for its transfers if they were recorded, and a
+counter of its bytes. Arrows lead from an op to the op of another rank that needs it.
 """
 
 import json
@@ -19,12 +19,12 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import GIB
 
-_MICRO = 1e6  # the format counts microseconds
+_MICRO = 1e6  # the format has microseconds
 _OPS, _TRANSFERS, _IDLE = 0, 1, 2
 
 
 def to_trace(timeline: Timeline) -> str:
-    """JSON text."""
+    """Return the trace as JSON text."""
     events = [*_names(timeline), *_ops(timeline), *_arrows(timeline), *_bytes(timeline)]
     trace = {"displayTimeUnit": "ms", "traceEvents": events}
     return json.dumps(trace, separators=(",", ":"), allow_nan=False)
@@ -94,7 +94,7 @@ def _span(rank: int, thread: int, name: str, start: float, stop: float) -> dict[
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """One for every need that another rank meets."""
+    """Yield the two events of an arrow for every need that another rank meets."""
     needs, rank_of = needs_of(timeline.plan), timeline.plan.rank_of
     ran = {(record.stage, op_of(record)): record for record in timeline.records}
     number = 0

@@ -1,4 +1,4 @@
-"""Numbers as people read them: seconds, bytes, shares, tokens, and the ticks of an axis."""
+"""Texts of seconds, bytes, fractions and tokens, and the ticks of an axis."""
 
 import math
 
@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 
 def seconds_text(seconds: float) -> str:
-    """Three or four digits and a unit: ``1.234 s``, ``12.3 ms``, ``0 s``."""
+    """Return three or four digits and a unit: ``1.234 s``, ``12.3 ms``, ``0 s``."""
     if seconds == 0:
         return "0 s"
     factor, unit = _second_unit(abs(seconds))
@@ -17,18 +17,19 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """GiB, or MiB below a hundredth of one: ``10.5 GiB``, ``3.2 MiB``."""
+    """Return GiB, or MiB below a hundredth of one: ``10.5 GiB``, ``3.2 MiB``."""
     if abs(count) >= GIB / 100:
         return f"{count / GIB:.2f} GiB"
     return f"{count / MIB:.2f} MiB"
 
 
 def fraction_text(fraction: float) -> str:
+    """Return ``fraction`` in percent: ``12.3%``."""
     return f"{100 * fraction:.1f}%"
 
 
 def tokens_text(tokens: float) -> str:
-    """``812``, ``9.0K``, ``1.55M``: thousands and millions, not powers of two."""
+    """Return ``812``, ``9.0K`` or ``1.55M``; thousands and millions, not powers of two."""
     if tokens < 1000:
         return f"{tokens:.0f}"
     if tokens < 1e6:
@@ -37,7 +38,7 @@ def tokens_text(tokens: float) -> str:
 
 
 def ticks(stop: float, most: int) -> list[float]:
-    """At most ``most`` + 1 round positions from 0 to ``stop``, evenly spaced."""
+    """Return at most ``most`` + 1 round, evenly spaced positions from 0 to ``stop``."""
     if stop <= 0 or most < 1:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(stop / most))
@@ -46,7 +47,7 @@ def ticks(stop: float, most: int) -> list[float]:
 
 
 def time_ticks(stop: float, most: int) -> list[tuple[float, str]]:
-    """Ticks with their labels, all in the unit that suits ``stop``; the first names it."""
+    """Return ticks with their labels in the unit that suits ``stop``; the first label names it."""
     factor, unit = _second_unit(stop)
     places = ticks(stop * factor, most)
     step = places[1] if len(places) > 1 else 1.0

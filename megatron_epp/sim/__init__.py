@@ -1,1 +1,1 @@
-"""Plays a plan: start and stop of every op, and the bytes alive on every stage."""
+"""Simulator: start and stop of every op of a plan, and the bytes on every rank."""

@@ -1,10 +1,10 @@
-"""The simulator's loop: exact event times and byte ledgers from arrays, compiled.
+"""Compiled loop of the simulator: exact event times and memory from arrays.
 
-A rank computes one op at a time, of any of its stages. An op starts when its rank has finished the
-op before it and everything it needs has arrived. A need met on another rank is a message: it leaves
-when its producer has finished and the link (one per direction of two ranks) is free, occupies the
-link for its link seconds, and arrives a latency later. Sends block nobody. What an op needs, makes
-and frees is read from the rows of the rule table.
+A rank runs one op at a time, of any of its stages. An op starts when its rank has finished the
+previous op and everything it needs has arrived. A need that another rank meets is a message. The
+message departs when its producer has finished and its link is free; there is one link per direction
+of two ranks. It occupies the link for its link seconds, and arrives one latency later. Sends block
+no rank. The rows of the rule table say what an op needs, makes and frees.
 """
 
 from typing import NamedTuple
@@ -13,22 +13,23 @@ import numpy as np
 
 from megatron_epp.sim.jit import njit
 
-# Codes in the arrays. All of them stand in this file: compiled code is cached, and the cache
+# Codes in the arrays. All of them are defined in this file, because numba's cache of compiled code
 # notices changes of its own file only.
 SAME, EARLIER, LATER = 0, 1, 2  # ir.Relation
 NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD, NEED_POSITION = range(6)
-FROM_LAST = 1 << 30  # in the place of a step: the last stage meets it
+FROM_LAST = 1 << 30  # instead of a step: the last stage meets it
 ANYWHERE, ON_FIRST, ON_LAST, BEFORE_LAST = 0, 1, 2, 3  # ir.StagePosition
 
 
 class Orders(NamedTuple):
-    """The ops of all ranks, one rank behind the other; rank r has [offset[r]:offset[r + 1]].
+    """Ops of all ranks, one rank after the other; rank r has [offset[r]:offset[r + 1]].
 
-    kind      int8 [ops], ir.KIND_CODE
-    chunk     int64 [ops]
-    stage     int64 [ops]
-    offset    int64 [ranks + 1]
-    rank_of   int64 [stages]
+    Attributes:
+        kind: int8 [ops], ir.KIND_CODE.
+        chunk: int64 [ops].
+        stage: int64 [ops].
+        offset: int64 [ranks + 1].
+        rank_of: int64 [stages], rank of each stage.
     """
 
     kind: np.ndarray
@@ -39,20 +40,21 @@ class Orders(NamedTuple):
 
 
 class OpArrays(NamedTuple):
-    """Seconds and bytes of every op that a plan might have, and how its slices are tied.
+    """Seconds and bytes of every op that a plan may have, and the links between its slices.
 
-    All that is the same for every order: what the simulator plays and what a planner searches with.
-    C chunks, S stages; float64 unless said.
+    It contains what is the same for every order; the simulator and the planner's search read it. K
+    kinds, S stages, C chunks, P payloads, L links; float64 unless stated otherwise.
 
-    seconds[k, s, c]          of kind k (ir.KIND_CODE); recompute included in B and I
-    link_seconds[p, l, c]     of payload p (ir.Payload's order) over link l, from the last stage to
-                              the first behind those of neighbours; one link of zeros where there is
-                              one stage
-    latency                   of every message, seconds
-    moved_bytes[k, 0, s, c]   that the op makes at its start
-    moved_bytes[k, 1, s, c]   that it frees at its stop
-    resident[s]               bytes
-    earlier[c]                int64, -1 for none: ir.Slices
+    Attributes:
+        seconds: [K, S, C], kinds by ir.KIND_CODE; B and I include recompute.
+        link_seconds: [P, L, C], payloads in the order of ir.Payload. Link l joins stages l and l +
+            1; the last one, if any, leads from the last stage to the first. With one stage there is
+            one link of zeros.
+        latency: seconds of every message.
+        moved_bytes: [K, 2, S, C], bytes that an op makes at its start (0) and frees at its stop
+            (1).
+        resident: [S], bytes of model states and buffers.
+        earlier: int64 [C], as in ir.Slices; -1: none.
     """
 
     seconds: np.ndarray
@@ -64,20 +66,25 @@ class OpArrays(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Events of a simulation. N ops in the order of ``Orders``, M messages in the order they were
-    sent.
+    """Events of a simulation: N ops in the order of ``Orders``, M messages in the order of sending.
 
-    seconds       the makespan; infinite where a stage waits forever (nothing else holds then)
-    peak[r]       bytes of rank r, resident ones of all its stages included
-    left[r]       bytes of the rule table's items still held at the end: 0 for a whole plan
-    start[n], stop[n], op_peak[n], op_left[n]   seconds; bytes that its rank held while the op ran,
-                  and after it
-    need[n]       the row of ``needs`` that was met last, or -1
-    source[n]     the op that met it, or -1
-    message[n]    the message that brought it, or -1
-    producer[m], consumer[m]   ops
-    ready[m], depart[m], arrive[m]   seconds: made, on the link, there
-    before[m]     the message for which it waited on the link, or -1
+    Attributes:
+        seconds: makespan; infinite if a stage waits forever, and then nothing else is valid.
+        peak: [ranks], peak bytes, resident bytes of all stages included.
+        left: [ranks], bytes of the rule table's items at the end: 0 for a complete plan.
+        start: [N], seconds.
+        stop: [N], seconds.
+        op_peak: [N], bytes on the op's rank while it runs.
+        op_left: [N], bytes on the op's rank after it.
+        need: [N], row of ``needs`` that was met last, or -1.
+        source: [N], op that met it, or -1.
+        message: [N], message that brought it, or -1.
+        producer: [M], op that makes the message.
+        consumer: [M], op that needs the message.
+        ready: [M], seconds at which the message is made.
+        depart: [M], seconds at which it enters the link.
+        arrive: [M], seconds at which it arrives.
+        before: [M], message that it waited for on the link, or -1.
     """
 
     seconds: float
@@ -99,18 +106,21 @@ class Run(NamedTuple):
 
 
 def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
-    """Play ``orders``; every chunk at most one op of a kind on a stage.
+    """Simulate ``orders``; every chunk has at most one op of a kind on a stage.
 
-    needs[r]   int64: op kind; the kinds that meet it, as bits; stage step; Relation's code; payload
-               of the message where another stage meets it; on which stages it exists
-               (rule_arrays.needs_array)
+    Args:
+        orders: ops of all ranks.
+        arrays: seconds and bytes of the ops.
+        needs: int64 [rows, 6]: kind of op; kinds that meet the need, as bits; stage step; code of
+            the Relation; payload of the message if another stage meets it; stages on which it
+            exists (rule_arrays.needs_array).
     """
     return Run(*run_arrays(orders, arrays, needs))
 
 
 @njit()
 def _lists(mask):
-    """lists[k, :counts[k]]: the columns in which row k of a 2-D ``mask`` is true."""
+    """Return (lists, counts): lists[k, :counts[k]] are the columns where ``mask[k]`` is true."""
     lists = np.zeros(mask.shape, np.int64)
     counts = np.zeros(mask.shape[0], np.int64)
     for k in range(mask.shape[0]):
@@ -123,8 +133,11 @@ def _lists(mask):
 
 @njit()
 def _places(needs, stages):
-    """met_on[r, s]: the stage that meets row r for an op of stage s, -1 where it has no such need;
-    wanted_on[r, s]: the stage for whose ops an op of stage s meets it, or -1."""
+    """Return met_on[row, stage] and wanted_on[row, stage].
+
+    ``met_on`` is the stage that meets the need for an op of ``stage``, or -1 if the op has no such
+    need. ``wanted_on`` is the stage for whose ops an op of ``stage`` meets it, or -1.
+    """
     met_on = np.full((len(needs), stages), -1, np.int64)
     wanted_on = np.full((len(needs), stages), -1, np.int64)
     for row in range(len(needs)):
@@ -147,9 +160,9 @@ def _places(needs, stages):
 
 @njit()
 def run_arrays(orders, arrays, needs):
-    """The fields of :class:`Run` as a plain tuple; callable from compiled code.
+    """Return the fields of :class:`Run` as a plain tuple; callable from compiled code.
 
-    Everything that the loop reads is a local array: handing tuples of arrays to functions counts
+    Everything that the loop reads is a local array. Passing tuples of arrays to functions counts
     references for every op, which took two thirds of the time.
     """
     kinds, chunks, op_stage, offset = orders.kind, orders.chunk, orders.stage, orders.offset
@@ -159,8 +172,8 @@ def run_arrays(orders, arrays, needs):
     codes, stages, width = seconds.shape
     ops, ranks = len(kinds), len(offset) - 1
 
-    # related[r, c]: how many chunks stand in relation r to chunk c. Those behind c, of which there
-    # are several where documents branch, are linked: child[c], and then sibling of each.
+    # related[r, c]: number of chunks in relation r to chunk c. The chunks after c, several where
+    # documents branch, form a linked list: child[c], and then sibling of each.
     earlier = arrays.earlier
     related = np.zeros((3, width), np.int64)
     related[SAME] = 1
@@ -174,7 +187,7 @@ def run_arrays(orders, arrays, needs):
             sibling[chunk] = child[parent]
             child[parent] = chunk
 
-    # The rows by op kind: its needs, and the needs that it meets.
+    # Rows by kind of op: its needs, and the needs that it meets.
     mask = np.zeros((2, codes, len(needs)), np.bool_)
     for row in range(len(needs)):
         mask[0, needs[row, NEED_KIND], row] = True
@@ -184,7 +197,7 @@ def run_arrays(orders, arrays, needs):
     met, mets = _lists(mask[1])
     met_on, wanted_on = _places(needs, stages)
 
-    place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1 for none
+    place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1: none
     for op in range(ops):
         place[kinds[op], op_stage[op], chunks[op]] = op
 

@@ -1,14 +1,13 @@
-"""Communication that overlaps computation or delays it: messages between stages, and between
-replicas.
+"""Overlap of communication with computation: between stages and between replicas.
 
-What is exchanged inside a stage, all-to-all and tensor-parallel gathers, stands in the way of the
-next kernel and is exposed: it is a part of every op's seconds (Cost.comm_seconds).
+Communication within a stage (all-to-all, tensor-parallel gathers) delays the next kernel and is
+exposed: it is part of every op's seconds (Cost.comm_seconds).
 
-Replicas: with Megatron's distributed optimizer the devices that hold the same weights add up their
-gradients, a part each (reduce-scatter, float32), and hand the new weights round (all-gather, bf16).
---overlap-grad-reduce lets a stage begin while its last backward runs, --overlap-param-gather lets
-the gather end while its first forward runs; a stage whose first op comes late, or whose last comes
-early, has that time besides.
+With Megatron's distributed optimizer, the devices that hold the same weights reduce-scatter their
+gradients (float32) and all-gather the new weights (bf16). With --overlap-grad-reduce a stage begins
+while its last backward runs. With --overlap-param-gather the gather ends while the stage's first
+forward runs. A stage whose first op starts late or whose last op ends early has that time in
+addition.
 """
 
 import dataclasses
@@ -25,8 +24,13 @@ GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds, of every rank: reducing gradients, gathering weights; and what the iteration takes
-    longer for them."""
+    """Communication between replicas in one iteration.
+
+    Attributes:
+        reduce_seconds: reduce-scatter of the gradients, for each rank.
+        gather_seconds: all-gather of the weights, for each rank.
+        exposed_seconds: increase of the iteration's time.
+    """
 
     reduce_seconds: tuple[float, ...]
     gather_seconds: tuple[float, ...]
@@ -34,15 +38,15 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the busiest rank, hidden and exposed."""
+        """Seconds of the busiest rank, overlapped and exposed."""
         return max(map(sum, zip(self.reduce_seconds, self.gather_seconds, strict=True)))
 
 
 def exchange(cost: Cost, played: Simulation) -> Exchange:
-    """Exchange of one iteration of a plan that was ``played`` with ``cost``, overlapped.
+    """Return the communication between replicas in an iteration simulated with ``cost``.
 
-    All zero with one device for every weight, under ZeRO 3, whose gathers are in the plan's own
-    ops, and without a network, of which nothing is known.
+    All values are zero if every weight is on one device, or if the network is unknown. They are
+    also zero with ZeRO 3, whose gathers are part of the ops.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))
@@ -59,7 +63,7 @@ def exchange(cost: Cost, played: Simulation) -> Exchange:
         if kind in MAKE_GRADIENTS and record.start >= last_backward[rank]:
             last_backward[rank] = record.start
         end[rank] = max(end[rank], record.stop)
-    # How much longer the gather takes than the rank's first op is away, its own time included.
+    # Excess of the gather over the time until the rank's first op ends.
     late = np.maximum(gather - first_stop, 0.0)
     reduced = np.maximum(end, last_backward + reduce)
     exposed = float(late.max() + max(reduced.max() - played.seconds, 0.0))
@@ -68,16 +72,22 @@ def exchange(cost: Cost, played: Simulation) -> Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Between the stages of one plan: seconds on the links, all together; and what the iteration
-    takes longer than if messages took no time."""
+    """Messages between the stages of one plan.
+
+    Attributes:
+        seconds: time on the links, summed over all messages.
+        exposed_seconds: increase of the iteration's time by messages.
+    """
 
     seconds: float
     exposed_seconds: float
 
 
 def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
-    """Messages of ``plan``, which was ``played`` on ``table``; the same orders, played without
-    links, say what no computation hides."""
+    """Return the messages of ``plan``, given its simulation on ``table``.
+
+    The exposed time is the difference to a simulation of the same orders with free links.
+    """
     free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
     without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))
     on_links = sum(flight.arrive - flight.depart for flight in played.flights)
@@ -85,14 +95,14 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
 
 
 def alone_seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """[stages] of reducing gradients and of gathering weights, alone."""
+    """Return ([stages] seconds of the reduce-scatter, and of the all-gather), without overlap."""
     layout = cost.layout
     nothing = np.zeros(layout.stages)
     if layout.zero != 1 or layout.network is None:
         return nothing, nothing
     reduce, gather = nothing.copy(), nothing.copy()
     dense, experts = cost.memory.parameters
-    # Devices that hold the same weights, and how far apart they lie.
+    # Devices that hold the same weights, and the distance between them.
     for held, copies, stride in (
         (dense, layout.cp * layout.dp, layout.tp),
         (experts, layout.tp * layout.cp * layout.dp // layout.ep, layout.ep),

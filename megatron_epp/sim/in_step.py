@@ -1,4 +1,4 @@
-"""Seconds of replicas in lockstep: every op takes as long as the slowest's."""
+"""Seconds of replicas in lockstep: every op takes as long as the slowest replica's."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,8 +10,11 @@ from megatron_epp.ir import BACKWARDS, Table
 
 
 def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """``tables`` of replicas in lockstep, each with the seconds of the slowest at every op, inside
-    of which their ranks meet; a replica that runs alone keeps its own."""
+    """Return the tables of replicas in lockstep, with each op's seconds of the slowest replica.
+
+    The ranks of a lockstep group synchronise within their ops. A single table is returned
+    unchanged.
+    """
     if len(tables) == 1:
         return tuple(tables)
 

@@ -1,4 +1,4 @@
-"""Orders, seconds and bytes as the arrays that the simulator's loop and a planner's read."""
+"""Arrays of orders, seconds and bytes, which the loops of simulator and planner read."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -25,25 +25,32 @@ from megatron_epp.ir import (
 from megatron_epp.sim.engine import OpArrays, Orders
 from megatron_epp.sim.rule_arrays import PAYLOAD_CODE
 
-# Kinds whose workspace a choice of recompute changes, besides the activations of a chunk.
+# Kinds whose workspace depends on the recompute choice, as the activations of a chunk do.
 RECOMPUTING = (Kind.FORWARD, *BACKWARDS)
 
 
 class Ties(Protocol):
-    """How slices tie chunks together: ir.Slices or cost.Loads."""
+    """Links between chunks by their slices: ir.Slices or cost.Loads."""
 
     @property
-    def document(self) -> Sequence[int] | np.ndarray: ...
+    def document(self) -> Sequence[int] | np.ndarray:
+        """Cut document of each chunk, or -1."""
+
     @property
-    def earlier(self) -> Sequence[int] | np.ndarray: ...
+    def earlier(self) -> Sequence[int] | np.ndarray:
+        """Chunk with the preceding slice, or -1."""
+
     @property
-    def later(self) -> Sequence[int] | np.ndarray: ...
+    def later(self) -> Sequence[int] | np.ndarray:
+        """Chunk with the following slice of the same document, or -1."""
+
     @property
     def kept(self) -> Sequence[CachedDocument] | None:
-        """Documents whose K and V are kept; None: the cut ones."""
+        """Documents whose K and V are cached; None: the cut ones."""
 
 
 def orders_of(plan: Plan) -> Orders:
+    """Return the orders of ``plan`` as arrays."""
     orders = plan.rank_orders
     offset = np.zeros(len(orders) + 1, np.int64)
     np.cumsum([len(order) for order in orders], out=offset[1:])
@@ -63,11 +70,16 @@ def op_arrays(
     orders: Sequence[Sequence[Op]] | None = None,
     fixed_bytes: np.ndarray | None = None,
 ) -> OpArrays:
-    """``table`` over chunks whose slices are tied like that, under ``rules``. Kinds that no plan on
-    the table has, H and G, have no rows.
+    """Return ``table`` as arrays.
 
-    orders        of every stage, where they are known: see :func:`moved_bytes`
-    fixed_bytes   :func:`moved_bytes` of what recompute does not change, where they are known
+    Kinds of op that no plan of the table has (H and G) have no rows.
+
+    Args:
+        table: seconds and bytes of the ops.
+        ties: links between the chunks.
+        rules: rule table of the plan.
+        orders: orders of every stage if known; see :func:`moved_bytes`.
+        fixed_bytes: :func:`moved_bytes` with ``recomputed=False`` if known.
     """
     chunks, stages = len(ties.document), len(table.resident_bytes)
     kinds = [kind for kind in COMPUTE if kind in table.seconds]
@@ -104,14 +116,17 @@ def moved_bytes(
     orders: Sequence[Sequence[Op]] | None = None,
     recomputed: bool | None = None,
 ) -> np.ndarray:
-    """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop, read
-    off the rule table.
+    """Return [kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop.
 
-    orders       of every stage, by which the last of the chunks that attend to a document is known
-                 where documents branch; None: as if they ran forward as ``ties.kept`` names them,
-                 and backward in reverse
-    recomputed   only what recompute changes, or only what it does not; the two add up to all, as
-                 bytes are whole numbers
+    Args:
+        table: bytes of the ops.
+        ties: links between the chunks.
+        rules: rule table of the plan.
+        orders: orders of every stage. They determine the last of the chunks that attend to a
+            document where documents branch. None: forwards run in the order of ``ties.kept``, and
+            backwards in reverse.
+        recomputed: True: only what depends on recompute; False: only the rest; None: both. The two
+            parts add up exactly, as bytes are whole numbers.
     """
     earlier = np.asarray(ties.earlier, np.int64)
     owners = None if recomputed else _owners(ties, len(table.resident_bytes), orders)
@@ -151,8 +166,14 @@ def moved_bytes(
 
 
 class _Owners(NamedTuple):
-    """Kept documents [K], the chunk with the first slice of each, and on every stage [S, K] of the
-    chunks that attend to it the one whose forward is last and the one whose backward is first."""
+    """Cached documents (D of them) and the chunks that make and free their K and V.
+
+    Attributes:
+        document: [D].
+        first: [D], chunk with the first slice.
+        last_forward: [stages, D], the chunk that attends to it whose forward is last.
+        last_backward: [stages, D], the chunk that attends to it whose backward is first.
+    """
 
     document: np.ndarray
     first: np.ndarray
@@ -161,6 +182,7 @@ class _Owners(NamedTuple):
 
 
 def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
+    """Return the owners of cached K and V; see :func:`moved_bytes` for ``orders``."""
     if ties.kept is None:
         document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
         first = np.flatnonzero((document >= 0) & (np.asarray(ties.earlier) < 0))

@@ -1,4 +1,4 @@
-"""Inner loops compiled by numba, whose cache on disk saves time and never refuses work."""
+"""Loops compiled by numba, with a cache on disk whose failure never stops the program."""
 
 import logging
 from collections.abc import Callable
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator as ``numba.njit(cache=True, **options)``.
+    """Return a decorator like ``numba.njit(cache=True, **options)``.
 
-    Where the cache can't be kept (a full or read-only disk) or is damaged, the function is compiled
-    in this process, and one warning names the folder.
+    If the cache cannot be used (disk full, read-only or damaged), the function is compiled in this
+    process, and one warning names the folder.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(**options)(function)
         try:
             dispatcher._cache = _Cache(function)
-        except (RuntimeError, OSError) as error:  # no folder can be written
+        except (RuntimeError, OSError) as error:  # no folder is writable
             _warn("", str(error))
         return dispatcher
 
@@ -35,10 +35,10 @@ class _Cache(FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except Exception as error:  # whatever reading a damaged file raises
+        except Exception as error:  # reading a damaged file raises anything
             _warn(f" in {self.cache_path}", f"{type(error).__name__}: {error}")
             with suppress(OSError):
-                self.flush()  # so that the files are written anew
+                self.flush()  # so that the files are written again
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -52,7 +52,7 @@ _warned: set[str] = set()
 
 
 def _warn(where: str, why: str) -> None:
-    """Warn once in this process."""
+    """Log the warning, once per process."""
     if _warned:
         return
     _warned.add(where)

@@ -1,4 +1,4 @@
-"""Plays a plan on a table of seconds and bytes."""
+"""Simulation of a plan with a table of seconds and bytes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,8 +30,19 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Rank ``rank`` idles from ``start`` to ``stop`` before ``op`` of stage ``stage``, until
-    ``awaited`` of stage ``source`` is there. ``name``: of the rank (Plan.rank_name)."""
+    """Idle time of a rank before an op that waits for another.
+
+    Attributes:
+        rank: pipeline rank.
+        name: name of the rank (Plan.rank_name).
+        stage: stage of ``op``.
+        op: op that waits.
+        start: start of the idle time in seconds.
+        stop: its end.
+        awaited: op that it waits for.
+        source: stage of ``awaited``.
+        why: what the op needs from it.
+    """
 
     rank: int
     name: str
@@ -52,7 +63,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class IdleTail:
-    """Rank ``rank`` has nothing left to do from ``start`` to the end of the iteration."""
+    """Idle time of a rank from its last op to the end of the iteration."""
 
     rank: int
     name: str
@@ -65,7 +76,7 @@ class IdleTail:
 
 @dataclass(frozen=True, slots=True)
 class PathOp:
-    """An op on the critical path, and why it could not start earlier."""
+    """Op on the critical path, and why it could not start earlier."""
 
     stage: int
     op: Op
@@ -76,7 +87,7 @@ class PathOp:
 
 @dataclass(frozen=True, slots=True)
 class MessageTiming:
-    """A message: made at ``ready``, on its link from ``depart``, there at ``arrive``."""
+    """Message that is made at ``ready``, enters its link at ``depart``, arrives at ``arrive``."""
 
     message: Message
     ready: float
@@ -88,15 +99,20 @@ START = "the iteration begins"
 BUSY = "its rank was busy"
 
 
-@dataclass(frozen=True)  # no slots: what only pictures want is computed when it is asked for
+@dataclass(frozen=True)  # no slots: what only pictures need is computed on demand
 class Simulation:
-    """A plan's times in seconds since the iteration began, and its bytes per device.
+    """Times of a plan, in seconds since the iteration began, and its bytes per device.
 
-    seconds          of the iteration
-    idle_seconds     of every rank
-    bubble_ratio     idle time / (ranks * seconds); the other ratios likewise
-    peak_bytes       of every rank, resident bytes included
-    left_bytes       of every rank, still held at the end: zeros unless a table is unsound
+    Attributes:
+        plan: plan that was simulated.
+        run: events as arrays.
+        seconds: time of the iteration.
+        idle_seconds: idle time of each rank.
+        bubble_ratio: idle time / (ranks * seconds).
+        recompute_ratio: recompute time / (ranks * seconds).
+        comm_ratio: exposed communication / (ranks * seconds).
+        peak_bytes: peak of each rank, resident bytes included.
+        left_bytes: bytes of each rank at the end: zeros unless the table is inconsistent.
     """
 
     plan: Plan
@@ -111,7 +127,7 @@ class Simulation:
 
     @cached_property
     def records(self) -> tuple[Timed, ...]:
-        """One for every op, rank by rank in the order they run."""
+        """Records of all ops, rank by rank in execution order."""
         peaks = np.rint(self.run.op_peak).astype(np.int64).tolist()
         start, stop = self.run.start.tolist(), self.run.stop.tolist()
         return tuple(
@@ -125,7 +141,7 @@ class Simulation:
 
     @cached_property
     def _boundaries(self) -> list[int]:
-        """The number of every rank's first op, and behind the last that of all ops."""
+        """Number of every rank's first op, followed by the number of all ops."""
         return [0, *accumulate(map(len, self.plan.rank_orders))]
 
     @cached_property
@@ -134,7 +150,7 @@ class Simulation:
 
     @cached_property
     def bubbles(self) -> tuple[Wait | IdleTail, ...]:
-        """Every time in which a rank runs no op, with the reason, rank by rank."""
+        """All times in which a rank runs no op, with the reason, rank by rank."""
         waits: list[Wait | IdleTail] = []
         for rank, boundary in enumerate(pairwise(self._boundaries)):
             free, name = 0.0, self.plan.rank_name(rank)
@@ -154,7 +170,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[PathOp, ...]:
-        """Ops from the iteration's begin to its end, each of which held up the next."""
+        """Ops from the start of the iteration to its end, each of which delays the next."""
         run = self.run
         firsts = set(self._boundaries)
         number = int(np.argmax(run.stop))
@@ -175,7 +191,10 @@ class Simulation:
         return tuple(reversed(path))
 
     def _through_link(self, number: int) -> int:
-        """The op that held up op ``number``: its source, or that of a message in front of its."""
+        """Return the op that delayed op ``number``.
+
+        It is the op's source, or that of the message at the head of a queue on the link.
+        """
         message = int(self.run.message[number])
         if message < 0:
             return int(self.run.source[number])
@@ -185,7 +204,7 @@ class Simulation:
 
     @cached_property
     def flights(self) -> tuple[MessageTiming, ...]:
-        """Every message, in the order they were made on each stage."""
+        """All messages, in the order in which they are made on each stage."""
         run = self.run
         flights = []
         for producer, consumer, *times in zip(
@@ -207,7 +226,7 @@ class Simulation:
         return tuple(flights)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """(seconds, bytes held from then on) of ``rank``, at every start and stop of its ops."""
+        """Return (seconds, bytes held from then on) of ``rank`` at each start and stop of an op."""
         run = self.run
         curve = []
         for number in range(*self._boundaries[rank : rank + 2]):
@@ -217,10 +236,29 @@ class Simulation:
 
 
 def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simulation:
-    """Play ``plan``; a :class:`PlanError` where it cannot run (as ``check`` says it).
+    """Simulate ``plan`` with the seconds and bytes of ``table``.
 
-    noise   standard deviation of every duration, as a share of it; 0.05 for 5%
-    seed    of the noise
+    Args:
+        plan: plan to simulate.
+        table: seconds and bytes of its ops.
+        noise: standard deviation of every duration, relative to it; 0.05 means 5%.
+        seed: seed of the noise.
+
+    Raises:
+        PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.check`), or a duration is not
+            finite.
+
+    Example:
+        >>> from megatron_epp.sim.unit_table import unit_table
+        >>> plan = Plan.parse('''plan v1
+        ... documents 900
+        ... layers 2 2
+        ... chunk 0: 0[0:900]
+        ... stage 0: F0 B0
+        ... stage 1: F0 B0
+        ... ''')
+        >>> play(plan, unit_table(plan)).seconds  # F takes 1 unit, B 2
+        6.0
     """
     slices = slices_of(plan)
     orders = orders_of(plan)
@@ -241,7 +279,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
 
 
 def _once(orders: Orders, plan: Plan) -> bool:
-    """Whether every stage has the ops of every chunk once."""
+    """Return whether every stage has the ops of every chunk once."""
     count = np.zeros((len(COMPUTE), plan.stages, len(plan.chunks)), np.int64)
     np.add.at(count, (orders.kind, orders.stage, orders.chunk), 1)
     matches = np.zeros(count.shape[1:], np.bool_)
@@ -254,7 +292,7 @@ def _once(orders: Orders, plan: Plan) -> bool:
 def _noisy(
     arrays: OpArrays, noise: float, random: np.random.Generator
 ) -> tuple[OpArrays, np.ndarray]:
-    """The arrays with every duration drawn anew, and the factors of its ops' seconds."""
+    """Return ``arrays`` with a random factor on every duration, and the factors of the ops."""
 
     def draw(grid: np.ndarray) -> np.ndarray:
         return np.maximum(0.0, random.normal(1.0, noise, grid.shape))
@@ -276,7 +314,7 @@ def _played(
     for kind in BACKWARDS:
         recompute[KIND_CODE[kind]] = table.recompute_seconds
     busy = np.bincount(rank, result.stop - result.start, plan.ranks)
-    available = plan.ranks * result.seconds or 1.0  # nothing takes time: no ratio is above 0
+    available = plan.ranks * result.seconds or 1.0  # if nothing takes time, all ratios are 0
     idle = np.maximum(result.seconds - busy, 0.0)
     return Simulation(
         plan,

@@ -1,10 +1,11 @@
-"""Messages that are on a GPU beside its ops.
+"""Messages that occupy a GPU concurrently with its ops.
 
-From where it is posted or sent until it has arrived, a message is a kernel that holds a few of the
-GPU's multiprocessors, mostly to wait for its other end. A product beside it may take much longer,
-which no seconds of the cost model know: scripts/gpu/held_sms.py measures how much.
+From its post or send until its arrival, a message is a kernel that holds a few of the GPU's
+multiprocessors. Most of that time it waits for its other end. A matrix product that runs
+concurrently may take much longer. The cost model does not include this; scripts/gpu/held_sms.py
+measures it.
 
-    op        |  F0  |  F1  |      B0      |      share of B0, F1 and F0: 2/3
+    op        |  F0  |  F1  |      B0      |      ratio for B0, F1 and F0: 2/3
     message         [ B0<1 -- waits -]
 """
 
@@ -13,13 +14,15 @@ from collections.abc import Iterable
 from megatron_epp.ir import Message, Op, Post, StageOp, lower
 from megatron_epp.sim.play import Simulation
 
-# [start, stop) seconds
+# (start, stop) in seconds.
 Interval = tuple[float, float]
 
 
 def resident_ratios(played: Simulation) -> tuple[float, ...]:
-    """Share of every rank's compute time that passes beside a message, with messages issued where
-    the plan's programs have them."""
+    """Return the fraction of every rank's compute time during which a message is resident.
+
+    Messages are issued where the lowered programs of the plan have them.
+    """
     times = {(record.stage, record.op): record for record in played.records}
     flights = {flight.message: flight for flight in played.flights}
     programs = lower(played.plan)
@@ -44,7 +47,7 @@ def resident_ratios(played: Simulation) -> tuple[float, ...]:
 
 
 def extra_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
-    """Share of the time of ``ops``, which follow one another, that lies in any of ``held``."""
+    """Return the fraction of the time of ``ops``, given in order, that ``held`` covers."""
     merged: list[list[float]] = []
     for start, stop in sorted(held):
         if merged and start <= merged[-1][1]:

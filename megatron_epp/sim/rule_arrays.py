@@ -1,4 +1,4 @@
-"""The needs of the rule table as a small array, for compiled loops. No rule is written here."""
+"""Needs of the rule table as a small array, for compiled loops."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -35,8 +35,7 @@ POSITION_CODE = {
 
 
 def needs_array(rules: Rules) -> np.ndarray:
-    """Rows in the table's order, as :func:`engine.run` reads them: row r is the r-th need of all
-    kinds."""
+    """Return the needs as rows for :func:`engine.run`, in the order of the rule table."""
     needs = []
     for kind, rule in rules.items():
         for need in rule.needs:
@@ -50,5 +49,5 @@ def needs_array(rules: Rules) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def needs_for(vocabulary_parallel: bool, forward_only: bool = False) -> np.ndarray:
-    """The needs of the rules that govern such plans."""
+    """Return the needs of the rules of plans with these traits."""
     return needs_array(rules_for(vocabulary_parallel, forward_only))

@@ -1,5 +1,4 @@
-"""A table without a machine: every F takes 1 unit, every B 2, I and W 1, H and G a quarter; nothing
-has bytes."""
+"""Table without a machine: F takes 1 unit, B 2, I and W 1, H and G 1/4; nothing has bytes."""
 
 import numpy as np
 
@@ -16,7 +15,10 @@ UNITS = {
 
 
 def unit_table(plan: Plan) -> Table:
-    """For pictures of an order: equal chunks, links that take no time, no recompute."""
+    """Return the table of ``plan`` for pictures of an order.
+
+    Chunks are equal, links take no time, and recompute is free.
+    """
     shape = (plan.stages, len(plan.chunks))
     links = np.zeros((max(0, plan.stages - 1), len(plan.chunks)))
     ring = np.zeros((plan.stages, len(plan.chunks)))

@@ -1,1 +1,1 @@
-"""Models and devices by name, or from a user's file."""
+"""Catalogue of models and devices, by name or from a user's file."""

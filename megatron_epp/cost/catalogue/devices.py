@@ -1,4 +1,4 @@
-"""Devices, and the links between them."""
+"""Devices and the links between them."""
 
 import difflib
 import math
@@ -11,19 +11,19 @@ from megatron_epp.cost.catalogue.named import pick
 from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted, require_name
 
-# Host time of the halves of a backward over that of the whole: an assumption.
+# Host time of the halves of a backward relative to the full one: an assumption.
 HOST_INPUT, HOST_WEIGHT = 0.8, 0.45
-# The most and, inverted, the least GiB that anybody means.
+# Bound of a budget in GiB and, inverted, of its smallest value.
 MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
-# How --epp-memory-budget-gib of training and --memory-budget-gib of the other commands read alike.
+# Shared by --epp-memory-budget-gib of training and --memory-budget-gib of the other commands.
 BUDGET_HELP = (
     "memory budget of a device in GiB, model states included (on a CPU without them: what chunks "
     "hold between forward and backward); one number, or one for every pipeline rank"
 )
 
-# Least and most of each number, far around any machine: beyond, times leave what numbers can say.
+# Smallest and largest value of each number, far beyond any machine; times then stay finite.
 _RATE = (1.0, 1e24)
 _LIMITS: Mapping[str, tuple[float, float]] = {
     "budget_gib": (1e-3, 1e6),
@@ -52,7 +52,7 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict[int, float]:
-    """Rates, or seconds, by group size; JSON has its sizes as texts."""
+    """Return rates or seconds by group size, whose keys are texts in JSON."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{name}: expected a number by group size")
     rates = {}
@@ -67,29 +67,32 @@ def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, as far as an analytic profile takes something from it.
+    """Rates of a device that an analytic profile uses.
 
-    budget_gib              what training may use: memory less a margin for context and fragments
-    linear_flops            reached by matrix products, flops per second (not the data sheet's)
-    attention_flops         reached by attention's kernels
-    launch_seconds          per layer and chunk, forward; backward twice that
-    group_bytes_per_second  all-to-all bandwidth of one device inside a group, by group size: the
-                            first ``node_devices`` share a node. With a memory_efficiency the
-                            wire's, of what leaves a device; else of all bytes, copies included
-    link_bytes_per_second   between neighbouring stages, one direction, per node
-    node_devices            devices of a node, which share its link
-    link_latency_seconds    of one message
-    host_bytes_per_second   between one device and its host's memory, one direction while the
-                            other one is busy too; 0: none, or not known
-    memory_bytes_per_second its own memory's; 0: not known, so that reading K and V costs nothing
-    tensor_bytes_per_second of gathers and scatters inside a node, by group size, as nccl-tests
-                            counts bus bandwidth; none: as all-to-all
-    gather_latency_seconds  of one gather or scatter besides, by group size
-    memory_efficiency       share of the memory's rate that element-wise kernels reach, and reads
-                            of weights; 0: what these take is contained in linear_flops
-    host_forward_seconds    that the host takes to issue a layer's forward: no op is faster
-    host_backward_seconds   its backward
-    peak_flops              the data sheet's in bf16 without sparsity, which MFU divides by; 0: none
+    Attributes:
+        name: name on the command line.
+        budget_gib: memory for training: the device's, minus a margin for context and fragmentation.
+        linear_flops: achieved flops per second of matrix products (not the data sheet's).
+        attention_flops: achieved flops per second of attention kernels.
+        launch_seconds: seconds per layer and chunk in forward; backward takes twice as long.
+        group_bytes_per_second: all-to-all rate of one device by group size; the first
+            ``node_devices`` devices are in one node. If memory_efficiency is set, it is the rate of
+            the wire for bytes that leave a device, otherwise of all bytes, copies included.
+        link_bytes_per_second: rate between adjacent stages, in one direction, per node.
+        link_latency_seconds: latency of one message.
+        node_devices: devices of a node, which share its link.
+        host_bytes_per_second: rate between one device and host memory in one direction, while the
+            other direction is busy, too; 0: none or unknown.
+        memory_bytes_per_second: rate of the device's memory; 0: unknown, so that reading K and V
+            takes no time.
+        tensor_bytes_per_second: rate of gathers and scatters inside a node by group size, as
+            nccl-tests counts bus bandwidth; empty: as all-to-all.
+        gather_latency_seconds: latency of one gather or scatter, by group size.
+        memory_efficiency: fraction of the memory rate that element-wise kernels and weight reads
+            achieve; 0: their time is part of linear_flops.
+        host_forward_seconds: host time to issue a layer's forward, which no op can undercut.
+        host_backward_seconds: the same for its backward.
+        peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: none.
     """
 
     name: str
@@ -125,51 +128,54 @@ class Device:
 
     @property
     def host_seconds(self) -> dict[Kind, float]:
-        """Return the seconds that the host takes to issue the ops of one layer."""
+        """Seconds that the host takes to issue the ops of one layer, by kind."""
         if not self.host_forward_seconds:
             return {}
         return host_seconds_of(self.host_forward_seconds, self.host_backward_seconds)
 
     @property
     def budget_bytes(self) -> float:
+        """Memory for training in bytes."""
         return self.budget_gib * GIB
 
 
 def host_seconds_of(forward: float, backward: float) -> dict[Kind, float]:
-    """Seconds that the host takes to issue each op of a layer, by those of F and B."""
+    """Return the host's seconds to issue each op of a layer, from those of F and B."""
     halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
     return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
 
 
-# Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
+# Bytes per second by group size that FlexSP published for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
-# Wires inside a node, fitted: of Hopper's NVLink of 450 GB/s what layers of experts leave for an
-# exchange (`megatron-moe-layer` of the public measurements), of H800's 200 `pai-h800`, of
-# Blackwell's 900 `simumax-b200`. Over nodes a device has its part of the node's link.
+# Fitted rates of the wires inside a node. Hopper: what MoE layers leave of 450 GB/s NVLink for an
+# exchange (`megatron-moe-layer` of the public measurements). H800: of 200 GB/s (`pai-h800`).
+# Blackwell: of 900 GB/s (`simumax-b200`). Across nodes a device has its fraction of the node's
+# link.
 _HOPPER_WIRE, _H800_WIRE, _BLACKWELL_WIRE = {2: 430e9}, {2: 120e9}, {2: 520e9}
-# Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight A100 is about 200 (NVIDIA/
-# nccl-tests issue 149). On eight H100 360 after a latency that grows with the group, as
-# `nccl-all-gather-*` and `nccl-reduce-scatter-*` of the public measurements have it; others in the
-# ratio of their NVLink.
+# Gathers and scatters inside a node. The bus bandwidth of nccl-tests on eight A100 is about 200
+# GB/s (NVIDIA/nccl-tests issue 149). On eight H100 it is 360 GB/s after a latency that grows with
+# the group (`nccl-all-gather-*` and `nccl-reduce-scatter-*` of the public measurements). Other
+# devices are scaled by their NVLink rate.
 _A100_RINGS, _HOPPER_RINGS, _H800_RINGS = {2: 200e9}, {2: 360e9}, {2: 160e9}
 _BLACKWELL_RINGS, _PCIE_RINGS = {2: 560e9}, {2: 20e9}
 _LATENCY = {2: 27e-6, 4: 33e-6, 8: 45e-6}
-# PCIe 4 and 5 with 16 lanes reach about 25 and 50 GB/s; less is taken, since a host's memory serves
-# all devices of a node. An assumption: 20 is our study's, which says what 10 and 5 would change.
+# PCIe 4 and 5 with 16 lanes reach about 25 and 50 GB/s. Lower rates are assumed, because all
+# devices of a node share the host's memory.
 _PCIE_4, _PCIE_5 = 20e9, 40e9
 
-# Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
-# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312), with all that a
-# layer does besides; Hopper's and B200's are fitted to public measurements that are not held out,
-# as docs/results/public_measurements.md has them: products to `own-h100-layer`,
-# `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`. Others
-# follow in the shares of their data sheets: H800 is an H100 with 400 GB/s of NVLink, H20 has 148
-# Tflops, GB200 2,450 and NVLink over racks (64 of 72 devices counted), L40S 362 and PCIe 4 alone.
-# One core of a server reaches about 30 Gflops in float32. Memory's rates are the data sheets':
-# read at that rate, K and V explain FlashAttention-3's published times
-# (tests/cost/test_published_attention.py). SimuMax's own microbenchmarks of a B200
-# (configs/system/b200_bf16_ceperm.json), to which nothing is fitted, have products at 1,098
-# Tflops, gathers at 606 GB/s and an all-to-all at 537.
+# Budgets: 74 GiB of 80 for A800-80GB; the others have the same fraction.
+# Rates of the A100: implied by FlexSP's constants (212 and 179 Tflops of 312), including all other
+# work of a layer.
+# Rates of Hopper and B200: fitted to public measurements that are not held out
+# (docs/results/public_measurements.md). Products are fitted to `own-h100-layer`,
+# `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`.
+# Rates of the others: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink; H20 has
+# 148 Tflops; GB200 has 2,450 Tflops and NVLink across racks (64 of 72 devices are counted). L40S
+# has 362 Tflops and PCIe 4 only. One core of a server reaches about 30 Gflops in float32.
+# Memory rates are those of the data sheets. At that rate, reading K and V explains
+# FlashAttention-3's published times (tests/cost/test_published_attention.py).
+# Nothing is fitted to SimuMax's microbenchmarks of a B200 (configs/system/b200_bf16_ceperm.json).
+# They have products at 1,098 Tflops, gathers at 606 GB/s and an all-to-all at 537 GB/s.
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
 _HOPPER = (760e12, 530e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _H800 = (760e12, 530e12, 1e-4, _H800_WIRE, 400e9, 1e-5, 8, _PCIE_5)
@@ -177,8 +183,8 @@ _H20 = (114e12, 79e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _B200 = (1000e12, 880e12, 1e-4, _BLACKWELL_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _GB200 = (1090e12, 960e12, 1e-4, _BLACKWELL_WIRE, 3200e9, 1e-5, 64, 200e9)
 _L40S = (217e12, 181e12, 1e-4, {2: 20e9}, 200e9, 1e-5, 8, _PCIE_4)
-# Host time of a layer, measured on the host of an H100: `own-h100-layer`, few tokens. A host issues
-# the same to any GPU.
+# Host time of a layer, measured on the host of an H100 with few tokens (`own-h100-layer`). It does
+# not depend on the GPU.
 _HOST: dict[str, Any] = {"host_forward_seconds": 2.1e-3, "host_backward_seconds": 1.65e-3}
 _FAST: dict[str, Any] = {**_HOST, "gather_latency_seconds": _LATENCY, "memory_efficiency": 0.8}
 DEVICES: Mapping[str, Device] = {
@@ -193,14 +199,14 @@ DEVICES: Mapping[str, Device] = {
         Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, peak_flops=2250e12, **_FAST),
         Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_FAST),
         Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, peak_flops=362e12, **_FAST),
-        # One core packs K and V for its kernels and adds up their gradients: 6 to 8 us were
-        # measured for a token of 256 channels, at this rate 7.
+        # One core packs K and V for its kernels and accumulates their gradients. For a token of 256
+        # channels this took 6 to 8 us; at this rate it is 7 us.
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1, memory_bytes_per_second=1e9),
     )
 }
 
 
-# GPUs of the catalogue, by the least memory and compute capability that they have.
+# GPUs of the catalogue, with lower bounds of their memory and compute capability.
 _GPUS = (
     ("b200-180g", 100 * GIB, 10),
     ("h200-141g", 100 * GIB, 0),
@@ -214,8 +220,8 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
     """Return the catalogue's name of a GPU.
 
     Args:
-        memory_bytes: All of its memory.
-        capability: The major number of its compute capability.
+        memory_bytes: total memory.
+        capability: major number of its compute capability.
     """
     return next(
         name for name, least, major in _GPUS if memory_bytes > least and capability >= major
@@ -223,11 +229,10 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
 
 def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
-    """Return the device of the catalogue of that name, or of that chip.
+    """Return the device of the catalogue with that name or chip; None if there is none.
 
-    ``NVIDIA H100 80GB HBM3``, as torch has it, is an ``h100-80g``. Of several with the chip it is
-    the one with most memory, but with no more than ``memory_bytes`` for a job; None where the
-    catalogue has none.
+    ``NVIDIA H100 80GB HBM3``, as torch calls it, is an ``h100-80g``. Of several devices with the
+    chip, the one with the largest budget up to ``memory_bytes`` is returned.
     """
     words = set(re.split(r"[^a-z0-9]+", text.lower()))
     chips = [
@@ -242,7 +247,7 @@ def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
 
 
 _RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
-# What a file needs at least.
+# Smallest valid file.
 _EXAMPLE = (
     '{"name": "mine", "budget_gib": 74, "linear_flops": 760e12, "attention_flops": 530e12, '
     '"launch_seconds": 1e-4, "group_bytes_per_second": {"2": 430e9}, "link_bytes_per_second": '
@@ -252,8 +257,10 @@ _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a
 
 
 def device_runs(text: str) -> tuple[tuple[str, int], ...]:
-    """(name or file, ranks) of every part of ``h100-80g*4,a100-80g*4``; a part without a number is
-    one rank."""
+    """Return (name or file, ranks) of every part of ``h100-80g*4,a100-80g*4``.
+
+    A part without a number is one rank.
+    """
     runs = []
     for part in text.split(","):
         match = _RUN.fullmatch(part)
@@ -266,13 +273,16 @@ def device_runs(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def differ_by_rank(text: str) -> bool:
-    """Whether ``text`` says the device of every rank, not one for all."""
+    """Return whether ``text`` has a device per rank instead of one for all."""
     return "," in text or "*" in text
 
 
 def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
-    """The device of every rank of one replica's pipeline: all that called ``text``, or by runs, as
-    :func:`device_runs` reads them, which add up to ``ranks``."""
+    """Return the device of every pipeline rank.
+
+    ``text`` is a name or file for all ranks, or has runs for :func:`device_runs` that add up to
+    ``ranks``.
+    """
     if not differ_by_rank(text):
         return (device(text),) * ranks
     runs = device_runs(text)
@@ -287,13 +297,13 @@ def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> t
     """Return the memory budget of every pipeline rank's device, in bytes.
 
     Args:
-        flag: The name of the flag that gave ``gib``, for the error message.
-        gib: One number for all ranks, or one for every pipeline rank. One for every stage is
-            accepted where ranks have several stages, if it is the same for all stages of a rank.
-        rank_of: The pipeline rank of every stage.
+        flag: name of the flag that gave ``gib``, for the error message.
+        gib: one number for all ranks, or one for every pipeline rank. If ranks have several stages,
+            one for every stage is accepted if it is the same for all stages of a rank.
+        rank_of: pipeline rank of every stage.
 
     Raises:
-        ValueError: Another number of budgets, or two for one rank.
+        ValueError: the number of budgets is wrong, or a rank has two.
     """
     ranks = 1 + max(rank_of)
     budgets = tuple(gib) * ranks if len(gib) == 1 else tuple(gib)
@@ -310,7 +320,11 @@ def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> t
 
 
 def device(name: str) -> Device:
-    """The device called ``name``, or the one that the JSON file at ``name`` describes."""
+    """Return the device called ``name``, or the one that the JSON file at ``name`` describes.
+
+    Raises:
+        ValueError: there is none, or the file is invalid.
+    """
     if name not in DEVICES and not name.endswith(".json") and "/" not in name:
         near = difflib.get_close_matches(name, DEVICES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -1,13 +1,14 @@
-"""Model types of Hugging Face's config.json that have a layer kind here each.
+"""Model types of Hugging Face's config.json whose layer kinds are supported.
 
-What a file leaves out has the value of transformers' class; what no key says is the family's own.
+Keys missing in a file have the default of transformers' class. Properties without a key are part of
+the family.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Things that no flag of Megatron's says; the sizes of such a model are right all the same.
+# Properties without a Megatron flag; the sizes of such a model are right nevertheless.
 NORMS_AFTER = "norms after attention and MLP"
 NORMS_OF_ALL_CHANNELS = "norms over all channels of Q and of K"
 PARALLEL_PARTS = "attention and MLP in parallel"
@@ -15,24 +16,25 @@ PARALLEL_PARTS = "attention and MLP in parallel"
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """A model type.
+    """Model type.
 
-    keys        what a file that leaves them out means, as transformers' class has it
-    norm        RMSNorm or LayerNorm
-    around_zero whether the norms' weights lie around zero, not one
-    gated       whether the MLP has a gate
-    qk_norm     whether heads of Q and K have a norm each, whatever the file says
-    qkv_bias    whether Q, K and V have a bias, whatever the file says
-    out_bias    the key that says whether attention's output has one; none: it has none
-    mlp_bias    whether MLPs or experts have biases, whatever the file says
-    interleaved whether RoPE turns neighbouring channels
-    output_gate whether attention's output has a gate
-    full_every  of layers with a window each n-th sees all; 1: all do; 0: none
-    shared      whether there is a shared expert of the others' width, which no key says
-    sigmoid     whether the router's scores are sigmoids, with a bias for each expert
-    dsa         whether attention chooses its keys with an indexer
-    positions   rope, none, or learned_absolute
-    unsaid      what Megatron's flags cannot say of all such models
+    Attributes:
+        keys: defaults of keys, as in transformers' class.
+        norm: RMSNorm or LayerNorm.
+        gated: whether the MLP has a gate.
+        qk_norm: whether heads of Q and K always have a norm each.
+        qkv_bias: whether Q, K and V always have a bias.
+        out_bias: key that says whether attention's output has a bias; empty: it has none.
+        mlp_bias: whether MLPs or experts always have biases.
+        interleaved: whether RoPE rotates adjacent channels.
+        around_zero: whether the norms' weights are centred on zero instead of one.
+        output_gate: whether attention's output has a gate.
+        full_every: with sliding windows, every n-th layer has full attention; 1: all; 0: none.
+        shared: whether there is a shared expert of the routed experts' width, without a key.
+        sigmoid: whether the router's scores are sigmoids, with a bias for each expert.
+        dsa: whether an indexer selects attention's keys.
+        positions: rope, none, or learned_absolute.
+        unsaid: properties of all such models that have no Megatron flag.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class ModelFamily:
 
 
 def _family(eps: Any = 1e-6, theta: Any = 1e4, **fields: Any) -> ModelFamily:
-    """Return a family with RMSNorm, SiLU and RoPE; ``fields``: of ModelFamily, others are keys."""
+    """Return a family with RMSNorm, SiLU and RoPE; ``fields`` are ModelFamily's, or keys."""
     names = set(ModelFamily.__slots__) & set(fields)
     keys = {name: value for name, value in fields.items() if name not in names}
     common: dict[str, Any] = {"rms_norm_eps": eps, "rope_theta": theta, "hidden_act": "silu"}
@@ -146,7 +148,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
                               "first_k_dense_replace": 0, "topk_method": "greedy",
                               "sigmoid": False}),
     "deepseek_v3": _family(**_DEEPSEEK),
-    "kimi_k2": _family(1e-6, **_DEEPSEEK),  # of its own repository: no class of transformers
+    # Its class is in its own repository, not in transformers
+    "kimi_k2": _family(1e-6, **_DEEPSEEK),
     "deepseek_v32": _family(**_DEEPSEEK, index_topk=2048, index_head_dim=128, index_n_heads=64,
                             dsa=True),
     "glm_moe_dsa": _family(
@@ -232,7 +235,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
                    out_bias="", mlp_bias=True),
 }  # fmt: skip
 
-# The same layers under another name: text parts of multimodal models, and repositories' own.
+# Other names of the same layers: text parts of multimodal models, and repositories' own types.
 SAME: Mapping[str, str] = {
     "internlm2": "llama",
     "qwen2_vl": "qwen2",
@@ -251,7 +254,7 @@ SAME: Mapping[str, str] = {
     "glm4v": "glm4",
 }
 
-# Without a kind of layer that computes them.
+# Types without a supported layer kind, and the reason.
 REFUSED: Mapping[str, str] = {
     "kimi_linear": "Kimi delta attention mixed with latents",
     "minimax": "lightning attention",

@@ -1,6 +1,6 @@
-"""Hugging Face's config.json: found in a folder or in the cache, and read as JSON alone.
+"""Hugging Face's config.json: located in a folder or in the cache, and parsed as JSON only.
 
-No network is used, and no code that a file names is run.
+It uses no network, and runs no code that a file names.
 """
 
 import difflib
@@ -19,12 +19,12 @@ from megatron_epp.ir.errors import MOST_QUOTED, printable, quoted, shortened
 
 CONFIG = "config.json"
 MOST_LAYERS = 10_000
-# Where files of several parts have the decoder, and what they call their others.
+# Keys of the decoder in files with several parts, and keys of the other parts.
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 _OTHER_PARTS = ("vision_config", "audio_config", "talker_config", "code2wav_config", "vision_tower")
-# What says how many layers predict further tokens.
+# Keys with the number of MTP layers.
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-# Files that stand next to a config.json, by a key of theirs.
+# Files that are often next to a config.json, recognised by one of their keys.
 _OTHER_FILES = {
     "peft_type": "an adapter's file; expected the config.json of the model that it adapts",
     "tokenizer_class": "a tokenizer's file; expected the model's config.json",
@@ -32,7 +32,7 @@ _OTHER_FILES = {
     "weight_map": "an index of weights; expected the model's config.json",
     "temperature": "a file of generation settings; expected the model's config.json",
 }
-# What GPT-2 calls its sizes, and what repositories with code of their own do.
+# Names of sizes in GPT-2 and in repositories with code of their own.
 _RENAMED = {
     "n_layer": "num_hidden_layers",
     "n_embd": "hidden_size",
@@ -55,16 +55,17 @@ _RENAMED = {
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """What a config.json says of a decoder.
+    """Decoder as a config.json describes it.
 
-    where       the file, as errors name it
-    name        of the model, on one printable line
-    model_type  the family's, by which the file is read
-    family      what files of that type leave out
-    keys        of the decoder, several names of one thing made one
-    notes       what was left out or not used, a line each
-    assumed     keys that the file lacks and that were asked for, with what was taken
-    spelt       how the file spells keys that have several names
+    Attributes:
+        where: name of the file in errors.
+        name: name of the model, on one printable line.
+        model_type: model type by which the file is interpreted.
+        family: defaults of files of that type.
+        keys: keys of the decoder, with one name for each quantity.
+        notes: what was left out or not used, one line each.
+        assumed: missing keys that were needed, with the values that were assumed.
+        spelt: spelling in the file of keys with several names.
     """
 
     where: str
@@ -77,11 +78,11 @@ class HubConfig:
     spelt: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, key: str, problem: str) -> ValueError:
-        """Return the error that says what is wrong with ``key``."""
+        """Return an error about ``key`` with the file's name and spelling."""
         return ValueError(f"{self.where}: {self.spelt.get(key, key)} {problem}")
 
     def value(self, key: str, rule: Any = None) -> Any:
-        """Return what the file says, else what it means by leaving ``key`` out, else ``rule``."""
+        """Return the value of ``key`` in the file, else the family's default, else ``rule``."""
         if self.keys.get(key) is not None:
             return self.keys[key]
         defaults = {} if key in self.keys else _renamed(self.family.keys)  # null: none of it
@@ -92,7 +93,17 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return a whole number; of a list the one that all layers have."""
+        """Return a whole number; for a list, the value that all layers share.
+
+        Args:
+            key: name of the key.
+            rule: value if neither the file nor the family defines it.
+            least: lower bound.
+            most: upper bound.
+
+        Raises:
+            ValueError: the value is missing, differs by layer, or is out of bounds.
+        """
         value = self.value(key, rule)
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
@@ -112,35 +123,35 @@ class HubConfig:
         return self.require_number(key, value)
 
     def require_number(self, key: str, value: Any) -> float:
-        """Return ``value``. ValueError: it is no finite number of at least 0."""
+        """Return ``value``; raise a ValueError unless it is a finite number of at least 0."""
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good or not math.isfinite(value) or not 0 <= value <= 1e30:
             raise self.refusal(key, f"{quoted(value)}: expected a number of at least 0")
         return value
 
     def flag(self, key: str) -> bool:
-        """Return whether ``key`` is true; false where nothing says so."""
+        """Return a boolean; false if nothing defines it."""
         value = self.value(key, False)
         if not isinstance(value, bool):
             raise self.refusal(key, f"{quoted(value)}: expected true or false")
         return value
 
     def word(self, key: str) -> str:
-        """Return a text; empty where nothing says one."""
+        """Return a text; empty if nothing defines it."""
         value = self.value(key, "")
         if not isinstance(value, str):
             raise self.refusal(key, f"{quoted(value)}: expected a text")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """Return an object; empty where there is none."""
+        """Return an object; empty if nothing defines it."""
         value = self.value(key, {})
         if not isinstance(value, Mapping):
             raise self.refusal(key, f"{quoted(value)}: expected an object")
         return value
 
     def by_layer(self, key: str, layers: int, kind: type) -> list | None:
-        """Return the list with an entry for each of ``layers``; None: the file has none."""
+        """Return a list with an entry for each of ``layers``, or None if the file has none."""
         value = self.keys.get(key)
         if value is None:
             return None
@@ -153,13 +164,13 @@ class HubConfig:
 
 
 def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` by one name for each thing; a name as it stands comes first."""
+    """Return ``keys`` with one name for each quantity; that name has priority over others."""
     result = {_RENAMED[key]: value for key, value in keys.items() if key in _RENAMED}
     return result | {key: value for key, value in keys.items() if key not in _RENAMED}
 
 
 def find_config(name: str) -> Path | None:
-    """Return the JSON file that ``name`` means; None: there is none.
+    """Return the JSON file that ``name`` means, or None.
 
     It is a file, the config.json of a folder, or that of ``org/name`` in Hugging Face's cache.
     """
@@ -171,7 +182,7 @@ def find_config(name: str) -> Path | None:
         if not os.path.exists(path):
             raise ValueError(f"model folder {name}: has no {CONFIG}; expected a model's folder")
         return path
-    if os.path.exists(name):  # false, not an error, of a name that is too long
+    if os.path.exists(name):  # false, not an error, for a name that is too long
         return path
     if name.count("/") != 1 or name.endswith(".json") or find_spec("huggingface_hub") is None:
         return None
@@ -191,7 +202,11 @@ def is_hub_config(value: Any) -> bool:
 
 
 def read_description(name: str, path: Path) -> Any:
-    """Return the JSON value at ``path``, which ``name`` means. ValueError: another kind of file."""
+    """Return the JSON value at ``path``; ``name`` is what the user typed.
+
+    Raises:
+        ValueError: it is a file of another kind.
+    """
     value = read_json("model", str(path))
     if isinstance(value, Mapping) and not is_hub_config(value):
         for key, what in _OTHER_FILES.items():
@@ -201,12 +216,15 @@ def read_description(name: str, path: Path) -> Any:
 
 
 def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> HubConfig:
-    """Return what a config.json, read as ``value``, says.
+    """Return the model that a config.json, parsed as ``value``, describes.
 
     Args:
-        name: The file, folder or repository, as the user named it.
-        value: The JSON object.
-        like: The model type to read it as, in place of its own.
+        name: file, folder or repository, as the user named it.
+        value: JSON object.
+        like: model type to interpret it as, instead of its own.
+
+    Raises:
+        ValueError: the model type is missing, unknown or not supported.
     """
     where = f"model file {name}"
     part, notes = _text_part(where, value)
@@ -233,7 +251,7 @@ def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> 
 
 
 def _text_part(where: str, value: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Return the keys of the decoder, and what else the file describes."""
+    """Return the keys of the decoder, and notes on the other parts of the file."""
     notes = []
     part = value
     for _ in range(2):  # thinker_config.text_config
@@ -249,7 +267,11 @@ def _text_part(where: str, value: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
 
 def _known_type(where: str, stated: Any, asked: bool) -> str:
-    """Return the family's name of a model type; a ValueError where there is none."""
+    """Return the name of a model type's family.
+
+    Raises:
+        ValueError: there is none.
+    """
     what = "--like" if asked else f"{where}: model_type"
     if stated is None:
         raise ValueError(
@@ -269,7 +291,7 @@ def _known_type(where: str, stated: Any, asked: bool) -> str:
 
 
 def _title(name: str, model_type: str) -> str:
-    """Return a name of one printable line for the model that ``name`` means."""
+    """Return a printable one-line name for the model that ``name`` means."""
     path = Path(name)
     if path.name == CONFIG:
         path = path.absolute().parent
@@ -280,6 +302,6 @@ def _title(name: str, model_type: str) -> str:
 
 
 def catalogue_config(name: str, keys: Mapping[str, Any]) -> HubConfig:
-    """Return what ``keys``, with a model_type, say of a model of the catalogue."""
+    """Return the config of a model of the catalogue from ``keys``, with a model_type."""
     family = FAMILIES[keys["model_type"]]
     return HubConfig(f"model {name}", name, keys["model_type"], family, _renamed(keys))

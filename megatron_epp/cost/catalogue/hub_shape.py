@@ -1,4 +1,4 @@
-"""The shape of the decoder that a config.json of transformers describes, layer by layer."""
+"""Layer shapes of the decoder that a config.json of transformers describes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.ir.errors import quoted
 
 FULL, WINDOW, LINEAR = "full", "window", "linear"
-# Names of layers' mixers in `layer_types`.
+# Attention range of the mixers in `layer_types`.
 _SEES = {
     "full_attention": FULL,
     "attention": FULL,
@@ -19,7 +19,7 @@ _SEES = {
     "sliding_attention": WINDOW,
     "linear_attention": LINEAR,
 }
-# Letters of a HybridModel's layers, as in Nemotron-H's files, and what newer files call them.
+# Layer symbols of a HybridModel, as in Nemotron-H's files, and their names in newer files.
 MAMBA, MLP, MOE, ATTENTION = "M", "-", "E", "*"
 _BLOCKS = {
     "mamba": MAMBA,
@@ -34,13 +34,15 @@ _BLOCKS = {
 def model_fields(config: HubConfig) -> dict[str, Any]:
     """Return the fields of the cost model's Model that ``config`` describes.
 
-    Multi-token prediction and parts other than the decoder are left out. ValueError: a key that is
-    missing or wrong, with the file's name.
+    Multi-token prediction and parts other than the decoder are left out.
+
+    Raises:
+        ValueError: a key is missing or wrong; the message names the file.
     """
     hidden = config.size("hidden_size")
     shapes = hub_layers(config)
     names = kind_names(shapes)
-    if config.model_type == "mamba2":  # no attention and no MLP: sizes that nothing reads
+    if config.model_type == "mamba2":  # no attention and no MLP: these sizes are not used
         heads, head_size = config.size("num_heads"), config.size("head_dim")
         key_heads, ffn = heads, 4 * hidden
     else:
@@ -67,7 +69,7 @@ def model_fields(config: HubConfig) -> dict[str, Any]:
 
 
 def hub_layers(config: HubConfig) -> list[LayerShape]:
-    """Return what sets each layer apart from a plain one, first layer first."""
+    """Return the shape of each layer, in order."""
     if config.model_type == "nemotron_h":
         shapes = {symbol: _hybrid_shape(config, symbol) for symbol in set(hybrid_symbols(config))}
         return [shapes[symbol] for symbol in hybrid_symbols(config)]
@@ -106,7 +108,7 @@ def _head_size(config: HubConfig, hidden: int, heads: int) -> int:
 
 
 def _dense_hidden(config: HubConfig) -> int:
-    """Return the width of a dense MLP, of which there may be none."""
+    """Return the hidden size of dense MLPs, even if there are none."""
     if config.value("intermediate_size_mlp") is not None:
         return config.size("intermediate_size_mlp")
     if config.model_type in ("gpt2", "gpt_neox"):
@@ -120,7 +122,7 @@ def _dense_hidden(config: HubConfig) -> int:
 
 
 def mixers_of_layers(config: HubConfig) -> list[str]:
-    """Return what the mixer of every layer sees: FULL, WINDOW or LINEAR."""
+    """Return the attention range of every layer's mixer: FULL, WINDOW or LINEAR."""
     layers = _layers(config)
     named = config.by_layer("layer_types", layers, str)
     if named is not None:
@@ -143,14 +145,14 @@ def mixers_of_layers(config: HubConfig) -> list[str]:
 
 
 def _windows(config: HubConfig) -> bool:
-    """Return whether some layers see a window alone."""
+    """Return whether some layers have a sliding window."""
     if "use_sliding_window" in config.family.keys and not config.flag("use_sliding_window"):
         return False
     return config.value("sliding_window") not in (None, 0)
 
 
 def _full_every(config: HubConfig) -> int:
-    """Return n where each n-th layer sees all; 0: none does."""
+    """Return n if every n-th layer has full attention; 0: none has."""
     pattern = config.value("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
         return pattern.index("G") + 1 if "G" in pattern else 0
@@ -189,7 +191,7 @@ def _mixer(config: HubConfig, sees: str) -> dict[str, Any]:
 
 
 def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -> dict[str, Any]:
-    """Return the sizes of Mamba-2, by the names of their keys."""
+    """Return the sizes of Mamba-2, given the names of their keys."""
     sizes = {
         "mamba_heads": config.size(heads),
         "state_groups": config.size(groups),
@@ -204,7 +206,7 @@ def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -
 
 
 def _inner(config: HubConfig, heads: int) -> int | None:
-    """Return the channels of a head where only those of all are said."""
+    """Return the channels of a head if only the channels of all heads are defined."""
     every = config.value("mamba_d_ssm")
     return None if every is None else config.size("mamba_d_ssm") // heads
 
@@ -215,11 +217,11 @@ def _require_taps(config: HubConfig, key: str) -> dict[str, Any]:
     return {}
 
 
-# ------------------------------------------------------------------ feed-forward parts
+# ------------------------------------------------------------------ feed-forward sublayers
 
 
 def experts_mask(config: HubConfig) -> list[bool]:
-    """Return which layers have experts in the place of the dense MLP."""
+    """Return which layers have experts instead of a dense MLP."""
     layers = _layers(config)
     if config.value("num_experts") in (None, 0):
         return [False] * layers
@@ -241,14 +243,14 @@ def experts_mask(config: HubConfig) -> list[bool]:
 
 
 def expert_width(config: HubConfig) -> int:
-    """Return the width of a routed expert."""
+    """Return the hidden size of a routed expert."""
     if config.value("moe_intermediate_size") is not None:
         return config.size("moe_intermediate_size")
     return config.size("intermediate_size")
 
 
 def _feed_forward(config: HubConfig, experts: bool) -> dict[str, Any]:
-    """Return the sizes of a layer's experts; none of a dense MLP."""
+    """Return the sizes of a layer's experts; empty for a dense MLP."""
     if not experts:
         return {}
     width = expert_width(config)
@@ -261,7 +263,7 @@ def _feed_forward(config: HubConfig, experts: bool) -> dict[str, Any]:
 
 
 def _shared_hidden(config: HubConfig, width: int) -> int:
-    """Return the width of the experts that every token goes to; 0: there are none."""
+    """Return the hidden size of the shared experts; 0: there are none."""
     for key in (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",

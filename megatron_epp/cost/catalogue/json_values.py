@@ -1,4 +1,4 @@
-"""Values as JSON and back: a dataclass is an object of its fields, a mapping one of its keys."""
+"""Conversion of values to JSON and back: dataclasses and mappings become objects."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from megatron_epp.ir.errors import quoted
 
 
 def json_value(value: Any) -> Any:
-    """``value`` as JSON knows it; keys of an Enum by their values."""
+    """Return ``value`` as a JSON value; keys of an Enum become their values."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: json_value(getattr(value, field.name)) for field in fields}
@@ -25,10 +25,13 @@ def json_value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a value beside its type.
+    """Limits of a value in addition to its type.
 
-    least, most   of every number in it
-    keys          of a mapping, by their texts: all of them, or ``some``
+    Attributes:
+        least: lower bound of every number in it.
+        most: upper bound of every number in it.
+        keys: keys of a mapping, by their texts.
+        some: whether a mapping may have some of these keys instead of all.
     """
 
     least: float = 0
@@ -38,10 +41,15 @@ class Limits:
 
 
 def read_value(kind: Any, value: Any, limits: Limits) -> Any:
-    """``value`` of JSON as that type: a dataclass, a Mapping, a tuple of any length, a
-    number, bool or str.
+    """Return a JSON ``value`` as the type ``kind``.
 
-    A ValueError says what was expected instead.
+    Args:
+        kind: a dataclass, Mapping, tuple of any length, number, bool or str.
+        value: JSON value.
+        limits: limits of numbers and keys in it.
+
+    Raises:
+        ValueError: the value does not fit; the message says what was expected.
     """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}

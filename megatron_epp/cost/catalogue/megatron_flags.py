@@ -1,4 +1,4 @@
-"""Megatron's flags of a model: its sizes by the cost model's shape, the rest by its config.json."""
+"""Megatron's flags of a model: sizes from the cost model's shape, the rest from its config.json."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
 
 PATTERN = "--hybrid-layer-pattern"
-# Keys of which flags can only say that they are neutral, with these values.
+# Keys without a flag, with their neutral values.
 _UNSAID_KEYS: Mapping[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0,),
     "logits_scaling": (1.0,),
@@ -26,10 +26,12 @@ _UNSAID_KEYS: Mapping[str, tuple[Any, ...]] = {
 
 
 class ModelFlags(NamedTuple):
-    """Megatron's flags of a model, by groups that belong on one line.
+    """Megatron's flags of a model, in groups that belong on one line.
 
-    unsaid   what flags cannot say of it: with them alone another model is trained
-    assumed  what nothing says of it, and what was taken
+    Attributes:
+        groups: flags with their values.
+        unsaid: properties without a flag; with these flags alone another model is trained.
+        assumed: unknown properties, with the values that were assumed.
     """
 
     groups: list[list[str]]
@@ -38,12 +40,12 @@ class ModelFlags(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """Return the module that trains such a model."""
+        """Module that trains such a model."""
         return f"megatron_epp.pretrain_{'hybrid' if self.hybrid else 'gpt'}"
 
     @property
     def hybrid(self) -> bool:
-        """Return whether it is a HybridModel, whose pattern says how many layers stages have."""
+        """Whether it is a HybridModel, whose pattern also defines the layers of each stage."""
         return any(group[0] == PATTERN for group in self.groups)
 
 
@@ -53,10 +55,10 @@ def model_flags(
     """Return Megatron's flags of ``model``.
 
     Args:
-        model: Its sizes.
-        config: What else is known of it; None: nothing is.
-        tp: Tensor-parallel degree, over which the vocabulary must divide.
-        stages: Layers of every stage, which a HybridModel's pattern says; none: it does not.
+        model: sizes of the model.
+        config: other properties of the model; None: unknown.
+        tp: tensor-parallel size, which must divide the vocabulary.
+        stages: layers of every stage, for a HybridModel's pattern; empty: no division into stages.
     """
     shapes = [model.kinds[kind] for kind in model.layer_kinds] or [LayerShape()] * model.layers
     groups, unsaid = _size_flags(model, shapes, tp, stages)
@@ -84,7 +86,7 @@ def model_flags(
 def _size_flags(
     model: Model, shapes: Sequence[LayerShape], tp: int, stages: Sequence[int]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the flags of what the cost model knows, and what no flag says of it."""
+    """Return the flags of the cost model's sizes, and their properties without a flag."""
     first = {shape.attention: shape for shape in reversed(shapes)}.get(True, shapes[0])
     hybrid = any(shape.mamba_heads or not _is_transformer(shape) for shape in shapes)
     padded = model.vocabulary
@@ -127,7 +129,7 @@ def _is_transformer(shape: LayerShape) -> bool:
 
 
 def _layer_symbol(shape: LayerShape) -> str:
-    """Return the symbol of a HybridModel's layer; ? where there is none."""
+    """Return the symbol of a HybridModel's layer; ? if there is none."""
     known = {
         "*": shape.attention,
         "M": shape.mamba_heads,
@@ -157,7 +159,7 @@ def _latent_flags(model: Model, shape: LayerShape) -> list[list[str]]:
 
 
 def _window_flags(shapes: Sequence[LayerShape]) -> list[list[str]]:
-    """Return the flags of windows, which do not count a token itself."""
+    """Return the flags of sliding windows; Megatron does not count the query's own token."""
     attention = [shape for shape in shapes if shape.attention]
     windows = [shape.window for shape in attention]
     if not any(windows):
@@ -170,7 +172,7 @@ def _window_flags(shapes: Sequence[LayerShape]) -> list[list[str]]:
 
 
 def _state_flags(shapes: Sequence[LayerShape]) -> list[list[str]]:
-    """Return the flags of layers with a state."""
+    """Return the flags of layers with a recurrent state."""
     shape = next((shape for shape in shapes if shape.state_heads), None)
     if shape is None:
         return []
@@ -208,7 +210,7 @@ def _expert_flags(shapes: Sequence[LayerShape], hybrid: bool) -> list[list[str]]
 
 
 def _mask_text(mask: Sequence[bool]) -> str:
-    """Return a mask of layers as Megatron reads it: ``([0]*3+[1]*58)``."""
+    """Return a mask of layers in Megatron's syntax, such as ``([0]*3+[1]*58)``."""
     for period in range(1, len(mask)):
         if len(mask) % period == 0 and list(mask[:period]) * (len(mask) // period) == list(mask):
             return f"{_mask_text(mask[:period])}*{len(mask) // period}"
@@ -216,13 +218,15 @@ def _mask_text(mask: Sequence[bool]) -> str:
     return "(" + "+".join(f"[{each}]*{count}" for each, count in runs) + ")"
 
 
-# ------------------------------------------------------------------ what a config.json says besides
+# ------------------------------------------------------------------ other properties in a
+# config.json
 
 
 class _Style:
-    """The flags of what the cost model does not count.
+    """Flags of properties that the cost model does not use.
 
-    unsaid   what no flag says, as it is found
+    Attributes:
+        unsaid: properties without a flag, collected while flags are computed.
     """
 
     def __init__(self, model: Model, shapes: Sequence[LayerShape], config: HubConfig):
@@ -231,7 +235,7 @@ class _Style:
         self.unsaid = list(config.family.unsaid)
 
     def groups(self) -> list[list[str]]:
-        """Return all of them."""
+        """Return all flags, in groups."""
         for key, neutral in _UNSAID_KEYS.items():
             value = self.config.value(key)
             if value is not None and value not in neutral:
@@ -274,7 +278,7 @@ class _Style:
         if not gated and act == "relu2":
             return [["--squared-relu"]]
         if not gated and act in ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"):
-            return []  # with biases Megatron fuses that
+            return []  # Megatron fuses this activation with biases
         if not gated and act == "gelu":
             return [["--no-bias-gelu-fusion"]]
         self.unsaid.append(f"hidden_act {act}{' with a gate' if gated else ''}")
@@ -310,7 +314,7 @@ class _Style:
         return groups + self._scaling(rope)
 
     def _rope_parameters(self) -> Mapping[str, Any]:
-        """Return how positions are stretched; of several kinds of layers for those that see all."""
+        """Return the RoPE scaling; if it differs by layer kind, that of full attention."""
         key = "rope_parameters" if self.config.value("rope_parameters") else "rope_scaling"
         rope = self.config.mapping(key)
         kinds = [each for each in rope.values() if isinstance(each, Mapping)]
@@ -342,7 +346,7 @@ class _Style:
         return [] if fraction == 1 or self.latent else ["--rotary-percent", f"{fraction:g}"]
 
     def _without_rope(self) -> list[list[str]]:
-        """Return the flags of layers without positions."""
+        """Return the flags of layers without RoPE."""
         layers = len(self.shapes)
         mask = self.config.by_layer("no_rope_layers", layers, int) or []
         every = self.config.value("no_rope_layer_interval")
@@ -354,6 +358,7 @@ class _Style:
         return [["--no-rope-freq", _mask_text([not each for each in mask])]]
 
     def _scaling(self, rope: Mapping[str, Any]) -> list[list[str]]:
+        """Return the flags of a RoPE scaling, and record what has no flag."""
         config, kind = self.config, rope.get("rope_type", rope.get("type", "default"))
 
         def number(name: str, default: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Shapes of the models that can be planned for, layer kind by layer kind."""
+"""Models of the catalogue, layer kind by layer kind."""
 
 import dataclasses
 from collections import Counter
@@ -28,15 +28,22 @@ from megatron_epp.ir.errors import quoted, require_name
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder.
+    """Decoder-only model.
 
-    kv_heads   groups of K and V; equal to heads without grouped-query attention
-    head_size  channels of a head
-    gated      the MLP has a gate (SwiGLU): three matrices instead of two
-    tied       the output layer shares the embedding's weights
-    kinds      of layers, by name; none: all layers are plain
-    pattern    the kinds of the layers, first to last, as in ``3*dense 58*experts``; needed where
-               there are several
+    Attributes:
+        name: name on the command line.
+        layers: number of layers, MTP layers included.
+        hidden: hidden size.
+        ffn_hidden: hidden size of a dense MLP.
+        heads: number of attention heads.
+        kv_heads: number of query groups; equal to heads without grouped-query attention.
+        head_size: channels of a head.
+        vocabulary: number of vocabulary entries.
+        gated: whether the MLP has a gate (SwiGLU), which makes three matrices instead of two.
+        tied: whether the LM head shares the embedding's weights.
+        kinds: shapes of the layer kinds by name; empty: all layers have the default shape.
+        pattern: kinds of the layers in order, as in ``3*dense 58*experts``; needed if there are
+            several.
     """
 
     name: str
@@ -93,34 +100,36 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of every layer, first to last; none where all are plain."""
+        """Kind of every layer in order; empty if all have the default shape."""
         if self.pattern:
             return parse_kinds(self.pattern)
         return tuple(self.kinds) * self.layers
 
     @property
     def shapes(self) -> dict[str, Layer]:
-        """One layer of every kind, by name, in the order of their first layers."""
+        """One layer of every kind by name, in the order of their first layers."""
         if not self.kinds:
             return {LAYER_KIND: Layer(self, LayerShape())}
         return {kind: Layer(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
 
     @property
     def mtp_layers_count(self) -> int:
-        """Layers behind the others that predict further tokens, all on the last stage."""
+        """Number of MTP layers, which follow the others and are on the last stage."""
         shapes = self.shapes
         predicts = [shapes[kind].heads > 0 for kind in self.layer_kinds]
         return len(predicts) - predicts.index(True) if True in predicts else 0
 
     @property
     def most_experts(self) -> int:
-        """Experts of the kind with most of them."""
+        """Largest number of experts of any kind."""
         return max(layer.experts for layer in self.shapes.values())
 
     @property
     def parameters(self) -> int:
-        """Sum of all layers, the embedding and, where it is not tied, the output layer; the last
-        norm is left out."""
+        """Parameters of all layers, the embedding and, if not tied, the LM head.
+
+        The last norm is left out.
+        """
         shapes = self.shapes
         word = self.layer_kinds or (LAYER_KIND,) * self.layers
         each = {kind: layer.parameters + layer.expert_parameters for kind, layer in shapes.items()}
@@ -129,8 +138,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token meets: of experts those that it goes to; of the ends as of
-        :attr:`parameters`."""
+        """Parameters that process a token: of experts, those that the token is routed to."""
         shapes, word = self.shapes, self.layer_kinds or (LAYER_KIND,) * self.layers
         unused = {
             kind: each.routed.parameters - each.routed.active for kind, each in shapes.items()
@@ -138,10 +146,10 @@ class Model:
         return self.parameters - sum(unused[kind] for kind in word)
 
     def training_flops(self, lengths: Sequence[int]) -> float:
-        """Return the flops of the model's own products for documents of these ``lengths``.
+        """Return the flops of training on documents of these ``lengths``, without recompute.
 
-        Forward, and twice as many for backward; causal attention counts the pairs that a query
-        sees; what is recomputed does not count. What divides by the devices' peak is MFU.
+        They are those of forward, and twice as many for backward. Causal attention counts the pairs
+        within a query's range. Divided by the devices' peak flops they give the MFU.
         """
         stops = np.array(lengths, np.int64)
         starts, tokens = np.zeros_like(stops), float(stops.sum())
@@ -159,14 +167,13 @@ class Model:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding. The output layer has as many; a tied one is a copy on the
-        last stage."""
+        """Parameters of the embedding; the LM head has as many, even if it is tied (a copy)."""
         return self.vocabulary * self.hidden
 
 
 def _gpt(name: str, layers: int, hidden: int) -> Model:
-    # FlexSP's and InfiniPipe's: heads of 128, no gate. The vocabulary is the study's (logits of
-    # 128,256), for InfiniPipe's remark that vocabularies are at least 128K.
+    # FlexSP's and InfiniPipe's models: heads of 128, no gate. The vocabulary of 128,256 follows
+    # InfiniPipe's remark that vocabularies have at least 128K entries.
     heads = hidden // 128
     return Model(name, layers, hidden, 4 * hidden, heads, heads, 128, 128_256)
 
@@ -178,7 +185,7 @@ def _qwen3_moe(name: str, layers: int, hidden: int, ffn: int, heads: int, expert
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> Model:
-    """Every second layer sees 128 keys, the first one does."""
+    """Return a model in which every second layer, from the first on, has a window of 128 keys."""
     mixture = LayerShape(experts=experts, active_experts=4, expert_hidden=2880)
     kinds = {"window": dataclasses.replace(mixture, window=128), "full": mixture}
     return Model(name, layers, 2880, 2880, 64, 8, 64, 201_088, gated=True, kinds=kinds,
@@ -196,13 +203,15 @@ def _deepseek_v3() -> Model:
 
 
 def _of_symbols(symbols: str, **kinds: str) -> str:
-    """The pattern of layers that each are of one letter's kind, as a HybridModel's is written;
-    ``a`` stands for ``*``, ``m`` for ``-``."""
+    """Return the pattern of layers whose kinds are given by symbols, as in a HybridModel.
+
+    In ``kinds``, ``a`` stands for ``*`` and ``m`` for ``-``.
+    """
     return format_kinds([kinds[symbol] for symbol in symbols.replace("*", "a").replace("-", "m")])
 
 
 def _mamba(heads: int) -> LayerShape:
-    """Mamba alone, as in all of Nemotron's."""
+    """Return the shape of a Mamba layer of the Nemotron models."""
     return LayerShape(
         attention=False,
         mlp=False,
@@ -274,17 +283,17 @@ def _qwen3_next_80b() -> Model:
 
 
 def _gemma3_27b() -> Model:
-    """Text alone: five layers that see 1,024 keys, then one that sees all."""
+    """Return the text model: five layers with a window of 1,024 keys, then one without."""
     kinds = {"window": LayerShape(window=1024), "full": LayerShape()}
     return Model("gemma3-27b", 62, 5376, 21504, 32, 16, 128, 262_144, gated=True, tied=True,
                  kinds=kinds, pattern="10*(5*window full) 2*window")  # fmt: skip
 
 
-# Sources: the papers named above for gpt-*; for the others the makers' public configurations and
-# reports. Llama 3 (Meta, 2024), Qwen3 (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI's model
-# card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025), Qwen3-Next
-# (Alibaba, 2025). Left out: heads for further tokens; and, up to 0.1% of the parameters, biases,
-# sinks, norms of Q and K, and Gemma's two further norms.
+# Sources: for gpt-* the papers named above; for the others the makers' public configurations and
+# reports: Llama 3 (Meta, 2024), Qwen3 and Qwen3-Next (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss
+# (OpenAI's model card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025).
+# MTP layers are left out. So are biases, sinks, norms of Q and K, and Gemma's two additional norms,
+# which are up to 0.1% of the parameters.
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (
@@ -308,7 +317,7 @@ MODELS: Mapping[str, Model] = {
     )
 }
 
-# What the shapes above do not say, as keys of a config.json, of the same sources.
+# Properties that shapes do not have, as keys of a config.json, from the same sources.
 _QWEN3: dict[str, Any] = {"rope_theta": 1_000_000, "rms_norm_eps": 1e-6}
 _LLAMA3 = {"model_type": "llama", "rope_theta": 500_000, "rms_norm_eps": 1e-5}
 _NEMOTRON: dict[str, Any] = {"model_type": "nemotron_h", "layer_norm_epsilon": 1e-5}
@@ -343,9 +352,12 @@ def model(name: str, like: str | None = None) -> Model:
     """Return the model that ``name`` means.
 
     Args:
-        name: A name of the catalogue, a JSON file with the model's shape, or a config.json of
+        name: name in the catalogue, JSON file with the model's shape, or a config.json of
             transformers: the file, its folder, or a cached ``org/name``.
-        like: The model type to read a config.json as, in place of its own.
+        like: model type to interpret a config.json as, instead of its own.
+
+    Raises:
+        ValueError: there is no such model, or its description is invalid.
     """
     if name in MODELS:
         require_no_like(name, like)
@@ -366,7 +378,7 @@ def model(name: str, like: str | None = None) -> Model:
 
 
 def require_no_like(name: str, like: str | None) -> None:
-    """ValueError: a model that needs no other's type is to be read by one."""
+    """Raise a ValueError if ``like`` is given for a model that is not a config.json."""
     if like is not None:
         raise ValueError(f"--like {like}: {name} is no config.json of transformers; leave it out")
 
@@ -381,9 +393,9 @@ def hub_model(config: HubConfig) -> Model:
 
 
 def model_config(name: str, like: str | None = None) -> HubConfig | None:
-    """Return what a config.json says of the model beyond its shape.
+    """Return the model's config.json, which has properties beyond its shape.
 
-    None: nothing does, as of a model described in this project's own JSON.
+    It is None if there is none, as for a model described in this project's own JSON.
     """
     if name in MODELS:
         return catalogue_config(name, STYLES[name]) if name in STYLES else None
@@ -394,5 +406,5 @@ def model_config(name: str, like: str | None = None) -> HubConfig | None:
     if not is_hub_config(value) and not (like is not None and isinstance(value, Mapping)):
         return None
     config = hub_config(name, value, like)
-    model_fields(config)  # which notes what it assumes
+    model_fields(config)  # it adds assumptions to ``config``
     return config

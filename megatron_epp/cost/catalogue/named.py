@@ -1,4 +1,4 @@
-"""Things known by name, or described in a JSON file."""
+"""Lookup of things by name, or in a JSON file."""
 
 import dataclasses
 import difflib
@@ -19,10 +19,18 @@ _CURE = {
 
 
 def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
-    """The ``kind`` that ``name`` names in ``known``, or that the JSON file at ``name`` describes.
+    """Return what ``name`` means in ``known``, or what the JSON file at ``name`` describes.
 
-    A file is meant where the name ends in .json or holds a slash. A name that is not known raises
-    a ValueError with the names that look like it.
+    A name that ends in .json or contains a slash is a file.
+
+    Args:
+        what: what is looked up, for error messages.
+        name: name or path.
+        known: values by name.
+        kind: dataclass of the value in a file.
+
+    Raises:
+        ValueError: the name is unknown, with similar names, or the file is invalid.
     """
     if name in known:
         return known[name]
@@ -34,8 +42,14 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> str:
-    """One line: the names that look like ``name``, then all. ``others`` are known as well, but
-    are never what was meant."""
+    """Return an error line with the names similar to ``name``, then all.
+
+    Args:
+        what: what was looked up.
+        name: name that is unknown.
+        known: names that may have been meant.
+        *others: valid names that are never suggested.
+    """
     names = list(known)
     near = difflib.get_close_matches(name, names, n=2)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
@@ -43,7 +57,11 @@ def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> st
 
 
 def read_json(what: str, path: str) -> Any:
-    """The value in the JSON file at ``path``; a ValueError in one line where there is none."""
+    """Return the value in the JSON file at ``path``.
+
+    Raises:
+        ValueError: the file cannot be read, in one line.
+    """
     try:
         data = read_bounded(path, _MOST_BYTES, "a description in JSON")
         return json.loads(data.decode(), parse_constant=_no_constant, parse_int=_int)
@@ -62,16 +80,19 @@ def _no_constant(word: str) -> NoReturn:
 
 
 def _int(digits: str) -> int:
-    """Beyond this a product of a few sizes has no float."""
+    """Parse an integer of at most 30 digits; products of a few larger ones do not fit a float."""
     if len(digits) > 30:
         raise ValueError(f"a whole number of {len(digits)} digits: expected at most 30")
     return int(digits)
 
 
 def from_json[T](where: str, value: Any, kind: type[T]) -> T:
-    """A flat dataclass ``kind`` from a JSON object with exactly its fields (defaults may lack).
+    """Return a dataclass ``kind`` from a JSON object with exactly its fields.
 
-    A ValueError begins with ``where``.
+    Fields with a default may be missing.
+
+    Raises:
+        ValueError: the object does not fit; the message starts with ``where``.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object")

@@ -1,13 +1,13 @@
-"""Public measurements of training and its parts, and how far the analytic model is off them.
+"""Public measurements of training and its parts, and the analytic model's errors on them.
 
-``public_measurements.json`` has the measurements, table by table, as their authors published them;
-``public_scores.json`` what the analytic model predicts of each (``scripts/bench/public.py`` writes
-it). Two properties of a row follow from a rule, which was fixed before the first constant of the
-model was fitted to any of them:
+``public_measurements.json`` has the measurements, table by table, as their authors published them.
+``public_scores.json`` has the analytic model's prediction of each (``scripts/bench/public.py``
+writes it). Two properties of a row follow from a rule that was fixed before any constant of the
+model was fitted:
 
-comparable   bf16, kernels of 2024 or later, no exchange inside a layer hidden behind computation
-             (what replicas exchange may be), and a device of the catalogue
-held out     of every table each third row, from the second on: no constant is fitted to these
+comparable   bf16, kernels of 2024 or later, no communication inside a layer overlapped with
+             computation (between replicas it may be), and a device of the catalogue
+held out     every third row of each table, starting with the second: no constant is fitted to it
 """
 
 import json
@@ -23,22 +23,25 @@ from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.profile import ANALYTIC, Profile
 
 KERNELS = 2024
-# What a row may say was measured; of rates more is faster.
+# Names of measured values; larger rates are faster.
 SECONDS, RATES, BYTES = "seconds", ("tflops", "tokens_per_second", "bus_gb_per_second"), "gib"
 GIB_OF_GB = 1e9 / 2**30
 _FOLDER = Path(__file__).parent
 _MEASUREMENTS, SCORES = _FOLDER / "public_measurements.json", _FOLDER / "public_scores.json"
 
 
-Scores = dict[str, dict[str, float]]  # predicted numbers by the name of a row
+Scores = dict[str, dict[str, float]]  # predicted numbers by the key of a row
 
 
 @dataclass(frozen=True, slots=True)
 class PublicRow:
-    """A row of a public table.
+    """Row of a public table.
 
-    number   of the row in its table, from 0
-    facts    what was measured, and on what: the fields of the row, and those of all its table
+    Attributes:
+        table: name of the table.
+        source: where it was published.
+        number: index of the row in its table.
+        facts: fields of the row and of its table: what was measured, and on what.
     """
 
     table: str
@@ -48,22 +51,22 @@ class PublicRow:
 
     @property
     def key(self) -> str:
-        """Return its name in the file of scores."""
+        """Its name in the file of scores."""
         return f"{self.table} {self.number + 1}"
 
     @property
     def what(self) -> str:
-        """Return what was measured: step, layer, gather, product, experts or attention."""
+        """What was measured: step, layer, gather, product, experts or attention."""
         return self.facts["what"]
 
     @property
     def held_out(self) -> bool:
-        """Return whether no constant may be fitted to the row."""
+        """Whether no constant may be fitted to the row."""
         return self.number % 3 == 1
 
     @property
     def comparable(self) -> bool:
-        """Return whether the model predicts what the row measured, by the rule of the module."""
+        """Whether the model predicts what the row measured, by the rule of the module."""
         facts = self.facts
         return (
             facts["precision"] == "bf16"
@@ -74,7 +77,7 @@ class PublicRow:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Return the numbers that were measured, bytes in GiB."""
+        """Numbers that were measured, bytes in GiB."""
         values = {name: self.facts[name] for name in (SECONDS, *RATES, BYTES) if name in self.facts}
         if "gb" in self.facts:
             values[BYTES] = round(self.facts["gb"] * GIB_OF_GB, 2)
@@ -82,18 +85,18 @@ class PublicRow:
 
     @property
     def model(self) -> Model | None:
-        """Return the model that was measured; None of a part without one."""
+        """Model that was measured; None for a part without a model."""
         name = self.facts.get("model")
         return None if name is None else _models()[name]
 
     @property
     def own(self) -> bool:
-        """Return whether this project measured it."""
+        """Whether this project measured it."""
         return self.source.startswith("scripts/")
 
     @property
     def kind(self) -> str:
-        """Return "dense" or "MoE" of steps and layers of models, else what was measured."""
+        """Either "dense" or "MoE" for steps and layers of models, otherwise what was measured."""
         model = self.model
         if model is None:
             return self.what
@@ -122,18 +125,18 @@ def measurements() -> tuple[PublicRow, ...]:
 
 @cache
 def scores() -> Scores:
-    """Return what the analytic model predicts of each measurement, by its key."""
+    """Return the analytic model's prediction of each measurement, by its key."""
     return json.loads(SCORES.read_text(encoding="utf-8"))
 
 
 def error(name: str, measured: float, predicted: float) -> float:
-    """Return how much longer, or larger, than measured ``predicted`` is, as a fraction."""
+    """Return how much longer or larger ``predicted`` is than measured, as a fraction."""
     ratio = measured / predicted if name in RATES else predicted / measured
     return ratio - 1
 
 
 def errors_of(rows: Iterable[PublicRow], scores: Scores, *, memory: bool = False) -> list[float]:
-    """Return the errors of the predicted seconds, or bytes, of ``rows``."""
+    """Return the errors of the predicted seconds of ``rows``, or of their bytes if ``memory``."""
     values = []
     for row in rows:
         predicted = scores[row.key]
@@ -146,15 +149,15 @@ def errors_of(rows: Iterable[PublicRow], scores: Scores, *, memory: bool = False
 
 
 def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
-    """Return the median and the largest of the errors' sizes."""
+    """Return the median and the maximum of the absolute errors."""
     sizes = [abs(each) for each in values]
     return statistics.median(sizes), max(sizes)
 
 
 def accuracy_lines(profile: Profile) -> list[str]:
-    """Return a line for each device of an analytic ``profile``: how far the model is off there.
+    """Return one line on the model's accuracy for each device of an analytic ``profile``.
 
-    None for a measured profile, and for devices that the catalogue lacks.
+    The list is empty for a measured profile, and lacks devices that are not in the catalogue.
     """
     if profile.provenance.kind != ANALYTIC:
         return []

@@ -1,7 +1,7 @@
 """Constants that FlexSP published for its GPT models on one A100.
 
-Milliseconds of forward plus backward of the whole model; all-to-all rates: cost.catalogue.devices.
-Source: FlexSP (arXiv 2412.01523), its code.
+They are milliseconds of forward plus backward of the full model. All-to-all rates are in
+cost.catalogue.devices. Source: FlexSP (arXiv 2412.01523), its code.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PublishedRates:
-    """a1 and a2 of eq. 1 (one device, whole model), b1 (per chunk, whole model)."""
+    """a1 and a2 of eq. 1 (one device, full model), and b1 (per chunk, full model)."""
 
     a1_ms_per_square_token: float
     a2_ms_per_token: float

@@ -1,1 +1,1 @@
-"""Coefficients of a profile from measurements."""
+"""Fits of a profile's coefficients to measurements."""

@@ -1,15 +1,16 @@
-"""A profile from measurements: op by op, by regression, with what it missed.
+"""Fit of a profile to measurements: a regression for each kind of op, with its errors.
 
     seconds of F     ~ layers * (tokens, pairs, 1) . layer   + first * (tokens, 1) . first
                                                              + last  * (tokens, 1) . last
-    seconds of B, I  ~ the same                              + count(letter) * (tokens, pairs, 1)
-    held bytes       ~ count(letter) * (whole tokens, cut tokens) + first * (...) + last * (...)
+    seconds of B, I  ~ the same                              + count(mode) * (tokens, pairs, 1)
+    held bytes       ~ count(mode) * (whole tokens, cut tokens) + first * (...) + last * (...)
 
-Of stages with layers of several kinds, seconds are such a sum for every kind, whose pairs are those
-of its window; the further columns of a kind are further terms of the sum.
+With several layer kinds, seconds are the sum of such terms for every kind; pairs are those of its
+window, and its additional columns are additional terms.
 
-What was not measured keeps the template's coefficient; I and W, where only B was measured, their
-template's share of B; and B, where only I and W were, its template's share of their sum.
+A coefficient without measurements keeps the value of the template. If only B was measured, I and W
+get the template's fractions of B. If only I and W were measured, B gets the template's ratio to
+their sum.
 """
 
 import dataclasses
@@ -35,15 +36,19 @@ _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measurement on one stage: ``value`` seconds, or bytes, of an op on a chunk.
+    """One measurement on one stage: seconds of an op on a chunk, or bytes.
 
-    choice         the stage's recompute letters, one a layer
-    first, last    whether it is the pipeline's first stage; how often it runs the output layer, on
-                   the last: once for each token that is predicted of a row
-    pairs          query-key pairs; where the layers are of one kind those of its window
-    cut_tokens     inputs whose K and V later slices attend to (Loads.cached_tokens)
-    kinds          of the stage's layers, one each; none: all are of the profile's only kind
-    columns        further columns of these kinds, and the chunk's numbers of them
+    Attributes:
+        choice: recompute mode of each layer of the stage.
+        first: whether it is the first stage.
+        last: number of runs of the LM head: 0 unless it is the last stage, then one per predicted
+            token.
+        tokens: tokens of the chunk.
+        pairs: query-key pairs; if the layers are of one kind, those of its window.
+        cut_tokens: tokens with K and V for later slices (Loads.cached_tokens).
+        value: seconds or bytes.
+        kinds: kind of each layer of the stage; empty: all are of the profile's only kind.
+        columns: additional columns of these kinds with the chunk's numbers.
     """
 
     choice: str
@@ -66,10 +71,11 @@ class Sample:
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return len(self.choice)
 
     def modes_of(self, kind: str) -> str:
-        """The recompute letters of the layers of ``kind``."""
+        """Return the recompute modes of the layers of ``kind``."""
         if not self.kinds:
             return self.choice
         return "".join(
@@ -77,17 +83,18 @@ class Sample:
         )
 
     def number(self, column: Column) -> float:
+        """Return the chunk's number of an additional column, or 0."""
         return dict(self.columns).get(column, 0)
 
     def load(self, window: int) -> tuple[float, float, int]:
-        """(tokens, pairs, 1) of a layer with that window."""
+        """Return (tokens, pairs, 1) of a layer with that window."""
         pairs = dict(self.columns).get(WindowPairs(window), self.pairs) if window else self.pairs
         return self.tokens, pairs, 1
 
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A profile, and by what was fitted how well it predicts rows that it has not seen."""
+    """Profile, and the quality of each fit on measurements that it has not seen."""
 
     profile: Profile
     quality: Mapping[str, Quality]
@@ -107,16 +114,21 @@ def fit_profile(
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> FitResult:
-    """``template`` with everything replaced that the samples speak of.
+    """Return ``template`` with everything replaced that the samples determine.
 
-    seconds           of ops: B and I with the recompute that their choice asks for
-    held_bytes        from F to B, K and V of cut documents apart
-    link_seconds      (tokens, seconds) of messages between stages
-    near              whether seconds stay as near to the template's as the samples allow: those of
-                      one pipeline do not tell its layers from its ends
+    The samples are of one device with ``tp`` and ``cp``. Communication in them becomes part of the
+    layer's seconds.
 
-    The samples are of one device under ``tp`` and ``cp``; the communication that they contain
-    becomes part of the layer's seconds.
+    Args:
+        template: profile whose coefficients are replaced.
+        provenance: origin of the result.
+        tp: tensor-parallel size of the samples.
+        cp: context-parallel size of the samples.
+        seconds: seconds of ops; B and I with the recompute of their choice.
+        held_bytes: bytes from F to B, without K and V of cut documents.
+        link_seconds: (tokens, seconds) of messages between stages.
+        near: whether seconds stay as near to the template's as the samples allow. Samples of one
+            pipeline do not separate its layers from embedding and LM head.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}
@@ -133,30 +145,35 @@ def fit_profile(
     return FitResult(dataclasses.replace(template, **fields), quality)
 
 
-# Of a chunk's constant seconds, what its tokens are given where the fit left them none.
+# Fraction of a chunk's constant seconds that is assigned to tokens if the fit assigned none.
 _TOKENS_FRACTION = 1e-3
 
 
 def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
-    """Layers so small that only a chunk's constant shows, on a busy host: planners divide by what
-    ``tokens`` cost, and a profile in which they cost nothing is refused."""
+    """Return ``seconds`` with some time per token, so that no token is free.
+
+    With very small layers on a busy host only the constant per chunk is visible. Planners divide by
+    the time of ``tokens``, and profiles in which tokens take no time are refused.
+    """
     if seconds.per_token or seconds.per_pair:
         return seconds
     return dataclasses.replace(seconds, per_token=_TOKENS_FRACTION * seconds.per_chunk / tokens)
 
 
 def _load(sample: Sample, coefficients: LayerCoefficients) -> tuple[float, float, int]:
-    """(tokens, pairs, 1) of a layer; without attention, which keeps K and V, it meets no pairs."""
+    """Return (tokens, pairs, 1) of a layer; pairs are 0 without attention, which caches K and V."""
     tokens, pairs, one = sample.load(coefficients.window)
     return tokens, pairs if coefficients.kv_bytes_per_token else 0, one
 
 
 @dataclass(frozen=True, slots=True)
 class FitColumns:
-    """Columns of a fit: what seconds of one kind of op are linear in.
+    """Columns of a fit, in which the seconds of one kind of op are linear.
 
-    coefficients   by name, of the kinds of layers
-    modes   (kind, letter) of what is run again
+    Attributes:
+        op: kind of op.
+        coefficients: template's coefficients of each layer kind, by name.
+        modes: (layer kind, mode) of the recompute in the samples.
     """
 
     op: Kind
@@ -165,7 +182,7 @@ class FitColumns:
 
     @classmethod
     def of(cls, profile: Profile, op: Kind, rows: Sequence[Sample]) -> "FitColumns":
-        """Those that ``rows`` speak of."""
+        """Return the columns that ``rows`` determine."""
         known = profile.kinds
         seen = {kind for row in rows for kind in row.kinds}
         coefficients = {kind: known[kind] for kind in known if kind in seen or len(known) == 1}
@@ -178,6 +195,7 @@ class FitColumns:
         return cls(op, coefficients, modes)
 
     def row(self, sample: Sample) -> list[float]:
+        """Return the numbers of a sample in these columns."""
         row: list[float] = []
         for kind, coefficients in self.coefficients.items():
             count = len(sample.modes_of(kind))
@@ -192,7 +210,7 @@ class FitColumns:
         return row
 
     def coefficients_row(self, profile: Profile) -> list[float]:
-        """The coefficients that ``profile`` has for them."""
+        """Return the coefficients of ``profile`` for these columns."""
         row: list[float] = []
         for kind in self.coefficients:
             of = profile.kinds[kind]
@@ -205,7 +223,7 @@ class FitColumns:
         return row
 
     def again(self, profile: Profile, sample: Sample) -> float:
-        """Seconds, beside the columns', that whole layers run their further columns again."""
+        """Return the seconds of full recompute in additional columns, which are not fitted."""
         if self.op not in BACKWARDS:
             return 0.0
         return sum(
@@ -218,7 +236,7 @@ class FitColumns:
 
 
 def _fitted(coefficients: LayerCoefficients) -> list[Column]:
-    """The further columns whose coefficients measurements tell."""
+    """Return the additional columns whose coefficients can be measured."""
     return [column for column in coefficients.column_seconds if column.FITTED]
 
 
@@ -228,9 +246,10 @@ def _fit_seconds(
     quality: dict[str, Quality],
     near: bool,
 ) -> Profile:
+    """Return ``template`` with the seconds that the samples determine, and record the quality."""
     known = template.kinds
     layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
-    # What is measured of the other columns is told by pairs alone.
+    # Measured seconds of pairs include those of the other columns.
     of_columns = {
         kind: {
             column: dict(seconds) if column.FITTED or not any(samples.values()) else {}
@@ -240,12 +259,14 @@ def _fit_seconds(
     }
     recompute = {kind: dict(each.recompute_seconds) for kind, each in known.items()}
     first, last = dict(template.first_seconds), dict(template.last_seconds)
-    learnt: dict[tuple[str, str], int] = {}  # how many samples the present coefficient rests on
+    # Number of samples that determine the current coefficient
+    learnt: dict[tuple[str, str], int] = {}
     for op, rows in samples.items():
         if not rows:
             continue
         columns = FitColumns.of(template, op, rows)
-        # What is known of a row is taken off it, but for a share: a measurement is above 0.
+        # Known seconds are subtracted, but a positive rest remains, because measurements are above
+        # 0.
         values = [max(row.value - columns.again(template, row), 0.1 * row.value) for row in rows]
         prior = columns.coefficients_row(template) if near else None
         result = fit([columns.row(row) for row in rows], values, prior)
@@ -294,7 +315,7 @@ def _fit_seconds(
 
 
 def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Sequence[Kind]) -> None:
-    """Put into ``grid`` what no sample tells, in the proportions of ``old``."""
+    """Set what no sample determines, in the proportions of ``old``."""
     halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
     if missing == [Kind.BACKWARD]:
         grid[Kind.BACKWARD] = _part(halves, old[Kind.BACKWARD], halves_before, 1.0)
@@ -304,8 +325,10 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
 
 
 def _part(total: Seconds, part_before: Seconds, total_before: Seconds, unknown: float) -> Seconds:
-    """``total`` in the proportion of ``part_before`` to ``total_before``, field by field; the
-    share is ``unknown`` where nothing was there before."""
+    """Return ``total`` times the ratio of ``part_before`` to ``total_before``, field by field.
+
+    ``unknown`` replaces the ratio of two zeros.
+    """
 
     def fraction(name: str) -> float:
         before = getattr(total_before, name)
@@ -351,12 +374,12 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
 
 
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
-    """(slope, constant), each at least 0, of a line with no point (x, y) above it.
+    """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
 
-    For peaks: the largest of what several moments need, each a constant and something in proportion
-    to x. Such a curve is convex, so its steepest stretch is its last, where what adds to both ends
-    does not count. ``goes_on``: x may be much larger than at the last point, where one moment's
-    constant may still have hidden another's slope, which is y / x there at most.
+    It is meant for peaks: the maximum over several moments, each of which needs a constant and an
+    amount proportional to x. Such a curve is convex, so its last segment is the steepest; constants
+    cancel in its slope. If ``goes_on``, x may be much larger than at the last point, where a
+    constant may still hide the slope of another moment. That slope is at most y / x there.
     """
     highest: dict[float, float] = {}
     for x, y in points:
@@ -370,7 +393,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """``fitted``, but ``before``'s coefficient for tokens of a sort that no row holds."""
+    """Return ``fitted``, with coefficients of ``before`` for tokens that no row has."""
     has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

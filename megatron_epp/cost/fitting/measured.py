@@ -1,4 +1,4 @@
-"""A profile from what all ranks measured of one layer of every kind, and of the model's ends."""
+"""Profile from the measurements of all ranks, for every layer kind, embedding and LM head."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,20 @@ from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Span
 
-_USUAL_TOKENS = 2048  # of a chunk, where one must stand for all
+_USUAL_TOKENS = 2048  # of a typical chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions that ranks measured under.
+    """Conditions of the measurements.
 
-    device        by its name in the catalogue: the template of what is not measured
-    itemsize      bytes of a parameter; ``gradient_itemsize``: of what adds up gradients of kept K
-                  and V
-    head_tokens   of a chunk at most, that the last stage's end works on at once; 0: all
+    Attributes:
+        device: name in the catalogue, for coefficients that are not measured.
+        tp: tensor-parallel size.
+        cp: context-parallel size.
+        itemsize: bytes of a parameter.
+        gradient_itemsize: bytes of an accumulated gradient of cached K and V.
+        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
     """
 
     device: str
@@ -49,8 +52,17 @@ class Conditions:
 def measured_profile(
     of_kinds: Mapping[str, Sequence[Readings]], model: Model, origin: Provenance, where: Conditions
 ) -> Profile:
-    """The first kind's profile with the layers of all, on the fastest pipeline rank where they
-    differ. ValueError: nothing follows from them."""
+    """Return the profile of all layer kinds, on the fastest pipeline rank if ranks differ.
+
+    Args:
+        of_kinds: readings of all ranks by layer kind, the first kind first.
+        model: sizes of the model.
+        origin: origin of the profile.
+        where: conditions of the measurements.
+
+    Raises:
+        ValueError: the measurements determine no profile.
+    """
     slowness, ranks = measured_slowness(of_kinds), pipeline_ranks(of_kinds)
     if slowness:
         of_kinds = {
@@ -77,6 +89,7 @@ def measured_profile(
 def _fitted(
     every: Sequence[Readings], model: Model, kind: str, origin: Provenance, where: Conditions
 ) -> Profile:
+    """Return the profile of one layer kind from the readings of all ranks."""
     layer = model.shapes[kind]
     template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
     if where.device != "cpu" and layer.masks_diagonal:
@@ -124,7 +137,7 @@ def _fitted(
         last_workspace_tokens=float(where.head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
-        expert_bytes_per_token=0.0,  # part of what was measured, as are weights and latencies
+        expert_bytes_per_token=0.0,  # part of the measured seconds, as are weights and latencies
         weight_seconds={},
         expert_weight_seconds={},
         tensor_gathers=0.0,
@@ -138,7 +151,7 @@ def _fitted(
 
 
 def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
-    """Per token; none where nothing was spread, or it took no longer."""
+    """Return the seconds per token to exchange rows for heads; empty if there were none."""
     rows = [reading for readings in every for reading in readings.exchange]
     if not rows:
         return {}
@@ -149,7 +162,7 @@ def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
-    """That a host takes to issue one layer's op, by kind; none on a CPU."""
+    """Return the host's seconds to issue one layer's op, by kind; empty on a CPU."""
     rows = [reading for readings in every for reading in readings.host]
     if not rows:
         return {}
@@ -157,18 +170,22 @@ def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _alike(coefficient: Bytes) -> Bytes:
-    """Tokens and logits do not know whether their document is cut."""
+    """Return ``coefficient`` for all tokens: tokens and logits are the same for cut documents."""
     return Bytes(coefficient.per_token, coefficient.per_token)
 
 
 def workspaces(
     peaks: Sequence[Peak], head_tokens: int
 ) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes], dict[str, Workspace]]:
-    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, of the layer
-    that lives again, by letter, and while F runs of a layer that is recomputed, by letter, where
-    that is not what a kept one needs. No measured peak lies above what these promise.
+    """Return the bytes in addition to what is held, so that no measured peak exceeds them.
 
-    ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
+    Args:
+        peaks: measured peaks of all ranks.
+        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
+
+    Returns:
+        Four mappings: workspaces by kind of op; those of the last stage; bytes of a recomputed
+        layer by mode; and forward workspaces by mode if they differ from a saved layer's.
     """
 
     def of(kind: Kind, mode: str, end: bool) -> list[Peak]:
@@ -199,13 +216,13 @@ def workspaces(
     uncut_peaks = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
     kept = {p.tokens: p.bytes for p in uncut_peaks}  # of several ranks the least
     for mode in (FULL, *SELECTIVE):
-        # Beyond what the same chunk takes without recompute: constants are in both.
+        # In addition to what the same chunk needs without recompute; both include the constants.
         largest = sorted(of(Kind.BACKWARD, mode, False), key=lambda p: p.tokens)[-2:]
         alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in largest), default=0.0)
         again[mode] = _alike(Bytes(max(0.0, alive)))
     forward = {}
     for mode in (FULL, *SELECTIVE):
-        # What a recomputed layer does not hold from F to B lives as long as its F runs.
+        # What a recomputed layer does not save from F to B exists until its F ends.
         passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, mode, False)]
         slope, constant = line_above(passing, goes_on=True)
         coefficient = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
@@ -213,7 +230,7 @@ def workspaces(
             forward[mode] = coefficient
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
-        # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
+        # W frees as it runs; it makes one weight's gradient, independent of the chunk.
         of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
     return layer, last, again, forward
 
@@ -221,12 +238,14 @@ def workspaces(
 def _recompute_seconds(
     every: Sequence[Readings], profile: Profile, template: Profile
 ) -> dict[str, Seconds]:
-    """Full: a layer's forward, times how much longer B really took. Selective: its modules', or
-    what B took longer; nothing of modules that the layer has not.
+    """Return the seconds of recompute by mode.
 
-    Where the host was busy a B that ran something again may have been no slower than one that did
-    not. Nothing runs again for nothing: then it is what ``template`` has of it, at the speed that
-    the layer's forward was measured at.
+    Full recompute takes a layer's forward, times the measured ratio of the increase of B to F.
+    Selective recompute takes the time of its modules, or the increase of B. Modules that the layer
+    does not have take none.
+
+    On a busy host a B with recompute may have been no slower than one without. Recompute is never
+    free, so ``template``'s seconds then apply, scaled by the measured speed of the layer's forward.
     """
     forward = profile.layer_seconds[Kind.FORWARD]
     ratios = sorted(
@@ -263,7 +282,7 @@ def _recompute_seconds(
 
 
 def _slower(measured: Profile, template: Profile) -> float:
-    """Measured over ``template``'s seconds of a layer's forward, of a chunk of a usual size."""
+    """Return measured over ``template``'s seconds of a layer's forward of a typical chunk."""
     load = _USUAL_TOKENS, pairs_within((Span(0, 0, _USUAL_TOKENS),), template.window)
     one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))
     return one / other

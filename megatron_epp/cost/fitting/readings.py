@@ -1,4 +1,4 @@
-"""Measurements of one rank of its parts of a model: the samples that a profile is fitted to."""
+"""Measurements of one rank: the samples to which a profile is fitted."""
 
 import dataclasses
 from dataclasses import dataclass, replace
@@ -8,22 +8,28 @@ from megatron_epp.cost.fitting.split_seconds import SplitSeconds
 from megatron_epp.cost.kinds.layer import PARTS, Layer
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
-# Behind contexts so many tokens are weighed: a backward makes the gradients of all its keys at
-# once, which shows only where they are more than what a weight's gradient takes.
+# Tokens of the chunks whose memory is measured after contexts. Backward makes the gradients of all
+# its keys at once, which shows only if they exceed a weight's gradient.
 AFTER_CONTEXT_TOKENS = 1024
-OWN_MODES = "".join(part.MODES for part in PARTS)  # of layers of some kinds alone
+OWN_MODES = "".join(part.MODES for part in PARTS)  # modes that only some layer kinds have
 
 
 def modes_of(layer: Layer) -> str:
-    """The recompute letters that make a difference to ``layer``, and KEEP."""
+    """Return KEEP and the recompute modes that make a difference to ``layer``."""
     return KEEP + FULL + "".join(x for x in SELECTIVE if x not in OWN_MODES) + layer.modes
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that an op held beyond its chunk's bytes: of one layer, or of the last stage's end.
+    """Peak of an op in addition to its chunk's bytes, for one layer or the LM head.
 
-    bytes   below 0 where a backward frees more than it makes
+    Attributes:
+        kind: kind of op.
+        mode: recompute mode of the layer.
+        end: whether it is of the LM head.
+        tokens: tokens of the chunk.
+        context: tokens before the chunk in its document.
+        bytes: additional bytes; below 0 if a backward frees more than it makes.
     """
 
     kind: Kind
@@ -38,17 +44,22 @@ class Peak:
 class Readings:
     """Measurements of one rank.
 
-    rank            of the pipeline, of the ``replica``
-    held            samples of bytes from F to B; ``peaks`` beyond them
-    again           (letter, tokens, seconds that it added to B, seconds of F) of one layer
-    module_seconds  by name of a selective set's module: of one layer, per token
-    link            (tokens of a message, seconds)
-    split           backwards whole and in halves
-    exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
-                    than of those local to a context-parallel rank
-    host            (seconds of F, of B) that a GPU's host takes to issue a layer; none on a CPU
-    host_rate       bytes per second to the host's memory
-    stores_last_slice      whether the layer's attention has last slices kept, too
+    Attributes:
+        rank: pipeline rank.
+        forward: samples of seconds of F.
+        backward: samples of seconds of B.
+        held: samples of bytes from F to B.
+        peaks: peaks in addition to ``held``.
+        again: (mode, tokens, increase of B in seconds, seconds of F) of one layer.
+        module_seconds: seconds per token of one layer, by the module of a selective set.
+        link: (tokens of a message, seconds).
+        split: full backwards and their halves.
+        exchange: (tokens, additional seconds of F, of B) of one layer with sharded documents,
+            compared with single-rank documents.
+        host: (seconds of F, of B) of a GPU's host to issue a layer; empty on a CPU.
+        host_rate: bytes per second to host memory.
+        stores_last_slice: whether the layer's attention also caches last slices.
+        replica: replica of the pipeline.
     """
 
     rank: int = 0
@@ -67,7 +78,7 @@ class Readings:
     replica: int = 0
 
     def of_fastest(self, factor: float) -> "Readings":
-        """Seconds as they were on a device that is ``factor`` times as fast."""
+        """Return the readings with the seconds of a device that is ``factor`` times as fast."""
 
         def timed(samples: list[Sample]) -> list[Sample]:
             return [replace(each, value=each.value / factor) for each in samples]

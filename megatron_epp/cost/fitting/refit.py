@@ -1,5 +1,4 @@
-"""A cost model's seconds fitted anew to ops that were trained on, kept only where it foretells
-better what the fit has not seen."""
+"""Refit of a cost model's seconds to trained ops, used only if it predicts unseen ops better."""
 
 import dataclasses
 import statistics
@@ -10,14 +9,14 @@ from megatron_epp.cost.fitting.fit import FitColumns, Sample, fit_profile
 from megatron_epp.cost.profile import Profile, layer_coefficients
 from megatron_epp.ir import Kind
 
-HELD_OUT_EVERY = 4  # every fourth op judges
-BETTER = 0.9  # its errors must shrink at least to this share
-LEAST = 40  # ops; of fewer nothing is learnt
+HELD_OUT_EVERY = 4  # every fourth op is held out
+BETTER = 0.9  # largest ratio of the errors after and before a refit
+LEAST = 40  # fewest ops for a refit
 
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """``profile`` foretells held-out ops with a median error of ``after`` instead of ``before``."""
+    """Profile that reduces the median error on held-out ops from ``before`` to ``after``."""
 
     profile: Profile
     before: float
@@ -25,7 +24,7 @@ class Refit:
 
 
 def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit | None:
-    """A better profile, or None where there is none. ``samples``: measured seconds of ops."""
+    """Return a better profile, or None; ``samples`` are measured seconds of ops."""
     if sum(map(len, samples.values())) < LEAST:
         return None
     seen = {
@@ -47,8 +46,10 @@ _OF_LAYERS = ("layer_seconds", "column_seconds", "recompute_seconds")
 
 
 def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
-    """``profile`` with the seconds of ``learnt``; a fit gives up communication, which its samples
-    contain."""
+    """Return ``profile`` with the seconds of ``learnt``.
+
+    A fit removes communication from a profile, because its samples include it.
+    """
     coefficients = {
         kind: dataclasses.replace(
             layer_coefficients(each),
@@ -61,7 +62,7 @@ def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
 
 
 def _error(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> float:
-    """The median."""
+    """Return the median relative error of ``profile`` on ``samples``."""
     errors = []
     for op, rows in samples.items():
         columns = FitColumns.of(profile, op, rows)

@@ -1,4 +1,4 @@
-"""Non-negative linear regression by relative error, with its quality on rows it has not seen."""
+"""Non-negative linear regression of relative errors, with its quality on unseen rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
-HOLD_OUT = 4  # every fourth row judges
-_STILL_DETERMINED = 0.1  # of all that the rows tell of any coefficients, without the judging rows
-_SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows weigh alike
-_PULL = 0.03  # towards the prior, of what all rows together tell of a coefficient
+HOLD_OUT = 4  # every fourth row is held out
+# Fraction of the information on any coefficients that must remain after holding out rows
+_STILL_DETERMINED = 0.1
+_SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows have the same weight
+_PULL = 0.03  # weight of the prior relative to the information of all rows on a coefficient
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Relative errors |predicted / measured - 1| on ``tested`` rows that a fit had not seen.
 
-    Where too few rows were there to spare some, ``tested`` is 0 and the errors are the fit's.
+    If there are too few rows to hold any out, ``tested`` is 0 and the errors are those of the fit.
     """
 
     rows: int
@@ -35,7 +36,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """coefficients[n], each at least 0; 0 where column n is all zeros."""
+    """Coefficients [n], each at least 0, and their quality; 0 where column n is all zeros."""
 
     coefficients: tuple[float, ...]
     quality: Quality
@@ -46,15 +47,21 @@ def fit(
     measured: Sequence[float],
     prior: Sequence[float] | None = None,
 ) -> Fit:
-    """Coefficients with features @ coefficients ~ measured: [rows, n], [rows].
+    """Fit coefficients with features @ coefficients ~ measured.
 
-    Coefficients that the rows do not tell apart share what they explain in any way, or with
-    ``prior`` [n] in the way nearest to that, times whatever all of it is off by.
+    Errors are relative to the measurement, as short ops matter as much as long ones. Outliers,
+    which a busy machine causes, get less weight. All rows determine the coefficients. The quality
+    is that of a fit without about every fourth row; a row is held out only if the others still
+    determine the same coefficients.
 
-    Errors count relative to what was measured, since a short op matters as much as a long one;
-    rows far off count less (a busy machine makes outliers). The coefficients come from all rows,
-    the quality from a fit without every fourth, or near it: a row judges only where the others tell
-    of the same coefficients.
+    Args:
+        features: [rows, n].
+        measured: [rows], each above 0.
+        prior: [n]; coefficients that the rows do not separate stay as near to it as possible, up to
+            a common factor. None: they divide their sum arbitrarily.
+
+    Raises:
+        ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.
     """
     rows_RN = np.asarray(features, np.float64)
     values_R = np.asarray(measured, np.float64)
@@ -85,11 +92,11 @@ def fit(
 
 
 def _held_out(rows_RN: np.ndarray) -> np.ndarray:
-    """[R] rows to hold out: one of four, while more rows than coefficients remain.
+    """Return which rows to hold out: [rows], one of four while more rows than coefficients remain.
 
-    Held out blindly, all rows of one sort may go (the only ones with a certain recompute choice,
-    say): the rest knows nothing of its coefficients, and its prediction is 0, wrong by 100%. In an
-    orthonormal basis of what the rows tell, all rows together tell 1 of every direction.
+    If rows were chosen blindly, all rows of one kind might be held out, such as the only ones with
+    a certain recompute mode. The rest would then not determine that coefficient. In an orthonormal
+    basis of the rows' span, all rows together have information 1 in every direction.
     """
     scale_N = np.linalg.norm(rows_RN, axis=0)
     basis_RK, singular_K, _ = np.linalg.svd(
@@ -110,6 +117,7 @@ def _held_out(rows_RN: np.ndarray) -> np.ndarray:
 
 
 def _robust(rows_RN: np.ndarray, values_R: np.ndarray, prior_N: np.ndarray | None) -> np.ndarray:
+    """Return coefficients with the least sum of absolute relative errors, by reweighting."""
     relative_RN = rows_RN / values_R[:, None]
     scale_N = np.linalg.norm(relative_RN, axis=0)
     used = scale_N > 0
@@ -131,7 +139,7 @@ def _robust(rows_RN: np.ndarray, values_R: np.ndarray, prior_N: np.ndarray | Non
 
 
 def nnls(matrix_RN: np.ndarray, target_R: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    """Return the x >= 0 that minimises |matrix @ x - target| (Lawson and Hanson's active sets)."""
     columns = matrix_RN.shape[1]
     solution = np.zeros(columns)
     passive = np.zeros(columns, bool)
@@ -148,7 +156,7 @@ def nnls(matrix_RN: np.ndarray, target_R: np.ndarray) -> np.ndarray:
             if trial[passive].min() > 0:
                 solution = trial
                 break
-            # Walk towards the trial until the first coefficient reaches 0, and leave it there.
+            # Move towards the trial until the first coefficient reaches 0, and fix it there.
             leaving = passive & (trial <= 0)
             step = (solution[leaving] / (solution[leaving] - trial[leaving])).min()
             solution = solution + step * (trial - solution)

@@ -1,4 +1,4 @@
-"""Measured seconds of ops against a cost model's: one by one, and in sorts."""
+"""Residuals: measured seconds of ops compared with a cost model's, one by one and in groups."""
 
 import statistics
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, Table, Timed
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """One op: its kind, the chunk's tokens and most context, and its seconds twice."""
+    """Predicted and measured seconds of one op, with the chunk's tokens and longest context."""
 
     stage: int
     kind: Kind
@@ -21,12 +21,12 @@ class Residual:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured seconds, minus 1."""
         return self.predicted / self.measured - 1
 
 
 def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residual]:
-    """The residual of every op among ``records``; transfers are left out, and what took no time."""
+    """Return the residual of every op in ``records``, without transfers and ops of no duration."""
     result = []
     for record in records:
         op = record.op
@@ -46,7 +46,7 @@ def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residu
 
 
 class ErrorTable:
-    """Residuals by stage, kind and powers of two of slice and context; a table of their errors."""
+    """Table of errors by stage, kind, and powers of two of slice and context lengths."""
 
     HEADERS = ("stage", "op", "tokens", "context", "ops", "median error", "least", "most")
 
@@ -54,12 +54,13 @@ class ErrorTable:
         self._errors: dict[tuple[int, str, int, int], list[float]] = {}
 
     def add(self, added: Iterable[Residual]) -> None:
+        """Add residuals to the table."""
         for one in added:
             key = one.stage, one.kind.value, _power(one.tokens), _power(one.context)
             self._errors.setdefault(key, []).append(one.error)
 
     def rows(self, least: int = 1) -> list[list[str]]:
-        """A line for every sort with at least ``least`` ops."""
+        """Return a row for every group with at least ``least`` ops."""
         return [
             [
                 str(stage), kind, _range(tokens), _range(context), str(len(errors)),
@@ -71,7 +72,7 @@ class ErrorTable:
 
 
 def _power(number: int) -> int:
-    """The largest power of two up to ``number``, or 0."""
+    """Return the largest power of two up to ``number``, or 0."""
     return 1 << number.bit_length() - 1 if number else 0
 
 

@@ -1,4 +1,4 @@
-"""Speed of pipeline ranks' devices against each other, measured on the same chunks."""
+"""Relative speed of the pipeline ranks' devices, measured on the same chunks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +10,8 @@ from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.ir import Kind
 
-DIFFER = 1.25  # times as slow; less is what a busy host does to devices that are alike
-ALIKE = 1.1  # ranks so near each other take their median
+DIFFER = 1.25  # ratio of seconds; smaller ones occur on equal devices of a busy host
+ALIKE = 1.1  # ranks within this ratio get their median
 
 
 def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
@@ -20,11 +20,10 @@ def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
 
 
 def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Seconds of every pipeline rank of every replica, the first one's first, over those of the
-    fastest; none where devices are alike.
+    """Return the seconds of every rank of every replica relative to the fastest; empty if equal.
 
-    Ranks are compared in the kinds of layers that they share, by the median over chunks of F and
-    of B; where a rank shares none it is taken for as fast as the others are on average.
+    Ranks are compared in the layer kinds that they share, by the median over chunks of F and B. A
+    rank that shares no kind is assumed to be as fast as the average of the others.
     """
     replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
     in_pipeline = pipeline_ranks(of_kinds)
@@ -46,8 +45,7 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
 
 def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
-    """Log seconds of one kind's layers by rank, replica by replica, beyond the mean of the ranks
-    that have it."""
+    """Return the log seconds of one kind's layers by rank of all replicas, relative to the mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
         rank = one.replica * in_pipeline + one.rank
@@ -61,7 +59,7 @@ def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
 
 
 def _seconds(one: Readings) -> Iterable[tuple[tuple, float]]:
-    """(chunk and op, seconds) of one layer that keeps everything; none of the ends."""
+    """Yield (chunk and op, seconds) of stages with layers."""
     for kind, samples in ((Kind.FORWARD, one.forward), (Kind.BACKWARD, one.backward)):
         for each in samples:
             if each.layers and each.value > 0:
@@ -79,7 +77,7 @@ def _key(kind: Kind, each: Sample) -> tuple:
 
 
 def _joined(logs: np.ndarray) -> np.ndarray:
-    """Logs of ranks that lie near each other, by their median."""
+    """Return ``logs`` with the values of ranks of similar speed replaced by their median."""
     joined, order = logs.copy(), np.argsort(logs, kind="stable")
     first = 0
     for at in range(1, len(order) + 1):

@@ -1,7 +1,7 @@
-"""Cost of splitting a backward, from what its whole and its halves took.
+"""Cost of splitting a backward, from the times of the full backward and its halves.
 
-I and W together do the work of B and pay for being two: measured as what they take beyond it, a
-share of the work and an amount per chunk. W is in proportion to tokens; I is what remains.
+I and W together do the work of B and have an overhead: a fraction of the work and a constant per
+chunk. W is proportional to tokens; I is the rest.
 """
 
 import dataclasses
@@ -13,17 +13,23 @@ from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import Kind
 
-SMALL_TOKENS = 16  # a chunk of which two ops cost what two ops cost
+SMALL_TOKENS = 16  # a chunk so small that the times are overhead only
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSeconds:
-    """A chunk's B, and its I and W, alone; ``end``: of the output layer and loss, else of a layer.
+    """Time and bytes of a chunk's B, I and W.
 
-    input_bytes          beyond what is held before, while I runs
-    weight_input_bytes   from I to W
+    Bytes are 0 if only time was measured, and vice versa.
 
-    Bytes are 0 where only time was measured, and the other way round.
+    Attributes:
+        end: whether it is of LM head and loss; otherwise of a layer.
+        tokens: tokens of the chunk.
+        whole: seconds of B.
+        input: seconds of I.
+        weight: seconds of W.
+        input_bytes: peak of I in addition to the bytes held before it.
+        weight_input_bytes: bytes from I to W.
     """
 
     end: bool
@@ -36,16 +42,16 @@ class SplitSeconds:
 
 
 def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
-    """``profile``, whose B was measured, with I, W and what lies between them from ``splits``."""
+    """Return ``profile``, whose B was measured, with I, W and their bytes from ``splits``."""
     timed = [split for split in splits if split.whole]
     small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]
     large = [s for s in timed if not s.end and s.tokens != SMALL_TOKENS]
-    # Never below nothing: what a measurement gains by splitting, it gains by luck.
+    # At least 0: a measured gain from splitting is noise.
     per_chunk = max(0.0, median(s.input + s.weight - s.whole for s in small))
     price = max(0.0, median((s.input + s.weight - s.whole - per_chunk) / s.whole for s in large))
     per_token = median((s.weight - per_chunk / 2) / s.tokens for s in large)
     layer, last = dict(profile.layer_seconds), dict(profile.last_seconds)
-    if per_token <= 0:  # on a busy host: the share that W has without a measurement
+    if per_token <= 0:  # on a busy host: the fraction that W has without a measurement
         per_token = layer[Kind.WEIGHT].per_token
     weight = layer[Kind.WEIGHT] = Seconds(per_token=per_token, per_chunk=per_chunk / 2)
     layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
@@ -56,7 +62,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
         last[Kind.WEIGHT] = Seconds(per_token=fraction * backward.per_token)
         last[Kind.INPUT] = _rest(backward, 1.0, 0.0, last[Kind.WEIGHT])
     weighed = [s for s in splits if not s.whole]
-    # Of the largest chunk, where what has a constant size counts least.
+    # Of the largest chunk, where constants matter least.
     largest = max(s.tokens for s in weighed)
     between, after = (
         max(
@@ -86,7 +92,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
 
 
 def _rest(total: Seconds, factor: float, more: float, part: Seconds) -> Seconds:
-    """``factor`` times ``total``, ``more`` per chunk, without ``part``."""
+    """Return ``factor`` times ``total`` plus ``more`` per chunk, minus ``part``."""
     return Seconds(
         max(0.0, factor * total.per_token - part.per_token),
         factor * total.per_pair,

@@ -1,1 +1,1 @@
-"""Kinds of layers: what each part of a layer takes; see :mod:`megatron_epp.cost.kinds.layer`."""
+"""Layer kinds: cost of each sublayer; see :mod:`megatron_epp.cost.kinds.layer`."""

@@ -1,4 +1,4 @@
-"""Attention over heads: K and V of a slice are kept for later slices."""
+"""Attention over heads; K and V of a slice are cached for later slices."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,90 +8,104 @@ from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Size
 
 @dataclass(frozen=True)
 class AttentionSizes(Sizes):
-    """attention: whether the layer has attention; output_gate: whether its output has a gate, which
-    the hidden state makes."""
+    """Sizes of an attention sublayer.
+
+    Attributes:
+        attention: whether the layer has attention.
+        output_gate: whether its output has a gate, computed from the hidden state.
+    """
 
     attention: bool = True
     output_gate: bool = False
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         super().require()
         if self.output_gate and not self.attention:
             raise ValueError("attention false: output_gate has no effect; leave it out")
 
 
 class AttentionPart(Part):
-    """Q of all heads, K and V of ``kv_heads``."""
+    """Attention with Q of all heads, and K and V of ``kv_heads``."""
 
     MIXER, DEFAULT, WORD, ALONE = True, True, "heads", "attention"
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` has attention with uncompressed K and V."""
         return shape.attention and not shape.kv_rank
 
     @property
     def query_hidden(self) -> int:
+        """Channels of Q over all heads."""
         return self.model.heads * self.model.head_size
 
     @property
     def key_hidden(self) -> int:
+        """Channels of K over all heads."""
         return self.model.kv_heads * self.model.head_size
 
     @property
     def value_hidden(self) -> int:
+        """Channels of V over all heads."""
         return self.key_hidden
 
     @property
     def output_hidden(self) -> int:
-        """Channels of attention's output, before its projection."""
+        """Channels of attention's output before its projection."""
         return self.query_hidden
 
     @property
     def _gate(self) -> int:
-        """Channels of the output's gate, which the projection makes with Q, K and V."""
-        return self.output_hidden if self.shape.output_gate else 0
+        return self.output_hidden if self.shape.output_gate else 0  # projected with Q, K and V
 
     @property
     def heads_hidden(self) -> int:
-        """Q, K and V together."""
+        """Channels of Q, K and V together."""
         return self.query_hidden + self.key_hidden + self.value_hidden
 
     @property
     def parameters(self) -> int:
+        """Parameters of both projections and of the norm."""
         hidden = self.model.hidden
         return hidden * (self.heads_hidden + self._gate) + self.output_hidden * hidden + hidden
 
     @property
     def flops_per_pair(self) -> float:
-        return 2.0 * (self.query_hidden + self.output_hidden)  # QK', PV
+        """Forward flops per query-key pair: QK' and PV."""
+        return 2.0 * (self.query_hidden + self.output_hidden)
 
     @property
     def saved(self) -> int:
-        # A gate is saved, and what it is multiplied with beside the product.
+        """Channels saved from F to B; also a gate, and the output before it is applied."""
         return 2 * self.model.hidden + self.heads_hidden + self.output_hidden + 2 * self._gate
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.output_hidden + self.heads_hidden + self._gate
 
     @property
     def carried(self) -> CarryOver:
+        """K and V of every token."""
         return CarryOver(self.key_hidden + self.value_hidden, heads=self.model.kv_heads)
 
     def stored(self, modules: tuple[str, ...]) -> int:
+        """Return the channels of K and V, which the cut document's buffer holds."""
         return self.carried.channels
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        """Recomputing attention saves next to nothing with flash kernels: Q, K, V and the output
-        stay as inputs of what is not recomputed."""
+        """Modules that can be recomputed; with flash kernels core attention saves almost none."""
         norm = RecomputedModule(self.model.hidden, light=True)
         return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
 
     @property
     def exchanged(self) -> int:
-        return self.heads_hidden + self.output_hidden  # to heads, and the output back: eq. 3
+        """Channels exchanged within a CP group: Q, K, V to heads and the output back (eq. 3)."""
+        return self.heads_hidden + self.output_hidden
 
     @property
     def gathers(self) -> bool:
+        """Whether the hidden state is gathered within a TP group."""
         return True

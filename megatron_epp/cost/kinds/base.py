@@ -1,8 +1,7 @@
-"""A part of a layer: a mixer, which moves something between tokens, or a feed-forward part.
+"""Sublayers: a mixer, which moves information between tokens, or a feed-forward sublayer.
 
-Each part is a class of its own that says all that the cost model asks of it. What it says by
-default is nothing: a class answers what it has. Sizes are channels of a token unless they say
-otherwise.
+Each sublayer is a class that answers all questions of the cost model. The defaults of the base
+class mean that it has nothing. Sizes are channels of a token unless stated otherwise.
 """
 
 from collections.abc import Mapping
@@ -14,19 +13,21 @@ from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted
 
 ELEMENT_BYTES = 2  # bf16
-STATE_BYTES = 4  # float32, as the scans of states keep them
-GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
-# A training forward against its backward: linears 1:2, attention 1:2.5 (FlashAttention's two
-# passes of two products against five); W is half of the linears' backward, attention has no W.
+STATE_BYTES = 4  # float32, as scans store their states
+GRADIENT_BYTES = 4  # of cached K and V: the executor accumulates their gradients in float32
+# Ratio of backward to forward flops: 2 for linear layers, 2.5 for attention, as FlashAttention has
+# two matrix products in forward and five in backward. W is half of the linear layers' backward;
+# attention has no W.
 ATTENTION_BACKWARD = 2.5
-# Of a dense layer of Llama 3: two norms, rotary embeddings, a gated activation and two additions
-# read and write 94,000 channels of a token where 70,000 are saved; in backward half as many more.
+# For a dense layer of Llama 3: two norms, rotary embeddings, a gated activation and two additions
+# read and write 94,000 channels of a token, of which 70,000 are saved; backward moves 1.5 times as
+# many.
 MOVED, MOVED_BACKWARD = 1.4, 1.5
-MOST = 10**9  # of any size: beyond it, products of sizes leave what numbers can say
+MOST = 10**9  # of any size; products of larger sizes would overflow
 
 
 def require_sizes(value: Any, least: Mapping[str, int]) -> None:
-    """A ValueError where a field of ``value`` that ``least`` names is no size."""
+    """Raise a ValueError unless fields of ``value`` are integers of at least ``least[name]``."""
     for name, low in least.items():
         size = getattr(value, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < low:
@@ -36,45 +37,59 @@ def require_sizes(value: Any, least: Mapping[str, int]) -> None:
 
 
 def require_flags(value: Any, names: tuple[str, ...]) -> None:
+    """Raise a ValueError unless the fields ``names`` of ``value`` are booleans."""
     for name in names:
         if not isinstance(getattr(value, name), bool):
             raise ValueError(f"{name} {quoted(getattr(value, name))}: expected true or false")
 
 
 class Decoder(Protocol):
-    """The sizes that parts ask of their model."""
+    """Sizes of the model that sublayers need."""
 
     @property
-    def hidden(self) -> int: ...
+    def hidden(self) -> int:
+        """Hidden size."""
+
     @property
-    def ffn_hidden(self) -> int: ...
+    def ffn_hidden(self) -> int:
+        """Hidden size of the dense MLP."""
+
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """Number of attention heads."""
+
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Number of key-value heads."""
+
     @property
-    def head_size(self) -> int: ...
+    def head_size(self) -> int:
+        """Channels of an attention head."""
+
     @property
-    def gated(self) -> bool: ...
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The fields of a layer's shape that one part reads; their checks."""
+    """Fields of a layer's shape that one sublayer reads, with their checks."""
 
     def require(self) -> None:
-        """A ValueError where these sizes make no sense."""
+        """Raise a ValueError if the sizes are inconsistent."""
 
 
 @dataclass(frozen=True)
 class CarryOver:
     """State that a slice leaves for later slices of its document.
 
-    channels     of every token, such as K and V; a window cuts them to a tail
-    expanded     channels that later slices make of them again; 0: they are used as they are
-    heads        over which a stage's devices share it; 0: each keeps all of it, as of latents
-    tail         elements of the rows in front of a border, as a convolution wants them
-    state        elements of a state at a border
+    Attributes:
+        channels: channels of every token, such as K and V; with a sliding window only of a tail.
+        expanded: channels that later slices recompute from ``channels``; 0: they use them directly.
+        heads: number of heads over which a stage's devices shard it; 0: each device has all of it,
+            as in MLA.
+        tail: elements of the last rows of a slice, which a convolution needs.
+        state: elements of a state at the boundary of two slices.
     """
 
     channels: int = 0
@@ -84,7 +99,7 @@ class CarryOver:
     state: int = 0
 
     def on_device(self, devices: int) -> "CarryOver":
-        """The part of one of ``devices`` that share the heads."""
+        """Return the part of one of ``devices`` that shard the heads."""
         if not self.heads:
             return self
         heads = max(1, self.heads // devices)
@@ -104,12 +119,13 @@ class CarryOver:
 
 @dataclass(frozen=True)
 class RecomputedModule:
-    """One of Megatron's modules, recomputed: what it drops, and takes again.
+    """Module of Megatron that is recomputed: what it frees and what it costs.
 
-    channels     that are not saved
-    parameters   whose products run again
-    pairs        whether attention does
-    light        whether it moves memory only
+    Attributes:
+        channels: channels that are not saved.
+        parameters: parameters of the matrix products that run again.
+        pairs: whether attention runs again.
+        light: whether it only moves memory.
     """
 
     channels: int = 0
@@ -120,10 +136,12 @@ class RecomputedModule:
 
 @dataclass(frozen=True)
 class Work:
-    """Forward flops for one unit of a column.
+    """Forward flops per unit of a column.
 
-    backward    times as much in backward, where the weights' gradients wait for no W
-    attention   whether attention's kernels do it, at their rate
+    Attributes:
+        flops: forward flops per unit.
+        backward: ratio of backward to forward flops; all of the backward is I's.
+        attention: whether attention kernels do it, at their rate.
     """
 
     flops: float
@@ -133,7 +151,12 @@ class Work:
 
 @dataclass(frozen=True)
 class ContextWorkspace:
-    """Bytes beside a chunk's while an op runs: for each token of context, and once."""
+    """Additional bytes while an op runs.
+
+    Attributes:
+        per_context_token: bytes for each token of the context.
+        per_op: bytes that do not depend on the chunk.
+    """
 
     per_context_token: float = 0.0
     per_op: float = 0.0
@@ -141,14 +164,15 @@ class ContextWorkspace:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts of a part that tokens are routed to.
+    """Experts of a sublayer to which tokens are routed.
 
-    parameters        of all
-    active            of those that a token meets
-    copies            of a token: how many it meets
-    exchanged         channels of all copies to experts' devices, one way
-    permuted          channels moved where tokens are sorted by a kernel of its own
-    narrow_flops      forward flops that products with narrow weights take longer by
+    Attributes:
+        parameters: parameters of all experts.
+        active: parameters of the experts of one token.
+        copies: number of experts of one token.
+        exchanged: channels of all copies of a token, sent to the experts' devices, one way.
+        permuted: channels that a separate kernel moves to sort tokens by expert.
+        narrow_flops: additional forward flops that account for slow products of narrow experts.
     """
 
     parameters: int = 0
@@ -160,106 +184,96 @@ class RoutedExperts:
 
 
 class Part:
-    """A part of layers of ``shape`` in ``model``.
+    """Base class of sublayers: a sublayer of layers of ``shape`` in ``model``."""
 
-    MIXER     whether it moves something between tokens; else it works token by token
-    DEFAULT   whether layers have it that nobody described: names of kinds leave it out
-    WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
-    MODES     recompute letters that only layers with it have
-    LAUNCHES  how many times a dense layer's constant a chunk takes
-    COLUMNS   its further columns, by which profile files that name them are read
-    CP        whether it runs under context parallelism
-    BEFORE_LAYER  whether it comes in front of a layer, which it does not make: recompute letters of
-              the layer leave it alone
-    """
-
-    MIXER: ClassVar[bool]
-    WORD: ClassVar[str]
-    ALONE: ClassVar[str]
-    DEFAULT: ClassVar[bool] = False
-    MODES: ClassVar[str] = ""
-    LAUNCHES: ClassVar[int] = 1
-    COLUMNS: ClassVar[tuple[type[Column], ...]] = ()
-    CP: ClassVar[bool] = True
-    BEFORE_LAYER: ClassVar[bool] = False
+    MIXER: ClassVar[bool]  # whether it moves information between tokens
+    WORD: ClassVar[str]  # its word in the name of a kind
+    ALONE: ClassVar[str]  # its word if the layer has no other sublayer
+    DEFAULT: ClassVar[bool] = False  # whether default layers have it; names of kinds omit it
+    MODES: ClassVar[str] = ""  # recompute modes that only layers with it have
+    LAUNCHES: ClassVar[int] = 1  # constant time per chunk, in units of a dense layer's
+    COLUMNS: ClassVar[tuple[type[Column], ...]] = ()  # additional columns that profiles may name
+    CP: ClassVar[bool] = True  # whether it supports context parallelism
+    BEFORE_LAYER: ClassVar[bool] = False  # whether it precedes the layer and its recompute modes
 
     def __init__(self, model: Decoder, shape: Any):
         self.model, self.shape = model, shape
 
     @classmethod
     def there(cls, shape: Any) -> bool:
-        """Whether a layer of ``shape`` has it."""
+        """Return whether a layer of ``shape`` has this sublayer."""
         raise NotImplementedError
 
     @property
     def parameters(self) -> int:
-        """Its norm's included, but for experts', which are sharded differently."""
+        """Parameters including the norm's, but without experts', which are sharded differently."""
         return 0
 
     @property
     def routed(self) -> RoutedExperts:
+        """Experts to which tokens are routed."""
         return RoutedExperts()
 
     @property
     def scan_flops(self) -> float:
-        """Forward flops for a token beside those of products with its weights."""
+        """Forward flops per token in addition to the products with its weights."""
         return 0.0
 
     @property
     def flops_per_pair(self) -> float:
-        """Forward flops for one query and one key."""
+        """Forward flops per query-key pair."""
         return 0.0
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Work of further columns, beside tokens and pairs."""
+        """Work per unit of columns other than tokens and pairs."""
         return {}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run, where it needs any."""
+        """Workspaces while F and B run, if any."""
         return {}
 
     @property
     def carried(self) -> CarryOver:
+        """State that a slice leaves for later slices."""
         return CarryOver()
 
     @property
     def saved(self) -> int:
-        """From F to B: inputs and outputs of its norm, inputs of its products, and insides."""
+        """Channels saved from F to B, such as inputs and outputs of norms, inputs of products."""
         return 0
 
     @property
     def moved(self) -> float:
-        """Channels that kernels beside products and attention read or write in a forward."""
+        """Channels that kernels other than products and attention read or write in a forward."""
         return MOVED * self.saved
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Channels among :attr:`saved` that lie in a cut document's own buffer where these
-        ``modules`` are recomputed."""
+        """Return the channels of :attr:`saved` in a document's buffer, given recomputed modules."""
         return 0
 
     @property
     def weight_inputs(self) -> int:
-        """From I to W: inputs of its products, and the gradients of their outputs."""
+        """Channels saved from I to W: inputs of its products, and gradients of their outputs."""
         return 0
 
     @property
     def recomputed(self) -> Mapping[str, RecomputedModule]:
-        """Modules that may run again in backward, by Megatron's names."""
+        """Modules that backward can recompute, by Megatron's names."""
         return {}
 
     @property
     def exchanged(self) -> int:
-        """Rows for heads inside a CP group, all of a forward."""
+        """Channels exchanged within a CP group in a forward."""
         return 0
 
     @property
     def heads(self) -> int:
-        """How often more the output layer runs for a layer with it."""
+        """Number of additional runs of the LM head for a layer with this sublayer."""
         return 0
 
     @property
     def gathers(self) -> bool:
-        """Whether the hidden state is gathered around it inside a TP group."""
+        """Whether the hidden state is gathered within a TP group around it."""
         return False

@@ -1,8 +1,7 @@
-"""DeepSeek's sparse attention: an indexer scores every pair, and latents attend to the best keys of
-each query alone.
+"""DeepSeek sparse attention (DSA): an indexer scores all pairs, and attention uses the top-k keys.
 
-Queries and the one key of all heads are latents with a rotated part: later slices want that key and
-the indexer's, and nothing is made of them again.
+Attention runs on latents. Queries and the single key of all heads are latents with a rotary part.
+Later slices need that key and the indexer's key, and expand neither.
 """
 
 from collections.abc import Mapping
@@ -23,21 +22,23 @@ from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import Kind
 
-# Numbers of a block of rows that choose their keys, in each of the tensors that are as wide as what
-# the rows see, and how many of these live at a time in forward and in backward.
+# Keys are selected for a block of rows at a time: elements of a tensor over the block and its
+# context, and number of such tensors that exist at the same time in forward and in backward.
 CHOICE_BLOCK = 2**24
 CHOICE_TENSORS = 4, 6
-_PER_NUMBER = 2  # channels, of two bytes, that one of a chosen key takes
+_PER_NUMBER = 2  # channels of two bytes that the index of one selected key takes
 
 
 @dataclass(frozen=True)
 class DSASizes(MLASizes, WindowSizes):
-    """The sizes of an indexer.
+    """Sizes of an indexer.
 
-    index_heads     of the indexer's queries; 0: attention is over all keys
-    index_size      channels of each, and of its keys
-    chosen_keys     that a query attends to at most
-    taught_on_all   whether the indexer learns what attention makes of all keys, chosen or not
+    Attributes:
+        index_heads: heads of the indexer's queries; 0: attention is over all keys.
+        index_size: channels of each head, and of the indexer's keys.
+        chosen_keys: most keys that a query attends to (top-k).
+        taught_on_all: whether the indexer's loss uses attention over all keys, not only over the
+            selected ones.
     """
 
     index_heads: int = 0
@@ -46,6 +47,7 @@ class DSASizes(MLASizes, WindowSizes):
     taught_on_all: bool = False
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         super().require()
         for name in ("index_size", "chosen_keys"):
             size = getattr(self, name)
@@ -69,18 +71,18 @@ class DSASizes(MLASizes, WindowSizes):
 
 
 class DSAPart(MLAPart):
-    """Attention in latents, over the keys that an indexer chooses."""
+    """Multi-latent attention over the keys that an indexer selects."""
 
     WORD, ALONE, CP = "sparse", "sparse", False
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` has an indexer."""
         return shape.index_heads > 0
 
     @property
     def _key(self) -> int:
-        """Channels of the key that all heads have in common."""
-        return self.shape.kv_rank + self.shape.rotary_size
+        return self.shape.kv_rank + self.shape.rotary_size  # one key for all heads
 
     @property
     def _index_hidden(self) -> int:
@@ -88,16 +90,15 @@ class DSAPart(MLAPart):
 
     @property
     def _absorbed(self) -> int:
-        """Channels of the queries of all heads, in latents."""
-        return self.model.heads * self._key
+        return self.model.heads * self._key  # queries of all heads, in the latent space
 
     @property
     def _attended(self) -> int:
-        """Channels of all heads' outputs, in latents."""
-        return self.model.heads * self.shape.kv_rank
+        return self.model.heads * self.shape.kv_rank  # outputs of all heads, in the latent space
 
     @property
     def parameters(self) -> int:
+        """Parameters of MLA and of the indexer."""
         hidden, shape = self.model.hidden, self.shape
         query = (shape.query_rank or hidden) * self._index_hidden
         key = hidden * shape.index_size + 2 * shape.index_size
@@ -105,47 +106,48 @@ class DSAPart(MLAPart):
 
     @property
     def flops_per_pair(self) -> float:
-        """The indexer's, and what it is taught by."""
+        """Forward flops per pair of the indexer, and of the probabilities that train it."""
         scores = self._index_hidden + self.shape.index_heads
         return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Attention to the keys that a query has chosen."""
+        """Attention to the keys that each query has selected."""
         flops = 2.0 * (self._absorbed + self._attended)
         chosen = WindowPairs(self.shape.chosen_keys)
         return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Blocks of rows, their context side by side, and in backward its gradients."""
+        """Blocks of rows with their contexts, and in backward the contexts' gradients."""
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
-        return {
-            Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
-            Kind.BACKWARD: ContextWorkspace(gradients, backward * block),
-        }
+        return {Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
+                Kind.BACKWARD: ContextWorkspace(gradients, backward * block)}  # fmt: skip
 
     @property
     def saved(self) -> int:
+        """Channels saved from F to B; the indexer's keys count before and after their norm."""
         shape, latents = self.shape, 2 * self._ranks + self.shape.rotary_size
         of_queries = self.query_hidden + self._absorbed
         outputs = self._attended + self.output_hidden
-        # The indexer's queries and weights; its keys before and behind their norm; what it chose.
         index = self._index_hidden + shape.index_heads + 2 * shape.index_size
         index += _PER_NUMBER * shape.chosen_keys
         return 2 * self.model.hidden + latents + of_queries + self._key + outputs + index
 
     def stored(self, modules: tuple[str, ...]) -> int:
+        """Return the channels of the keys, which the cut document's buffer holds."""
         return self.carried.channels
 
     @property
     def carried(self) -> CarryOver:
+        """The shared key and the indexer's key of every token."""
         return CarryOver(self._key + self.shape.index_size)
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
+        """Modules that selective recomputation supports."""
         of_queries = self.shape.query_rank or self.model.hidden
         of_keys = self.shape.kv_rank * self.model.heads * self.model.head_size
         dropped = self._attended + _PER_NUMBER * self.shape.chosen_keys
@@ -159,5 +161,5 @@ class DSAPart(MLAPart):
 
     @property
     def exchanged(self) -> int:
-        """There is none: context parallelism is refused."""
+        """Always 0: DSA does not support context parallelism."""
         return 0

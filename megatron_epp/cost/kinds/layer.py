@@ -1,7 +1,7 @@
-"""A layer: the shape that sets its kind apart, and the sums over its parts.
+"""Layer: the shape that defines its kind, and the sums over its sublayers.
 
-The registry of parts is :data:`PARTS`; a new kind of layer is a class there, and its sizes a base
-of :class:`LayerShape`. Nothing else of the cost model knows which parts there are.
+:data:`PARTS` is the registry of sublayers. A new layer kind is a class there, and its sizes are a
+base class of :class:`LayerShape`. Nothing else in the cost model knows which sublayers exist.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -53,8 +53,10 @@ class LayerShape(
     WindowSizes,
     MoESizes,
 ):
-    """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
-    that stands before a token and a dense MLP; fields: those of its bases."""
+    """Sizes that define a layer kind; the fields are those of the base classes.
+
+    The defaults describe a layer with attention over the whole context and a dense MLP.
+    """
 
     def __post_init__(self):
         flags = tuple(field.name for field in fields(self) if field.type is bool)
@@ -66,13 +68,12 @@ class LayerShape(
 
     @classmethod
     def of(cls, kind: str, value: Any) -> "LayerShape":
-        """The shape that a JSON object describes, as a model file has it for ``kind``."""
+        """Return the shape that a JSON object describes, as in a model file for ``kind``."""
         return value if isinstance(value, cls) else from_json(f"kinds: {kind}", value, cls)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Words for its name: how far it sees, its mixer, its feed-forward part; one alone of a
-        layer of one part."""
+        """Words for its name: attention range, mixer, feed-forward sublayer, or only one word."""
         there = [part for part in PARTS if part.there(self)]
         *names, last = self._words([part for part in there if not part.BEFORE_LAYER])
         return *names, "-".join((last, *(part.WORD for part in there if part.BEFORE_LAYER)))
@@ -95,8 +96,8 @@ DEFAULT_WORDS = ("full", *(part.WORD for part in PARTS if part.DEFAULT))
 def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     """Return a name for each kind among the ``shapes`` of a model's layers.
 
-    It is what sets the kind apart from the others of the model; where all layers are alike, from
-    plain ones: none where they are plain.
+    The name says what distinguishes the kind from the model's other kinds. If all layers are equal,
+    it says what distinguishes them from the default layer; a default layer has no name.
     """
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
@@ -112,7 +113,7 @@ def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     }
 
 
-@dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
+@dataclass(frozen=True)  # no slots, because its sublayers are cached
 class Layer:
     """Sizes of one layer of some kind: channels of a token, parameters, forward flops."""
 
@@ -121,6 +122,7 @@ class Layer:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
+        """Sublayers of the layer."""
         return tuple(part(self.model, self.shape) for part in PARTS if part.there(self.shape))
 
     def _sum(self, of: Callable[[Part], int]) -> int:
@@ -128,115 +130,124 @@ class Layer:
 
     @property
     def window(self) -> int:
-        """Keys that a query sees at most, itself among them; 0: all in front of it."""
+        """Most keys of a query, its own included; 0: the whole context."""
         return self.shape.window
 
     @property
     def experts(self) -> int:
+        """Number of experts."""
         return self.shape.experts
 
     @property
     def modes(self) -> str:
-        """Recompute letters that layers with its parts alone have."""
+        """Recompute modes that only layers with these sublayers have."""
         return "".join(part.MODES for part in self.parts)
 
     @property
     def launches(self) -> int:
+        """Constant time per chunk, in units of a dense layer's."""
         return max(part.LAUNCHES for part in self.parts)
 
     @cached_property
     def carried(self) -> CarryOver:
+        """State that a slice leaves for later slices."""
         return sum((part.carried for part in self.parts), CarryOver())
 
     @property
     def parameters(self) -> int:
-        """But for the experts', which are sharded differently."""
+        """Parameters without the routed experts', which are sharded differently."""
         return self._sum(lambda part: part.parameters)
 
     @property
     def expert_parameters(self) -> int:
-        """All experts' but the shared one's."""
+        """Parameters of all routed experts."""
         return self.routed.parameters
 
     @cached_property
     def routed(self) -> RoutedExperts:
-        """Of the one part that has experts."""
+        """Routed experts of the one sublayer that has them."""
         return next((part.routed for part in self.parts if part.routed.copies), RoutedExperts())
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token meets."""
+        """Parameters that process a token."""
         return self.parameters + self.routed.active
 
     @property
     def flops_per_token(self) -> float:
-        """Forward flops of the linears, and of scans."""
+        """Forward flops per token of linear layers and scans."""
         return 2.0 * self.active_parameters + sum(part.scan_flops for part in self.parts)
 
     @property
     def flops_per_pair(self) -> float:
-        """Forward flops of attention for one query and one key."""
+        """Forward flops of attention per query-key pair."""
         return sum(part.flops_per_pair for part in self.parts)
 
     @cached_property
     def work(self) -> Mapping[Column, Work]:
-        """Work of further columns, each of one part."""
+        """Work per unit of additional columns, each from one sublayer."""
         return {column: work for part in self.parts for column, work in part.work.items()}
 
     @property
     def masks_diagonal(self) -> bool:
-        """Whether a pair inside a slice may take longer than one of the slice and its context."""
+        """Whether a pair within a slice may take longer than one of the slice and its context."""
         return self.flops_per_pair > 0 and not self.window
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run, of the one part that needs any."""
+        """Workspaces while F and B run, from the one sublayer that has any."""
         return {op: each for part in self.parts for op, each in part.workspaces.items()}
 
     @property
     def cp(self) -> bool:
-        """Whether it runs under context parallelism."""
+        """Whether it supports context parallelism."""
         return all(part.CP for part in self.parts)
 
     @property
     def moved(self) -> float:
-        """Channels that kernels beside products and attention read or write in a forward."""
+        """Channels that kernels other than products and attention read or write in a forward."""
         return sum(part.moved for part in self.parts)
 
     @property
     def saved(self) -> int:
+        """Channels saved from F to B."""
         return self._sum(lambda part: part.saved)
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         return self._sum(lambda part: part.weight_inputs)
 
     @property
     def before_layer(self) -> tuple[Part, ...]:
-        """Parts that its recompute letters leave alone."""
+        """Sublayers to which its recompute modes do not apply."""
         return tuple(part for part in self.parts if part.BEFORE_LAYER)
 
     def stored(self, mode: str) -> int:
-        """Channels among those saved with that recompute choice that lie in a cut document's own
-        buffer; a window's tail is a copy."""
+        """Return the channels saved in ``mode`` that a cut document's own buffer holds.
+
+        The tail of a sliding window is a copy and does not count.
+        """
         if self.shape.window:
             return 0
         return self._sum(lambda part: part.stored(SELECTIVE.get(mode, ())))
 
     def recomputed(self, module: str) -> tuple[RecomputedModule, ...]:
-        """``module`` of every part that has it."""
+        """Return ``module`` of every sublayer that has it."""
         modules = (part.recomputed.get(module) for part in self.parts)
         return tuple(each for each in modules if each is not None)
 
     @property
     def heads(self) -> int:
+        """Number of additional runs of the LM head."""
         return self._sum(lambda part: part.heads)
 
     @property
     def exchanged(self) -> int:
+        """Channels exchanged within a CP group in a forward."""
         return self._sum(lambda part: part.exchanged)
 
     @property
     def gathers(self) -> int:
-        """Parts around which the hidden state is gathered inside a TP group."""
+        """Number of sublayers around which the hidden state is gathered within a TP group."""
         return self._sum(lambda part: part.gathers)

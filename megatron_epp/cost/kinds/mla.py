@@ -1,4 +1,4 @@
-"""Multi-latent attention: K and V are made of a latent, which later slices may get instead."""
+"""Multi-latent attention (MLA): K and V are projected from a latent, which may be cached."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from megatron_epp.cost.kinds.base import (
 )
 from megatron_epp.ir import Kind
 
-CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
+CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are projected at a time
 
 
 @dataclass(frozen=True)
 class MLASizes(AttentionSizes):
-    """The sizes of latents.
+    """Sizes of multi-latent attention.
 
-    kv_rank           channels of the latent that K and V are made of; 0: K and V are made of the
-                      hidden state
-    query_rank        of the queries' latent; 0: they are made of the hidden state
-    rotary_size       channels that latent attention adds to a head of Q, and alike to all of K
-    value_size        channels of a head of V; 0: head_size
-    carries_latents   whether later slices get a latent, of which they make K and V again; else K
-                      and V as they are
+    Attributes:
+        kv_rank: channels of the latent of K and V; 0: K and V are projected from the hidden state.
+        query_rank: channels of the queries' latent; 0: they are projected from the hidden state.
+        rotary_size: rotary channels that MLA adds to each head of Q, and once to K for all heads.
+        value_size: channels of a head of V; 0: head_size.
+        carries_latents: whether later slices receive the latent and project K and V again;
+            otherwise they receive K and V.
     """
 
     kv_rank: int = 0
@@ -38,6 +38,7 @@ class MLASizes(AttentionSizes):
     carries_latents: bool = True
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         super().require()
         for name in ("query_rank", "rotary_size", "value_size"):
             if getattr(self, name) and not self.kv_rank:
@@ -49,35 +50,39 @@ class MLASizes(AttentionSizes):
 
 
 class MLAPart(AttentionPart):
-    """Attention whose K and V are made of a latent."""
+    """Attention whose K and V are projected from a latent."""
 
     DEFAULT, WORD, ALONE, MODES = False, "latent", "latent", "u"
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` has MLA and no derived kind."""
         derived = any(kind.there(shape) for kind in cls.__subclasses__())
         return shape.attention and shape.kv_rank > 0 and not derived
 
     @property
     def query_hidden(self) -> int:
+        """Channels of Q over all heads."""
         return self.model.heads * (self.model.head_size + self.shape.rotary_size)
 
     @property
     def key_hidden(self) -> int:
+        """Channels of K over all heads."""
         return self.query_hidden
 
     @property
     def value_hidden(self) -> int:
+        """Channels of V over all heads."""
         return self.model.heads * (self.shape.value_size or self.model.head_size)
 
     @property
     def output_hidden(self) -> int:
+        """Channels of attention's output before its projection."""
         return self.value_hidden
 
     @property
     def _expanded(self) -> int:
-        """Channels made of the latent: V, and K but for its rotated part."""
-        return self.model.heads * self.model.head_size + self.value_hidden
+        return self.model.heads * self.model.head_size + self.value_hidden  # K's rotary part apart
 
     @property
     def _expansion_parameters(self) -> int:
@@ -89,6 +94,7 @@ class MLAPart(AttentionPart):
 
     @property
     def parameters(self) -> int:
+        """Parameters of all projections and norms."""
         hidden, shape = self.model.hidden, self.shape
         query = hidden * self.query_hidden
         if shape.query_rank:
@@ -99,54 +105,49 @@ class MLAPart(AttentionPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """K and V made again of an earlier slice's latents.
-
-        Backward makes them again, too, and has the gradients of latents and of weights to make.
-        """
+        """K and V projected again from the latents of the context, also in backward."""
         if not self.shape.carries_latents:
             return {}
         return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """A block of the context's K and V.
-
-        In backward with their gradients, and those of the context's latents.
-        """
+        """A block of the context's K and V; in backward also gradients of these and of latents."""
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
         gradients = float(ELEMENT_BYTES * self.carried.channels)
-        return {
-            Kind.FORWARD: ContextWorkspace(per_op=block),
-            Kind.BACKWARD: ContextWorkspace(gradients, 2 * block),
-        }
+        return {Kind.FORWARD: ContextWorkspace(per_op=block),
+                Kind.BACKWARD: ContextWorkspace(gradients, 2 * block)}  # fmt: skip
 
     @property
     def saved(self) -> int:
-        # Latents before and behind their norms.
+        """Channels saved from F to B, latents before and after their norms included."""
         return super().saved + 2 * self._ranks + self.shape.rotary_size
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         gradients = self.query_hidden + self._ranks + self.shape.rotary_size + self._expanded
         return 2 * self.model.hidden + self.output_hidden + self._ranks + gradients
 
     @property
     def carried(self) -> CarryOver:
+        """The latent of every token, or its K and V."""
         heads = self.key_hidden + self.value_hidden
         if not self.shape.carries_latents:
             return CarryOver(heads, heads=self.model.heads)
         return CarryOver(self.shape.kv_rank + self.shape.rotary_size, heads)
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        # A latent is a copy; of what is made again nothing was saved.
+        """Return the channels of K and V in the document's buffer; a latent is a copy."""
         if self.shape.carries_latents or "mla_up_proj" in modules:
             return 0
         return self.carried.channels
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
+        """Modules that selective recomputation supports."""
         of_queries = self.shape.query_rank or self.model.hidden
         projections = of_queries * self.query_hidden + self._expansion_parameters
         up = RecomputedModule(self.heads_hidden, projections)
@@ -154,5 +155,6 @@ class MLAPart(AttentionPart):
 
     @property
     def exchanged(self) -> int:
+        """Channels exchanged within a CP group, the latent included."""
         latent = self.carried.channels if self.shape.carries_latents else 0
         return super().exchanged + latent

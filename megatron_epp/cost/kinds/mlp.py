@@ -1,4 +1,4 @@
-"""The dense MLP."""
+"""Dense MLP."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,54 +8,65 @@ from megatron_epp.cost.kinds.base import Part, RecomputedModule, Sizes
 
 @dataclass(frozen=True)
 class MLPSizes(Sizes):
-    """mlp: whether the layer has an MLP, dense or experts; ffn_hidden: of a dense one, 0: the
-    model's."""
+    """Sizes of an MLP.
+
+    Attributes:
+        mlp: whether the layer has an MLP, dense or MoE.
+        ffn_hidden: hidden size of a dense MLP; 0: the model's.
+    """
 
     mlp: bool = True
     ffn_hidden: int = 0
 
 
 class MLPPart(Part):
-    """Two matrices, or three with a gate."""
+    """MLP of two matrices, or three with a gate."""
 
     MIXER, DEFAULT, WORD, ALONE = False, True, "dense", "mlp"
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` has a dense MLP."""
         return shape.mlp and not shape.experts
 
     @property
     def dense_hidden(self) -> int:
-        """Hidden size of the MLP that every token goes through."""
+        """Hidden size of the MLP that processes every token."""
         return self.shape.ffn_hidden or self.model.ffn_hidden
 
     @property
     def matrices(self) -> int:
+        """Number of weight matrices."""
         return 3 if self.model.gated else 2
 
     @property
     def parameters(self) -> int:
+        """Parameters of the matrices and of the norm."""
         return self.model.hidden * (self.dense_hidden * self.matrices + 1)
 
     @property
     def _inside(self) -> int:
-        """Channels that it saves, its norm apart."""
+        """Channels that it saves in addition to its norm's."""
         return self.dense_hidden * self.matrices
 
     @property
     def saved(self) -> int:
+        """Channels saved from F to B."""
         return 2 * self.model.hidden + self._inside
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.dense_hidden * self.matrices
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
+        """Modules that selective recomputation supports."""
         norm = RecomputedModule(self.model.hidden, light=True)
         products = self.parameters - self.model.hidden + self.routed.active
         return {"mlp": RecomputedModule(self._inside, products), "layernorm": norm}
 
     @property
     def gathers(self) -> bool:
+        """Whether the hidden state is gathered within a TP group."""
         return self.dense_hidden > 0

@@ -1,4 +1,4 @@
-"""Experts in the place of the dense MLP, and one that every token goes to besides."""
+"""Mixture of experts (MoE) instead of the dense MLP, optionally with a shared expert."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,21 +6,23 @@ from typing import Any
 from megatron_epp.cost.kinds.base import MOVED, RecomputedModule, RoutedExperts
 from megatron_epp.cost.kinds.mlp import MLPPart, MLPSizes
 
-# Grouped products of experts of so many channels take twice as long as wide ones', others by the
-# square of their channels: fitted to `vllm-experts-h200` and the steps of Qwen3.
+# Grouped products of experts with this many channels take twice as long per flop as wide ones. The
+# excess falls with the square of the channels. Fitted to `vllm-experts-h200` and the step times of
+# Qwen3.
 NARROW_EXPERT = 500.0
 
 
 @dataclass(frozen=True)
 class MoESizes(MLPSizes):
-    """The sizes of experts.
+    """Sizes of experts.
 
-    experts           in the place of the dense MLP; 0: none
-    active_experts    of them that a token goes to
-    expert_hidden     of each
-    shared_hidden     of an expert that every token goes to besides; 0: none
-    expert_latent     channels that a token's hidden state is projected to for experts, and back
-                      from behind them; 0: they take the hidden state
+    Attributes:
+        experts: number of experts; 0: the MLP is dense.
+        active_experts: number of experts of a token (top-k).
+        expert_hidden: hidden size of an expert.
+        shared_hidden: hidden size of the shared expert; 0: none.
+        expert_latent: channels to which a token's hidden state is projected before the experts, and
+            from which it is projected back; 0: experts take the hidden state.
     """
 
     experts: int = 0
@@ -30,6 +32,7 @@ class MoESizes(MLPSizes):
     expert_latent: int = 0
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         for name in ("active_experts", "expert_hidden", "shared_hidden", "expert_latent"):
             if getattr(self, name) and not self.experts:
                 raise ValueError(f"{name} {getattr(self, name)}: expected experts beside it")
@@ -45,31 +48,34 @@ class MoESizes(MLPSizes):
 
 
 class MoEPart(MLPPart):
-    """A router, experts, a shared expert where there is one, and where experts take latents two
-    linears around them.
+    """Router, experts, optional shared expert, and optional latent projections around them.
 
-    Assumed: tokens go to all alike. A chunk's constant is five times a dense layer's, for the
-    router, the exchanges and the wait for their sizes: fitted to public measurements.
+    Tokens are assumed to be distributed evenly over the experts. The constant time per chunk is
+    five times a dense layer's, for the router, the all-to-all and the wait for its sizes; it is
+    fitted to public measurements.
     """
 
     DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 5
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` has experts."""
         return shape.mlp and shape.experts > 0
 
     @property
     def dense_hidden(self) -> int:
+        """Hidden size of the shared expert, which processes every token."""
         return self.shape.shared_hidden
 
     @property
     def parameters(self) -> int:
+        """Parameters without the routed experts'."""
         router_and_projections = self.shape.experts + 2 * self.shape.expert_latent
         return super().parameters + self.model.hidden * router_and_projections
 
     @property
     def _width(self) -> int:
-        """Channels of what goes to an expert, and comes back."""
+        """Channels that are sent to an expert and back."""
         return self.shape.expert_latent or self.model.hidden
 
     @property
@@ -78,7 +84,7 @@ class MoEPart(MLPPart):
 
     @property
     def routed(self) -> RoutedExperts:
-        """Copies of a token are sorted by expert: written before the experts, read after them."""
+        """Routed experts; the copies of a token are sorted before and restored after them."""
         copies, narrow = self.shape.active_experts, NARROW_EXPERT / self.shape.expert_hidden
         sent, active = copies * self._width, copies * self._one_expert
         return RoutedExperts(
@@ -92,19 +98,23 @@ class MoEPart(MLPPart):
 
     @property
     def _inside(self) -> int:
-        """The experts' inputs and insides, the router's outputs, and the latent that comes back,
-        beside the shared one's."""
+        """Channels that it saves in addition to its norm's.
+
+        These are inputs and inner channels of the experts, the router's outputs, the latents that
+        return, and the shared expert's channels.
+        """
         each = self._width + self.shape.expert_hidden * self.matrices
         once = self.shape.experts + self.shape.expert_latent
         return super()._inside + self.shape.active_experts * each + once
 
     @property
     def moved(self) -> float:
-        """Experts' inputs are only what ``routed.permuted`` counts."""
+        """Channels that kernels read or write, without experts' inputs, which ``routed`` counts."""
         return MOVED * (self.saved - self.shape.active_experts * self._width)
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         inputs_and_gradients = 2 * self._width + self.shape.expert_hidden * self.matrices
         active = self.shape.active_experts * inputs_and_gradients
         once = self.shape.experts + 2 * self.shape.expert_latent
@@ -112,5 +122,6 @@ class MoEPart(MLPPart):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
+        """Modules that selective recomputation supports."""
         activation = self.shape.active_experts * self.shape.expert_hidden
         return {**super().recomputed, "moe_act": RecomputedModule(activation, light=True)}

@@ -1,4 +1,4 @@
-"""Prediction of a further token: what comes in front of a layer that predicts one."""
+"""Multi-token prediction (MTP): what precedes a layer that predicts a further token."""
 
 from dataclasses import dataclass
 
@@ -7,44 +7,52 @@ from megatron_epp.cost.kinds.base import Part, Sizes
 
 @dataclass(frozen=True)
 class MTPSizes(Sizes):
-    """predicts: whether the layer begins the prediction of a further token, and the output layer
-    runs once more for it."""
+    """Size of an MTP layer.
+
+    Attributes:
+        predicts: whether the layer starts an MTP layer, for which the LM head runs once more.
+    """
 
     predicts: bool = False
 
 
 class MTPPart(Part):
-    """A projection of the hidden state and the next token's embedding, and three norms: theirs, and
-    the one behind the layer. No recompute letter of the layer runs it again.
+    """Projection of the hidden state and the next token's embedding, and three norms.
 
-    The output layer that runs once more is the output layer's (cost/output_layer.py), wherever that
-    lies; the norm in front of it counts with it.
+    The norms are those of the two inputs and the one after the layer. The layer's recompute modes
+    do not apply to them. The additional run of the LM head belongs to the LM head (cost/ends.py),
+    on whichever stage it is; so does the norm before it.
     """
 
     MIXER, BEFORE_LAYER, WORD, ALONE = False, True, "further", "further"
 
     @classmethod
     def there(cls, shape: MTPSizes) -> bool:
+        """Return whether a layer of ``shape`` starts an MTP layer."""
         return shape.predicts
 
     @property
     def parameters(self) -> int:
+        """Parameters of the projection and the norms."""
         hidden = self.model.hidden
         return 2 * hidden * hidden + 3 * hidden
 
     @property
     def saved(self) -> int:
-        """Inputs of two norms, and of the projection."""
+        """Channels saved from F to B: inputs of two norms, and of the projection."""
         return 4 * self.model.hidden
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         return 3 * self.model.hidden
 
     @property
     def heads(self) -> int:
+        """One additional run of the LM head."""
         return 1
 
     @property
     def gathers(self) -> bool:
+        """Whether the hidden state is gathered within a TP group."""
         return True

@@ -1,8 +1,8 @@
-"""Layers that carry a state from token to token: Mamba-2 and the gated delta net.
+"""Layers with a recurrent state: Mamba-2 and the gated delta net.
 
-Neither knows pairs of tokens: what a slice leaves for later ones is a state at its end and a few
-rows in front of it, whatever its length. Assumed: a chunk's constant is twice a dense layer's, for
-the launches of a convolution and a scan in blocks.
+They have no query-key pairs. A slice leaves a state and a few rows for later slices, whatever its
+length. The constant time per chunk is assumed to be twice a dense layer's, for the launches of a
+convolution and a blocked scan.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,22 @@ from typing import Any
 
 from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
 
-TAPS = 4  # of the convolution in front of a scan: rows in front of a border are one less
-# Rows of a scan's blocks. Within one, rows meet each other as in attention.
+TAPS = 4  # width of the convolution before the scan; one row less crosses a boundary
+# Rows of a scan's block, within which rows interact as in attention.
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class SSMSizes(Sizes):
-    """The sizes of layers with a state.
+    """Sizes of layers with a recurrent state.
 
-    mamba_heads    of a Mamba layer; 0: it is none
-    delta_heads    of V in a gated delta net; 0: it is none
-    state_groups   of heads that share keys: B and C of Mamba, Q and K of a gated delta net
-    state_keys     channels of a key, by which a head's state is as long
-    state_values   channels of a head
+    Attributes:
+        mamba_heads: heads of a Mamba layer; 0: it is none.
+        delta_heads: value heads of a gated delta net; 0: it is none.
+        state_groups: groups of heads that share keys: B and C of Mamba, Q and K of a gated delta
+            net.
+        state_keys: channels of a key, the first dimension of a head's state.
+        state_values: channels of a head, the second dimension of its state.
     """
 
     mamba_heads: int = 0
@@ -35,9 +37,11 @@ class SSMSizes(Sizes):
 
     @property
     def state_heads(self) -> int:
+        """Number of heads with a state."""
         return self.mamba_heads or self.delta_heads
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         super().require()
         others = ("state_groups", "state_keys", "state_values")
         for name in others:
@@ -57,13 +61,13 @@ class SSMSizes(Sizes):
 
 
 class _SSMPart(Part):
-    """A projection, a convolution, a scan, and a projection back."""
+    """Input projection, convolution, scan, and output projection."""
 
     MIXER, LAUNCHES = True, 2
 
     @property
     def keys(self) -> int:
-        """Channels of all keys, of which there are two."""
+        """Channels of the keys of all groups, for one of the two sets of keys."""
         return self.shape.state_groups * self.shape.state_keys
 
     @property
@@ -73,25 +77,28 @@ class _SSMPart(Part):
 
     @property
     def per_head(self) -> int:
-        """Numbers of each head and token that say how a state decays and what joins it."""
+        """Numbers per head and token that control the decay and the update of the state."""
         raise NotImplementedError
 
     @property
     def projected(self) -> int:
-        """Channels that the first projection makes: values, their gates, keys and those numbers."""
+        """Channels of the input projection: values, gates, keys and the numbers ``per_head``."""
         return 2 * self.inner + 2 * self.keys + self.per_head * self.shape.state_heads
 
     @property
     def convolved(self) -> int:
+        """Channels of the convolution."""
         return self.inner + 2 * self.keys
 
     @property
     def parameters(self) -> int:
+        """Parameters of projections, convolution and norms."""
         products = self.model.hidden * (self.projected + self.inner)
         return products + TAPS * self.convolved + self.inner + self.model.hidden
 
     @property
     def carried(self) -> CarryOver:
+        """Last rows of the convolution's input, and the state."""
         return CarryOver(
             heads=self.shape.state_heads,
             tail=(TAPS - 1) * self.convolved,
@@ -100,72 +107,87 @@ class _SSMPart(Part):
 
     @property
     def weight_inputs(self) -> int:
+        """Channels saved from I to W."""
         return 2 * self.model.hidden + self.projected + self.inner
 
     @property
     def recomputed(self) -> Mapping[str, RecomputedModule]:
-        """Its input's norm, and the norm in front of its last product."""
+        """Norm of its input, and norm before its output projection."""
         return {"layernorm": RecomputedModule(self.model.hidden + self.inner, light=True)}
 
     @property
     def exchanged(self) -> int:
+        """Channels exchanged within a CP group in a forward."""
         return self.projected + self.inner
 
     @property
     def gathers(self) -> bool:
+        """Whether the hidden state is gathered within a TP group."""
         return True
 
 
 class MambaPart(_SSMPart):
-    """Mamba-2: the kernel keeps what it is given and what it gives before its gate, and remakes the
-    rest."""
+    """Mamba-2; the kernel saves its input and its output before the gate, and recomputes others."""
 
     WORD, ALONE = "mamba", "mamba"
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` is a Mamba layer."""
         return shape.mamba_heads > 0
 
     @property
     def per_head(self) -> int:
-        return 1  # a time step
+        """One number per head and token: a time step."""
+        return 1
 
     @property
     def saved(self) -> int:
+        """Channels saved from F to B."""
         return 2 * self.model.hidden + self.projected + 3 * self.inner
 
     @property
     def scan_flops(self) -> float:
-        """Keys and values within a block of rows (half of its pairs), a state's share in outputs
-        and outputs' in the state."""
+        """Forward flops per token of the scan.
+
+        They are keys and values within a block (half of its pairs), outputs from the state, and
+        updates of the state.
+        """
         within = BLOCK * (self.keys + self.inner)
         return within + 4.0 * self.inner * self.shape.state_keys
 
 
 class GatedDeltaNetPart(_SSMPart):
-    """The gated delta net: a block's rows are made independent of each other first, by a
-    triangular system."""
+    """Gated delta net; a triangular system first makes the rows of a block independent."""
 
     WORD, ALONE = "delta", "delta"
 
     @classmethod
     def there(cls, shape: Any) -> bool:
+        """Return whether a layer of ``shape`` is a gated delta net."""
         return shape.delta_heads > 0
 
     @property
     def per_head(self) -> int:
-        return 2  # decay and share
+        """Two numbers per head and token: decay and update rate."""
+        return 2
 
     @property
     def saved(self) -> int:
-        """Projections, what is convolved, Q and K normed and one for each head, outputs before and
-        behind their norm and gate."""
+        """Channels saved from F to B.
+
+        They are the projections, the convolution's output, normalised Q and K of every head, and
+        outputs before and after norm and gate.
+        """
         of_heads = 2 * self.shape.delta_heads * self.shape.state_keys
         return 2 * self.model.hidden + self.projected + self.convolved + of_heads + 3 * self.inner
 
     @property
     def scan_flops(self) -> float:
-        """As Mamba's with keys of every head, besides the system and the values that it takes away
-        again."""
+        """Forward flops per token of the scan.
+
+        They are Mamba's with keys of every head, plus the triangular system and the values that it
+        subtracts.
+        """
         block, keys = BLOCK // 2, self.shape.delta_heads * self.shape.state_keys
         return 2.0 * block * (2 * keys + self.inner) + 6.0 * self.inner * self.shape.state_keys

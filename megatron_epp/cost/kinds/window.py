@@ -1,4 +1,4 @@
-"""A window: a query sees so many keys at most, so that later slices want a tail alone."""
+"""Sliding-window attention: a query attends to a limited number of keys, so slices leave a tail."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,16 @@ from megatron_epp.cost.kinds.attention import AttentionSizes
 
 @dataclass(frozen=True)
 class WindowSizes(AttentionSizes):
-    """window: keys that a query sees at most, itself among them; 0: all before it."""
+    """Size of a sliding window.
+
+    Attributes:
+        window: most keys of a query, its own included; 0: the whole context.
+    """
 
     window: int = 0
 
     def require(self) -> None:
+        """Raise a ValueError if the sizes are inconsistent."""
         super().require()
         if not self.attention and self.window:
             raise ValueError("attention false: window has no effect; leave it out")

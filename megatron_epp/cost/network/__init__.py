@@ -1,1 +1,1 @@
-"""Communication of devices: where they lie, and what replicas exchange."""
+"""Networks: topologies, failed nodes and links, and the rates of collectives."""

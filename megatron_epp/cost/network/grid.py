@@ -1,4 +1,4 @@
-"""A grid of nodes and what failed in it: places, links and names are checked against the grid."""
+"""Grid of nodes with its failures; places, links and names are checked against the grid."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,7 +13,13 @@ MOST_NODES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class HoledGrid:
-    """The grid of a topology: its fields are those of ``Topology``, a place's name its place."""
+    """Grid of a topology with failed nodes and links; its fields are those of ``Topology``.
+
+    Places may be given as [row, column] or by host name, and become tuples.
+
+    Raises:
+        ValueError: a field is invalid; the message says which and why.
+    """
 
     between: str
     nodes: tuple[int, ...] = ()
@@ -25,15 +31,14 @@ class HoledGrid:
 
     @classmethod
     def of(cls, topology: Any) -> Self:
-        """Return the grid of ``topology``, whose fields may still be lists as of JSON.
+        """Return the grid of ``topology``, whose fields may still be lists as in JSON.
 
         Raises:
-            ValueError: in one line, what is wrong with which field.
+            ValueError: a field is invalid; the message says which and why.
         """
         return cls(*(getattr(topology, field) for field in cls.__slots__))
 
     def __post_init__(self):
-        """Replace lists and names by places, or raise a ValueError."""
         for field in self.__slots__[1:]:
             value = getattr(self, field)
             if field != "rails" and not isinstance(value, list | tuple):
@@ -68,20 +73,20 @@ class HoledGrid:
 
     @property
     def live(self) -> list[Place]:
-        """Nodes that work, row by row."""
+        """Nodes that have not failed, row by row."""
         failed, (rows, columns) = set(self.failed_nodes), self.nodes
         every = ((row, column) for row in range(rows) for column in range(columns))
         return [place for place in every if place not in failed]
 
     def name(self, place: Place) -> str:
-        """Return the host at ``place``, or where it is."""
+        """Return the host name of ``place``, or its row and column if hosts have no names."""
         row, column = place
         return (
             self.hosts[row * self.nodes[1] + column] if self.hosts else f"row{row}-column{column}"
         )
 
     def joined(self, one: Place, other: Place) -> bool:
-        """Return whether two nodes have a direct link."""
+        """Return whether a direct link joins two nodes."""
         apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
         if apart.count(0) != 1 or self.between not in (RINGS, ALL_TO_ALL, TORUS):
             return False
@@ -153,7 +158,7 @@ class HoledGrid:
 
 
 def _require_new(field: str, number: int, value: Any, first: int) -> None:
-    """Raise a ValueError where the entry of this number was there already."""
+    """Raise a ValueError if this entry occurred before."""
     if first != number:
         shown = list(value) if isinstance(value, tuple) else value
         raise ValueError(

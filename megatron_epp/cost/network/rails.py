@@ -1,19 +1,19 @@
-"""Rings of rails between nodes: how they join a row or column of a grid, and what they carry there.
+"""Rail rings between nodes: how they join a row or column of a grid, and their rates.
 
-A rail ring takes two of a node's ports in a dimension (row or column) of the grid. Hamiltonian
-decomposition arranges the rings of n nodes so that every pair of nodes has a direct link on exactly
-one of them (Walecki's construction): (n - 1) / 2 rings where n is odd; (n - 2) / 2 rings and a
-perfect matching where n is even, whose pairs get both ports of one more rail:
+A rail ring takes two of a node's ports in a dimension (row or column) of the grid. A Hamiltonian
+decomposition (Walecki's construction) gives each pair of n nodes a direct link on exactly one of
+the rings. There are (n - 1) / 2 rings if n is odd. If n is even, there are (n - 2) / 2 rings and a
+perfect matching, whose pairs get both ports of one more rail:
 
-    n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is next to each other once
+    n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is adjacent in one of them
 
 Rates are exact counts of the bytes on the busiest link, in closed form. With one byte from every
 member of a group to every other, ``pairs`` such bytes pass the busiest link:
 
     all-to-all   direct links: 1
     ring         of k members: the distances from one to the others add up to floor(k^2 / 4), half
-                 of them each way round: floor(k^2 / 4) / 2
-    line         k members of a longer ring: floor(k^2 / 4) cross its middle each way
+                 of them in each direction: floor(k^2 / 4) / 2
+    line         of k members of a longer ring: floor(k^2 / 4) cross its middle in each direction
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ RINGS, TORUS, ALL_TO_ALL = "rings", "torus", "all-to-all"
 
 
 def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Return rings through all nodes, and pairs, that join every two nodes exactly once.
+    """Return rings through all nodes, and pairs, that together join every two nodes exactly once.
 
-    There are pairs where ``nodes`` is even: each node is in one of them.
+    The pairs are empty if ``nodes`` is odd; otherwise each node is in one of them.
     """
     last = nodes - 1
     if nodes % 2:
@@ -34,7 +34,7 @@ def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]
         for step in range(1, last):
             zigzag.append(zigzag[-1] + (step if step % 2 else -step))
         return [[last, *((k + at) % last for at in zigzag)] for k in range(last // 2)], []
-    # Matching i joins i - j to i + j, and i to the last node; two neighbouring ones make a ring.
+    # Matching i joins i - j to i + j, and i to the last node; two adjacent matchings make a ring.
     rings = []
     for first in range(0, nodes - 2, 2):
         ring, at = [last, first], first
@@ -48,13 +48,14 @@ def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Nodes of a row or column, or of a part of one, and how rails join them.
+    """Nodes of a row or column, or of a factor of one, and the rails that join them.
 
-    nodes              that are joined
-    wiring             rings: circuit switches close a ring through the members of each group.
-                       torus: one ring, which stays. all-to-all: rings of a decomposition
-    rails              rings that a node is on
-    bytes_per_second   of a node, one direction, over all rails of the dimension
+    Attributes:
+        nodes: number of nodes that are joined.
+        wiring: "rings": circuit switches close a ring through the members of each group; "torus":
+            one fixed ring; "all-to-all": rings of a Hamiltonian decomposition.
+        rails: number of rings that a node is on.
+        bytes_per_second: rate of a node in one direction, over all rails of the dimension.
     """
 
     nodes: int
@@ -64,9 +65,9 @@ class Dimension:
 
     @property
     def pair_bytes_per_second(self) -> float:
-        """Rate of the direct link of two nodes.
+        """Rate of the direct link between two nodes.
 
-        Rails beyond a multiple of what a decomposition takes are idle.
+        Rails beyond a multiple of those that a decomposition takes are idle.
         """
         if self.nodes == 2:
             return self.bytes_per_second
@@ -75,7 +76,8 @@ class Dimension:
     def pair_seconds(self, members: int, stride: int) -> float:
         """Return the busiest link's seconds for one byte from each of ``members`` to each other.
 
-        They are ``stride`` nodes apart, and the nodes between are members of such groups, too.
+        Members are ``stride`` nodes apart; the nodes between them belong to groups of the same
+        kind.
         """
         if self.wiring == ALL_TO_ALL:
             return 1 / self.pair_bytes_per_second
@@ -83,7 +85,7 @@ class Dimension:
         return distances * self._detour(members, stride)
 
     def ring_bytes_per_second(self, members: int, stride: int) -> float:
-        """Return a node's bytes per second where rings of these members gather or scatter."""
+        """Return a node's bus bandwidth in gathers and scatters over rings of these members."""
         if self.wiring == ALL_TO_ALL:
             if members == 2:
                 return self.pair_bytes_per_second
@@ -91,10 +93,10 @@ class Dimension:
         return self.bytes_per_second / self._detour(members, stride)
 
     def shift_bytes_per_second(self, stride: int) -> float:
-        """Return a node's bytes per second where each sends to the one ``stride`` nodes on.
+        """Return a node's bytes per second if each sends to the node ``stride`` further on.
 
-        A direct link is one of n - 1; the others carry as much over one node between: n / 2 links'
-        rate in all.
+        With all-to-all wiring the direct link is one of n - 1. The others carry as much via one
+        node between: the rate of n / 2 links in total.
         """
         if self.wiring == ALL_TO_ALL:
             return self.pair_bytes_per_second * self.nodes / 2
@@ -103,7 +105,7 @@ class Dimension:
         return self.bytes_per_second / 2 / (stride if self.wiring == TORUS else 1)
 
     def _detour(self, members: int, stride: int) -> int:
-        """Return how many times longer the way is than on a ring of the members alone."""
+        """Return how many times longer paths are than on a ring of the members alone."""
         if self.wiring == RINGS:
             return 1
         closed = members * stride == self.nodes
@@ -111,13 +113,19 @@ class Dimension:
 
 
 def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
-    """Return the dimensions that a row or column of so many nodes is wired as.
+    """Return the dimensions into which the wiring divides a row or column of ``nodes``.
 
-    One; where all pairs are to be joined and a node's ``rails`` are too few for that, two, whose
-    sizes are factors of ``nodes``.
+    There is one dimension, or two if all pairs are to be joined and the rails are too few for one.
+    The sizes of the two are factors of ``nodes``.
+
+    Args:
+        nodes: number of nodes in the row or column.
+        wiring: how rails join them; see :class:`Dimension`.
+        rails: number of rings that a node is on.
+        bytes_per_second: rate of a node in one direction, over all rails.
 
     Raises:
-        ValueError: that the rails are too few for two, too.
+        ValueError: the rails are too few for two dimensions as well.
     """
     if wiring != ALL_TO_ALL or rails >= nodes // 2:
         return [Dimension(nodes, wiring, rails, bytes_per_second)]
@@ -129,7 +137,7 @@ def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) 
             "of which a / 2 + b / 2 rails join each to all"
         )
     inner = min(factors, key=lambda a: (abs(a - nodes // a), a))
-    times = rails // (inner // 2 + nodes // inner // 2)  # of so many decompositions of each
+    times = rails // (inner // 2 + nodes // inner // 2)  # number of decompositions of each
     parts = []
     for size in (inner, nodes // inner):
         own = size // 2 * times
@@ -138,12 +146,15 @@ def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) 
 
 
 def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[int, int]]:
-    """Return (members, their distance) in every dimension, of a group of ``members`` nodes.
+    """Return (members, distance between them) of a group in every dimension.
 
-    They are ``stride`` apart in an order in which the first dimension counts fastest.
+    Args:
+        sizes: nodes of each dimension, the one that varies fastest first.
+        members: number of nodes in the group.
+        stride: distance between members in the order of the nodes.
 
     Raises:
-        ValueError: that there are not so many nodes.
+        ValueError: the dimensions have too few nodes.
     """
     there = prod(sizes)
     if (members - 1) * stride >= there:
@@ -163,10 +174,10 @@ def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[in
 
 
 def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
-    """Return the bytes per second that a node sends to other nodes of its group.
+    """Return the bytes per second that a node sends to other nodes of its group in an all-to-all.
 
-    They go one dimension after another: a link of dimension i carries bytes of as many pairs as the
-    other dimensions together have members, times those of its own line (``pair_seconds``).
+    Bytes traverse one dimension after the other. A link of a dimension carries the bytes of its own
+    line (``pair_seconds``), times the number of members in the other dimensions.
     """
     total = prod(members for members, _ in places)
     return (total - 1) / max(
@@ -179,9 +190,9 @@ def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int,
 def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
     """Return the bus bandwidth of a node in gathers and scatters over the group.
 
-    Over two dimensions of n and m members, a part of the bytes begins in the first one and ends, at
-    1 / n of its size, in the second, the rest the other way round: all bytes times 1 - 1 / (n m)
-    are divided as the rates are, if each dimension can have so many.
+    With two dimensions of n and m members, a part of the bytes starts in the first. It ends, at 1 /
+    n of its size, in the second. The rest goes the other way round. All bytes, times 1 - 1 / (n m),
+    are divided in proportion to the rates as far as the dimensions allow.
     """
     rate, total = 0.0, 1
     for dimension, (members, stride) in zip(dimensions, places, strict=True):
@@ -199,7 +210,7 @@ def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]
 
 
 def shift_rate(dimensions: Sequence[Dimension], stride: int) -> float:
-    """Return the bytes per second that a node sends to the one ``stride`` further on."""
+    """Return the bytes per second that a node sends to the node ``stride`` further on."""
     for dimension in dimensions:
         if stride < dimension.nodes:
             return dimension.shift_bytes_per_second(stride)

@@ -1,15 +1,15 @@
-"""Where the ranks of a group lie, and how fast they exchange there.
+"""Topologies: where the ranks of a group are, and how fast they communicate.
 
 Megatron numbers ranks tensor-parallel first, then context-parallel, then replicas, then stages
-(order tp-cp-ep-dp-pp). So a tensor-parallel group lies side by side, the members of a
-context-parallel one are ``tp`` devices apart, and those of a data-parallel one ``tp * cp``:
+(order tp-cp-ep-dp-pp). The members of a tensor-parallel group are therefore adjacent. Those of a
+context-parallel group are ``tp`` devices apart, and those of a data-parallel group ``tp * cp``:
 
     node 0: | t0 t1 | t0 t1 | t0 t1 | t0 t1 |   tp 2, cp 4: the context-parallel groups are the
               c0      c1      c2      c3        devices 0 2 4 6 and 1 3 5 7
 
-A group inside a node exchanges at the node's rate. One that crosses nodes shares every node's link
-with all that lie there: of ``size`` members ``here`` on each node, each sends the share
-(size - here) / size of its bytes away, at the rate that a device has of its node's link.
+A group inside a node communicates at the node's rate. A group over several nodes divides each
+node's link among all devices of the node. Of ``size`` members with ``here`` on each node, each
+sends the fraction (size - here) / size of its bytes to other nodes.
 """
 
 import dataclasses
@@ -40,30 +40,33 @@ _KNOWN = {"inside": (SWITCH, MESH), "between": (SWITCH, RINGS, ALL_TO_ALL, TORUS
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How devices are joined to nodes, and nodes to each other.
+    """How devices are joined within nodes, and nodes to each other.
 
-    node_devices            of every node; 0: as many as the device says
-    inside                  switch: every pair of a node at full rate. mesh: devices of a node stand
-                            in a square, joined to their neighbours: half of what an all-to-all
-                            moves crosses the middle of a k x k part over k links, so that it is k
-                            times slower. Rings find their way through a mesh at full rate
-    between                 switch: every pair of nodes at full rate. fat-tree: rail-optimised, the
-                            devices of one rail at full rate, all others over the node's own links:
-                            full rate, too. rings: circuit switches close a ring through the nodes
-                            of every group, in its row and in its column. torus: a ring of every row
-                            and column, which stays. all-to-all: rings of rails that join every pair
-                            of nodes of a row or column. What they carry: ``rails.py``
-    link_bytes_per_second   of a node, one direction, all rails; 0: as the device says
-    nodes                   rows and columns of the grid; (): not known, the nodes of a group are
-                            a row of their own
-    rails                   rings that a node is on in its row, and as many in its column; 0: as
-                            many as join every pair
-    failed_nodes            their rows and columns, from 0
-    failed_links            pairs of nodes whose link failed
-    used                    rows and columns that a job takes of the grid; (): all
-    hosts                   names of the nodes, row by row; (): none
-    column_load             times that the busiest link of columns carries more than without holes,
-                            as some nodes stand in for failed ones of other columns
+    Attributes:
+        name: name on the command line.
+        node_devices: devices of every node; 0: as in the device's description.
+        inside: "switch": every pair of devices in a node has the full rate. "mesh": devices of a
+            node form a square and link to their neighbours. Half of an all-to-all's bytes cross the
+            middle of a k x k square over k links, so it is k times slower; rings have the full
+            rate.
+        between: how nodes are joined. "switch": every pair has the full rate. "fat-tree":
+            rail-optimised; the devices of one rail have the full rate, and others reach it through
+            the node's own links. "rings": circuit switches close a ring through the nodes of every
+            group, in its row and column. "torus": a fixed ring per row and column. "all-to-all":
+            rings of rails that join every pair of nodes of a row or column. See ``rails.py`` for
+            the rates.
+        link_bytes_per_second: rate of a node in one direction, over all rails; 0: as in the
+            device's description.
+        nodes: rows and columns of the grid; empty if unknown, with the nodes of each group as a row
+            of their own.
+        rails: rings that a node is on in its row, and as many in its column; 0: as many as join
+            every pair.
+        failed_nodes: (row, column) of nodes that failed, from 0.
+        failed_links: pairs of nodes whose link failed.
+        used: rows and columns of the grid that a job uses; empty: all.
+        hosts: names of the nodes, row by row; empty: none.
+        column_load: load of the busiest link in a column, relative to a grid without failures. It
+            exceeds 1 if nodes replace failed ones of other columns.
     """
 
     name: str
@@ -100,24 +103,28 @@ class Topology:
         if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= 1e6:
             raise ValueError(f"column_load {quoted(load)}: expected at least 1")
         grid = HoledGrid.of(self)
-        for name in grid.__slots__:  # lists of JSON, as tuples
+        for name in grid.__slots__:  # lists from JSON become tuples
             object.__setattr__(self, name, getattr(grid, name))
         self.dimensions(1.0)
 
     @property
     def grid(self) -> HoledGrid:
-        """The grid of nodes, where it is known."""
+        """Grid of nodes, checked."""
         return HoledGrid.of(self)
 
     @property
     def hops(self) -> int:
-        """Most links between two nodes of the grid; 1 where switches join them."""
+        """Number of links on the longest path between two nodes; 1 if switches join them."""
         lines = chain.from_iterable(self.dimensions(1.0))
         return sum(1 if each.wiring == ALL_TO_ALL else each.nodes // 2 for each in lines) or 1
 
     def dimensions(self, link: float, alone: int = 0) -> list[list[Dimension]]:
-        """Return how the nodes of a row and those of a column are joined, a node's ``link`` divided
-        evenly; where there is no grid, ``alone`` nodes in a row. None: by switches."""
+        """Return how the nodes of a row and those of a column are joined; empty if by switches.
+
+        Args:
+            link: bytes per second of a node, divided evenly over row and column.
+            alone: number of nodes in a row if there is no grid.
+        """
         if self.between in (SWITCH, FAT_TREE):
             return []
         rows, columns = self.nodes or (1, alone)
@@ -132,31 +139,34 @@ class Topology:
         ]
 
 
-# `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical
-# circuit switches, arranged so that every pair of nodes has a direct link. Source: RailX (arXiv
-# 2507.18889). 4 x 4 devices: our choice, as the paper leaves the size open. Other grids: a file.
+# `railx`: nodes are meshes of directly joined devices. Rings of nodes go through optical circuit
+# switches, so that every pair of nodes has a direct link. Source: RailX (arXiv 2507.18889). The
+# paper leaves the size open; 4 x 4 devices is this project's choice. A file describes other grids.
 TOPOLOGIES: Mapping[str, Topology] = {
     each.name: each for each in (Topology("nodes"), Topology("railx", 16, MESH, ALL_TO_ALL))
 }
-FLAT = "flat"  # rates by a group's size alone, wherever it lies, tensor-parallel ones too
+FLAT = "flat"  # rates depend on a group's size alone, tensor-parallel groups included
 
 
 def topology(name: str) -> Topology | None:
-    """The one called ``name``, or that the JSON file at ``name`` describes; None: ``flat``."""
+    """Return the topology of that name or in the JSON file at that path; None for ``flat``."""
     return None if name == FLAT else pick("topology", name, TOPOLOGIES, Topology)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A topology of some device: the bytes per second that one device has in a group.
+    """Topology with the rates of a device: bytes per second of one device in each group.
 
-    inside_bytes_per_second   by group size, of an all-to-all inside a node
-    across_bytes_per_second   by group size, of an all-to-all over whole nodes: what was measured
-    ring_bytes_per_second     by group size, of gathers and scatters inside a node
-    share_bytes_per_second    a device's of its node's link
-    gather_latency_seconds    of a gather or scatter besides, by group size
-    copy_bytes_per_second     of a device's own memory, where an all-to-all's rate is the wire's
-                              alone; 0: copies are contained in it
+    Attributes:
+        topology: how devices and nodes are joined.
+        node_devices: devices of a node.
+        inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
+        across_bytes_per_second: measured rates of an all-to-all over whole nodes, by group size.
+        ring_bytes_per_second: rates of gathers and scatters inside a node, by group size.
+        share_bytes_per_second: a device's fraction of its node's link.
+        gather_latency_seconds: latency of a gather or scatter, by group size.
+        copy_bytes_per_second: rate of a device's own memory if the all-to-all rates are those of
+            the wire alone; 0 if they include the copies.
     """
 
     topology: Topology
@@ -170,12 +180,14 @@ class Network:
 
     @classmethod
     def of(cls, topology: Topology, device: Device) -> "Network":
+        """Return the network of devices of this type in ``topology``."""
         measured = device.node_devices
         rates = device.group_bytes_per_second
         inside = {size: rate for size, rate in rates.items() if size <= measured}
         inside = inside or {2: min(rates.values())}
         devices = topology.node_devices or measured
-        # Measured across nodes: only where these nodes are those, and are joined as those were.
+        # Measurements across nodes apply only to nodes of the same size that are joined in the same
+        # way.
         as_measured = (
             devices == measured
             and topology.between == SWITCH
@@ -195,12 +207,12 @@ class Network:
         )
 
     def placed(self, size: int, stride: int) -> tuple[int, int]:
-        """(members on each node, nodes) of a group whose members are ``stride`` devices apart."""
+        """Return (members on each node, nodes) of a group with members ``stride`` devices apart."""
         here = max(1, min(size, self.node_devices // stride))
         return here, -(-size // here)
 
     def all_to_all(self, size: int, stride: int = 1) -> float:
-        """Bytes per second of an all-to-all in a group of ``size``, ``stride`` devices apart."""
+        """Return a device's bytes per second in an all-to-all of such a group."""
         here, nodes = self.placed(size, stride)
         if nodes == 1:
             rate = at_most(self.inside_bytes_per_second, size)
@@ -208,13 +220,13 @@ class Network:
             return rate * size / (size - 1) if self.copy_bytes_per_second and size > 1 else rate
         leaves = (size - here) / size
         rate = self._away(nodes, stride) / leaves
-        if here > 1:  # what stays goes beside it
+        if here > 1:  # transfers inside the node run concurrently
             stays = self.all_to_all(here, stride) * size / here
             rate = min(rate, stays)
         return rate
 
     def _away(self, nodes: int, stride: int) -> float:
-        """A device's part of its node's link in an all-to-all over so many nodes."""
+        """Return a device's rate on its node's link in an all-to-all over that many nodes."""
         spanned = nodes * self.node_devices
         if self.across_bytes_per_second and spanned >= min(self.across_bytes_per_second):
             known = max(size for size in self.across_bytes_per_second if size <= spanned)
@@ -223,11 +235,13 @@ class Network:
         return all_to_all_rate(dimensions, places) if places else self.share_bytes_per_second
 
     def _between(self, nodes: int, stride: int) -> tuple[list[Dimension], list[tuple[int, int]]]:
-        """The dimensions of the grid, at a device's share of their rates, and where in them lie the
-        ``nodes`` of a group whose members are ``stride`` devices apart; none: joined by switches.
+        """Return the grid's dimensions, at a device's rates, and a group's place in each of them.
+
+        Both are empty if switches join the nodes. The group has ``nodes`` nodes, and its members
+        are ``stride`` devices apart.
 
         Raises:
-            ValueError: that the grid has not so many nodes.
+            ValueError: the grid has fewer nodes.
         """
         lines = self.topology.dimensions(self.share_bytes_per_second, nodes)
         if not lines:
@@ -244,17 +258,25 @@ class Network:
         )
 
     def gather_latency(self, size: int) -> float:
-        """Return the seconds that a gather or scatter takes whatever its bytes."""
+        """Return the latency in seconds of a gather or scatter."""
         return at_most(self.gather_latency_seconds, size) if self.gather_latency_seconds else 0.0
 
     def copy_seconds(self, moved: float) -> float:
-        """Return the seconds that a device's own copies of so many bytes take, before and after an
-        exchange: each is read and written."""
+        """Return the seconds of a device's copies before and after exchanging ``moved`` bytes.
+
+        Each of the two copies reads and writes them.
+        """
         return 4 * moved / self.copy_bytes_per_second if self.copy_bytes_per_second else 0.0
 
     def dispatch_seconds(self, copy: float, copies: int, size: int, once: bool) -> float:
-        """Return the seconds of handing ``copies`` of a token, of so many bytes each, to experts on
-        ``size`` devices; ``once``: one for each node and device that wants any."""
+        """Return the seconds of dispatching tokens to the experts on ``size`` devices.
+
+        Args:
+            copy: bytes of one copy of all tokens.
+            copies: copies of each token, one for each expert that it chooses.
+            size: expert-parallel size.
+            once: whether each node or device receives a token at most once.
+        """
         here, nodes = self.placed(size, 1)
         inside = at_most(self.inside_bytes_per_second, min(size, here))
         sent = distinct(size, copies) if once else float(copies)
@@ -266,9 +288,11 @@ class Network:
         return seconds
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Bytes per second of gathers and scatters, as nccl-tests counts bus bandwidth: bytes *
-        (size - 1) / size over seconds. A ring over nodes enters and leaves each once for all that
-        it has there."""
+        """Return a device's bus bandwidth in gathers and scatters.
+
+        Bus bandwidth is counted as in nccl-tests: bytes * (size - 1) / size over seconds. A ring
+        over nodes enters and leaves each node once for all members on it.
+        """
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)
         if nodes == 1:
@@ -278,8 +302,10 @@ class Network:
         return min(inside, here * rate)
 
     def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
-        """Between two stages of ``devices`` each, all of them together. Stages are the outermost
-        ranks: neighbours share a node only where all replicas' pipelines lie in one."""
+        """Return the bytes per second between two stages of ``devices`` each, over all devices.
+
+        Stages are the outermost ranks: adjacent stages are in one node only if all pipelines are.
+        """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
         if not self.topology.nodes or self.topology.between in (SWITCH, FAT_TREE):
@@ -290,12 +316,12 @@ class Network:
 
 
 def distinct(places: int, copies: int) -> float:
-    """Return how many of so many places ``copies`` go to, if all are alike."""
+    """Return the expected number of distinct places of ``copies``, if all are equally likely."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 
 def at_most(rates: Mapping[int, float], size: int) -> float:
-    """The rate of the largest known size up to ``size``, or of the smallest."""
+    """Return the rate of the largest known size up to ``size``, or of the smallest known size."""
     if not rates:
         raise ValueError(f"no bandwidth is known for groups of {size}")
     return rates[max((known for known in rates if known <= size), default=min(rates))]

@@ -1,1 +1,1 @@
-"""Programs: the orders of a plan with their messages, as every stage issues them."""
+"""Programs: the orders of a plan with their messages, as each rank executes them."""

@@ -1,4 +1,4 @@
-"""A plan's orders with their sends and receives: the program that each rank executes."""
+"""Lowering: adds sends and receives to a plan's orders, one program per rank."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,41 +15,45 @@ Program = tuple[Item, ...]
 
 
 def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
-    """One program per rank, in which every message of the plan is sent and received once.
+    """Return one program per rank, in which every message of the plan is sent and received once.
 
-    All programs are the projection of one sequence of ops and messages (:mod:`.sequence`), in
-    which a message follows the op that makes it and precedes the op that wants it:
+    All programs are projections of one sequence of ops and messages (:mod:`.sequence`). In it a
+    message comes after the op that produces it and before the op that needs it:
 
         sequence   F0 of stage 0 | F0>1           | F1 of stage 0 | F0 of stage 1
         stage 0    F0              SEND:F0>1        F1
         stage 1                    POST:F0<0                        RECV:F0<0 F0
 
-    A SEND stands right behind the op that makes its tensor. A POST, the receiver's half of it,
-    stands behind the ops of the receiver that come before it in the sequence. A RECEIVE, before the
-    op that wants the tensor, waits for it. Both ends of a link name its messages in one order, so
-    neither tags nor a handshake for shapes are needed: a receiver that wants a later message first
-    waits for those before it.
+    A SEND comes directly after the op that produces its tensor. The receiver posts the message
+    (POST) after those of its ops that precede the message in the sequence. It waits for the tensor
+    (RECV) before the op that needs it. Both ends of a link name its messages in the same order, so
+    neither tags nor a handshake for shapes are needed. A receiver that needs a later message first
+    waits for the earlier ones.
 
-    Whoever stands first in the sequence can always go on, as everything that it needs stands
-    before it. So nothing hangs, not even where a device takes its work from a single queue and
-    sends meet their receives, and a wait for all that was issued so far returns at every point
+    The first item in the sequence that has not run can always run, because all that it needs
+    precedes it. Nothing therefore deadlocks, even if a device has a single queue in which sends
+    wait for their receives. Waiting for all issued work also returns at every point
     (tests/ir/queue_check.py).
 
-    Which messages there are follows from the rule table: one for every need met on another rank.
-    Between stages of one rank a HAND, behind the op that makes the tensor, gives it to the other
-    stage as it is. Where a rank has several stages, the ops of all programs name theirs
-    (``StageOp``).
+    The rule table determines the messages: one for every need that another rank meets. Between
+    stages of one rank a HAND passes the tensor on, directly after the op that produces it. If a
+    rank has several stages, the ops of all programs name their stage (``StageOp``).
 
-    rules   default: those that govern ``plan``
+    Args:
+        plan: plan to lower.
+        rules: rule table; default: the one that governs ``plan``.
     """
     return tuple(map(tuple, _programs(plan, range(plan.ranks), rules)))
 
 
 def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
-    """``lower(plan)[rank]``, without the programs of the others.
+    """Return ``lower(plan)[rank]`` without building the other programs.
 
-    block   the plans that run in lockstep with it, itself among them: the same program for all, so
-            that replicas which meet in their ops do not wait for each other's messages besides
+    Args:
+        plan: plan to lower.
+        rank: pipeline rank.
+        block: plans of its lockstep group, itself included. All of them get the same program, so
+            that replicas that synchronise in their ops do not also wait for each other's messages.
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 
@@ -60,7 +64,7 @@ def _programs(
     rules: Rules | None,
     block: Sequence[Plan] = (),
 ) -> list[list[Item]]:
-    """A program per rank, empty for those that are not among ``ranks``."""
+    """Return a program per rank, empty for ranks that are not among ``ranks``."""
     programs: list[list[Item]] = [[] for _ in range(plan.ranks)]
     rank_of, shares_ranks = plan.rank_of, plan.shares_ranks
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
@@ -98,8 +102,10 @@ def _programs(
 
 
 def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
-    """Every message with the op that makes it and the op that wants it, of another stage; those
-    between stages of one rank, too."""
+    """Yield (message, op that produces it, op that needs it) for needs between stages.
+
+    Messages between stages of one rank are included.
+    """
     needs, backwards, rank_of = needs_of(plan, rules), backward_of(plan), plan.rank_of
     for stage, order in enumerate(plan.orders):
         for op in order:

@@ -1,17 +1,17 @@
-"""Skeletons: the parts of plans that replicas in lockstep must have alike.
+"""Op templates: what the plans of replicas in lockstep must have in common.
 
-Ranks of several replicas that hold a layer's experts together meet in it, in every forward, every
-backward, and wherever backward runs the experts again:
+If experts are sharded over several replicas, their ranks synchronise in every forward, in every
+backward, and wherever backward recomputes the experts:
 
     replica 0   stage 0: F0 F1 B1 B0   recompute 0: 2k 1f1k
-    replica 1   stage 0: F0 F1 B1 B0   recompute 0: 2k 1m1k      alike: layer 0 runs again in B1
+    replica 1   stage 0: F0 F1 B1 B0   recompute 0: 2k 1m1k      equal: both recompute layer 0's MLP
 
-So the ops of every rank are the same in the same order, and for every chunk the same layers run
-their MLP again, by whichever letter (ir.recompute.MLP_RECOMPUTED); documents, spans, tokens and
-all else that is recomputed are each replica's own. Then what can run alone can run together: the
-replicas' needs are the same, and every one of them is met where the orders say so.
+The ops of every rank are therefore the same in the same order. For every chunk the same layers
+recompute their MLP, by whichever mode (ir.recompute.MLP_RECOMPUTED). Documents, spans, tokens and
+other recompute differ between replicas. If each plan can run alone, all can run together, because
+the needs of their ops are the same.
 
-Which layers have experts is known to the model and not to a plan: the letters of all layers count.
+A plan does not know which layers have experts, so the modes of all layers count.
 """
 
 from typing import NoReturn
@@ -24,8 +24,12 @@ from megatron_epp.ir.step import Step, StepPart
 
 
 def check_op_templates(step: Step | StepPart) -> None:
-    """Raise a :class:`PlanError` unless the replicas of every block of ``step`` have one skeleton;
-    O(ops). One line says where they part; the ops of all replicas around that place follow it."""
+    """Check that the replicas of every lockstep group of ``step`` have one op template; O(ops).
+
+    Raises:
+        PlanError: two replicas differ. The first line says where; the ops of all replicas around
+            that place follow it.
+    """
     for first in range(0, len(step.plans), step.lockstep):
         block = step.plans[first : first + step.lockstep]
         for plan in block[1:]:
@@ -33,6 +37,7 @@ def check_op_templates(step: Step | StepPart) -> None:
 
 
 def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
+    """Raise a PlanError if ``plan`` has another op template than the group's first plan."""
     leader = block[0]
     who = f"lockstep {lockstep}: replica {plan.replica}"
     if len(plan.chunks) != len(leader.chunks):
@@ -73,7 +78,7 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
 
 
 def _parted(line: str, block: tuple[Plan, ...], rank: int, at: int) -> NoReturn:
-    """With a row of ops for every replica of the block, aligned, the place marked."""
+    """Raise the error with one aligned row of ops per replica and the difference marked."""
     first = max(0, at - COLUMNS // 2)
     orders = [[plan.op_name(*place) for place in plan.rank_orders[rank]] for plan in block]
     stop = max(min(first + COLUMNS, len(order)) for order in orders)
