@@ -1,4 +1,4 @@
-"""A framework that calls Megatron's schedule, and what its forward step brings along."""
+"""Framework that calls Megatron's schedule, found by its forward step."""
 
 import functools
 import re
@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
-NEWEST = (10**6,)  # of what no package of that name says its release of: a checkout
+NEWEST = (10**6,)  # for a distribution that pip does not know: a checkout
 
 
 def installed_release(distribution: str) -> tuple[int, ...]:
-    """Return the installed release, as (0, 9, 1): rules of padding change with it.
+    """Return the installed release, such as (0, 9, 1), on which rules of padding depend.
 
-    ``NEWEST`` where pip knows of none.
+    Returns ``NEWEST`` if pip knows none.
     """
     try:
         numbers = re.match(r"\d+(\.\d+)*", metadata.version(distribution))
@@ -24,13 +24,19 @@ def installed_release(distribution: str) -> tuple[int, ...]:
     return NEWEST if numbers is None else tuple(map(int, numbers[0].split(".")))
 
 
-# The extent of a micro-batch as the framework's iterator gives it; None: it cannot be told.
+# Returns the shape of a micro-batch, as the framework's iterator yields it; None if unknown.
 Reader = Callable[[Any], MicrobatchShape | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls the schedule. config: the model's TransformerConfig; tp, cp: ranks."""
+    """Caller of the schedule.
+
+    Attributes:
+        forward_step: Its forward step.
+        config: TransformerConfig of the model.
+        tp, cp: Tensor- and context-parallel degrees.
+    """
 
     forward_step: Any
     config: Any
@@ -38,8 +44,10 @@ class Caller:
     cp: int
 
     def brings(self, name: str) -> Any:
-        """The variable ``name`` that the forward step was made with: the object whose method it is
-        ("self"), or one that it closes over; None where it has none."""
+        """Return the variable ``name`` of the forward step, or None.
+
+        It is the object of a method ("self"), or a variable in the closure.
+        """
         for function in _layers(self.forward_step):
             if name == "self" and hasattr(function, "__self__"):
                 return function.__self__
@@ -50,19 +58,27 @@ class Caller:
 
     @property
     def aligned(self) -> int:
-        """A document's rows are a multiple of this in most frameworks: each context-parallel rank
-        has two parts of it, and tensor-parallel ranks share those."""
+        """Multiple of a document's rows in most frameworks.
+
+        Each context-parallel rank has two parts of it, which tensor-parallel ranks share.
+        """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def fp8(self) -> bool:
+        """Whether the model computes in fp8."""
         return bool(getattr(self.config, "fp8", None))
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """packages: where its forward steps are written. reader: of a call's micro-batches; None: it
-    cannot tell how this call lays them out. fields: what that reads of a micro-batch."""
+    """A framework with known micro-batches.
+
+    Attributes:
+        packages: Modules of its forward steps.
+        reader: Returns the reader of a call's micro-batches; None if their layout is unknown.
+        fields: Entries of a micro-batch that the reader uses.
+    """
 
     name: str
     packages: tuple[str, ...]
@@ -71,7 +87,7 @@ class Framework:
 
 
 def written_in(forward_step: Any) -> tuple[str, ...]:
-    """The modules of ``forward_step`` and of what it wraps, the innermost last."""
+    """Return the modules of ``forward_step`` and of what it wraps, the innermost last."""
     return tuple(
         getattr(function, "__module__", None) or type(function).__module__
         for function in _layers(forward_step)
@@ -79,8 +95,7 @@ def written_in(forward_step: Any) -> tuple[str, ...]:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """``function``, and what it wraps: a partial's, or what a wrapper closes over as a function of
-    its own or of others."""
+    """Yield ``function`` and the functions it wraps: of a partial, or in a wrapper's closure."""
     for _ in range(8):  # a wrapper may close over itself
         yield function
         inner = function.func if isinstance(function, functools.partial) else None

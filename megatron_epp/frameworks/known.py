@@ -1,4 +1,4 @@
-"""The frameworks whose micro-batches are known, found by where a forward step is written."""
+"""Frameworks with known micro-batches, found by the module of a forward step."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ FRAMEWORKS = (
 
 
 def framework_of(forward_step: Any) -> Framework | None:
-    """The framework that wrote ``forward_step`` or what it wraps; None: none that is known."""
+    """Return the framework that defines ``forward_step`` or what it wraps; None if unknown."""
     for module in written_in(forward_step):
         for framework in FRAMEWORKS:
             for package in framework.packages:

@@ -1,4 +1,4 @@
-"""The rows that documents take, by how frameworks pad them."""
+"""Rows of documents, by the padding of frameworks."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -10,28 +10,31 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 def multiple_of(size: int, unit: int) -> int:
+    """Return the smallest multiple of ``unit`` from ``size`` on."""
     return -(-size // unit) * unit
 
 
 def in_a_row(documents: Iterable[int], each: int = 1, whole: int = 1) -> MicrobatchShape:
-    """Documents one behind the other (THD), each padded to a multiple of ``each``, then all of them
-    to one of ``whole``."""
+    """Return the shape of concatenated documents (THD).
+
+    Each is padded to a multiple of ``each``, then all of them to one of ``whole``.
+    """
     lengths = tuple(int(length) for length in documents)
     rows = sum(multiple_of(length, each) for length in lengths)
     return MicrobatchShape(multiple_of(rows, whole), 1, tuple(filter(None, lengths)))
 
 
 def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:
-    """Documents side by side (BSHD), padded to ``rows``."""
+    """Return the shape of documents padded to ``rows`` each (BSHD)."""
     return MicrobatchShape(rows, len(documents), tuple(filter(None, map(int, documents))))
 
 
 def lengths_between(boundaries: Any) -> tuple[int, ...]:
-    """Documents between cumulative lengths; those of no token, as padding makes them, left out."""
+    """Return the documents between cumulative lengths, without the empty ones of padding."""
     flat = torch.as_tensor(boundaries).flatten().tolist()
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
 def kept(mask_BS: torch.Tensor) -> list[int]:
-    """Tokens of every sample that an attention mask [B, S] keeps."""
+    """Return the tokens of every sample that an attention mask [B, S] keeps."""
     return mask_BS.bool().sum(-1).tolist()

@@ -1,4 +1,4 @@
-"""``tune --for NAME``: a choice in the words of a framework, by its name."""
+"""Settings of ``tune --for NAME``: a choice in the format of a framework."""
 
 import dataclasses
 
@@ -18,15 +18,16 @@ SETTINGS = {
 
 
 def require_framework(name: str) -> None:
-    """Raise ValueError if ``name`` is not known."""
+    """Raise a ValueError if ``name`` is not known."""
     if name not in SETTINGS:
         raise ValueError(f"--for {name}: expected one of {', '.join(SETTINGS)}")
 
 
 def settings_of(framework: str, job: StockSettings) -> list[str]:
-    """Lines for ``framework``: flags, overrides, or a recipe's fields.
+    """Return the lines for ``framework``: flags, overrides, or fields of a recipe.
 
-    ValueError: it cannot say them.
+    Raises:
+        ValueError: The framework cannot express the choice.
     """
     unit = 2 * job.layout.cp * job.layout.tp  # every rank has two parts of a document
     job = dataclasses.replace(job, tokens=-(-job.tokens // unit) * unit)

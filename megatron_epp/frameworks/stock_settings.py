@@ -1,7 +1,8 @@
 """Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
 
-What these frameworks run is Megatron's own schedule with whole documents packed (in any order, by
-level 0): of the survey's choices the fastest that needs no more, and what its plans recompute.
+These frameworks run Megatron's own schedule with packed unsliced documents (in any order with
+scheduling mode). The settings are those of the fastest such choice in the survey, with the
+recompute of its plans.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,11 @@ from megatron_epp.planner.tuning.survey import Choice, Survey, heaviest_plan
 class StockSettings:
     """A job that Megatron's own schedule runs.
 
-    layers       of the stages
-    recomputed   of each, the most in any micro-batch
-    tokens       of a micro-batch, over all ranks that share it
-    ep           ranks that share a layer's experts
+    Attributes:
+        layers: Layers of every stage.
+        recomputed: Most recomputed layers of a stage in any micro-batch.
+        tokens: Tokens of a micro-batch, over all ranks that share it.
+        ep: Number of ranks that share a layer's experts.
     """
 
     layout: Layout
@@ -34,7 +36,7 @@ class StockSettings:
 
 
 def recomputed_layers(plans: Iterable[Plan]) -> int:
-    """Most layers that a stage recomputes of any micro-batch."""
+    """Return the most layers that a stage recomputes for any micro-batch."""
     return max(
         len(modes) - modes.count(KEEP)
         for plan in plans
@@ -50,8 +52,18 @@ def stock_choice(
     options: Options,
     tokens: int,
 ) -> tuple[Choice, StockSettings]:
-    """The fastest choice that Megatron's own schedule runs, and its settings. ValueError: no layout
-    does without --epp."""
+    """Return the fastest choice that Megatron's own schedule runs, and its settings.
+
+    Args:
+        surveyed: The survey of layouts and planners.
+        batches: Document lengths of the batches.
+        cost_for: Returns the cost of a layout.
+        options: The planner's options.
+        tokens: Tokens of a micro-batch.
+
+    Raises:
+        ValueError: No layout fits without --epp.
+    """
     choice = next((one for one in surveyed.choices if one.planner == PACKED), None)
     if choice is None:
         raise ValueError(
@@ -65,7 +77,7 @@ def stock_choice(
 
 
 def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
-    """Yield names, as TransformerConfig has them, and values of the degrees."""
+    """Yield names, as in TransformerConfig, and values of the degrees."""
     layout = job.layout
     yield "tensor_model_parallel_size", str(layout.tp)
     yield "pipeline_model_parallel_size", str(layout.pp)
@@ -97,9 +109,10 @@ def megatron_flags(job: StockSettings) -> Iterator[str]:
 
 
 def first_and_last_layers(layers: Sequence[int], framework: str) -> tuple[int, ...]:
-    """Return the layers of the first and last stage, none where all are even.
+    """Return the layers of the first and last stage; () if all stages are equal.
 
-    ValueError: others differ.
+    Raises:
+        ValueError: Other stages differ.
     """
     if len(set(layers)) == 1:
         return ()

@@ -1,4 +1,4 @@
-"""Earlier import paths: ``megatron_epp.integrations.NAME`` is ``frameworks.NAME.shapes``."""
+"""Former import paths: ``megatron_epp.integrations.NAME`` is ``frameworks.NAME.shapes``."""
 
 import sys
 from importlib import import_module

@@ -1,1 +1,1 @@
-"""Everything that imports Megatron: flags, data, layer kinds, schedule, patches, CPU-only host."""
+"""Code that imports Megatron: flags, data, layer kinds, schedule, patches, CPU-only host."""

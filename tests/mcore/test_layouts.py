@@ -145,6 +145,7 @@ def test_all_layouts_are_searched_and_a_resume_keeps_its_own(corpus, tmp_path) -
     for file in tmp_path.glob("latest*"):
         file.write_text("2")
     other = {"load": tmp_path, "save": tmp_path / "other", "no_epp_search_ahead": True}
+    other["save_interval"] = 9
     same = trained(flags(corpus, **how, **other), 4, SEARCHING)
     assert "a search by rank" not in same.output
     assert "searching" not in same.output and f"auto: {found} on 4 of 4" in same.output

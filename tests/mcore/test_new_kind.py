@@ -181,7 +181,7 @@ SUMS = {
     ],
     "mcore/kinds/modules.py": [
         (
-            "\n# The most special first",
+            "\n# Most specific first",
             "from megatron_epp.mcore.kinds.sums.module import SumsModule\n",
         ),
         ("    AttentionModule(),\n", "    SumsModule(),\n"),

@@ -1,7 +1,7 @@
-"""AReaL: MicroBatchItems, whose documents are padded before they are drawn.
+"""Shapes of AReaL's micro-batches: MicroBatchItems with documents padded before they are drawn.
 
-``areal/engine/megatron_engine.py``. Trees of prefixes and pictures are laid out by the model.
-Layers that take no packed documents (``use_padded_seq``) get them side by side.
+See ``areal/engine/megatron_engine.py``. The model lays out prefix trees and images itself. Layers
+without support for packed documents (``use_padded_seq``) get padded ones.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ RELIES_ON = (
 
 
 def areal_reader(caller: Caller) -> Reader | None:
+    """Return the reader of AReaL's micro-batches."""
     side_by_side = getattr(caller.brings("self"), "use_padded_seq", False)
 
     def read(micro_batch: Any) -> MicrobatchShape | None:

@@ -1,4 +1,4 @@
-"""Fields of Megatron-Bridge's recipe for a job."""
+"""Fields of a Megatron-Bridge recipe for a job."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from megatron_epp.planner.choose.partition import layout_text
 
 
 def bridge_settings(job: StockSettings) -> Iterator[str]:
-    """Yield the lines for ``job``."""
+    """Yield the assignments for ``job``."""
     for name, value in degrees(job):
         yield f"cfg.model.{name} = {value}"
     if job.layout.tp > 1:

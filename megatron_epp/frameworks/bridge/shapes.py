@@ -1,7 +1,7 @@
-"""Megatron-Bridge: mappings with tokens [B, S], the borders of packed documents beside them.
+"""Shapes of Megatron-Bridge's micro-batches: mappings with tokens [B, S] and packed boundaries.
 
-``megatron/bridge/training/gpt_step.py`` knows two names for the borders; behind the last one the
-older is filled up with -1.
+``megatron/bridge/training/gpt_step.py`` has two names for the boundaries; the older one is filled
+with -1 after the last.
 """
 
 from typing import Any
@@ -21,6 +21,8 @@ RELIES_ON = (
 
 
 def bridge_reader(caller: Caller) -> Reader | None:
+    """Return the reader of Megatron-Bridge's micro-batches."""
+
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["tokens"].shape
         boundaries = micro_batch.get("cu_seqlens_q")

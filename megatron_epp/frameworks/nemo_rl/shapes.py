@@ -1,6 +1,6 @@
-"""NeMo-RL: ProcessedMicrobatches, whose tokens are padded and packed before they are drawn.
+"""Shapes of NeMo-RL's micro-batches: ProcessedMicrobatches, padded and packed already.
 
-``nemo_rl/models/megatron/data.py``. ``input_ids`` are those of all context-parallel ranks.
+See ``nemo_rl/models/megatron/data.py``. ``input_ids`` are those of all context-parallel ranks.
 """
 
 from typing import Any
@@ -18,10 +18,12 @@ RELIES_ON = (
 
 
 def nemo_rl_reader(caller: Caller) -> Reader | None:
+    """Return the reader of NeMo-RL's micro-batches."""
+
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch.input_ids.shape
         boundaries = micro_batch.cu_seqlens_padded
-        if boundaries is None or samples > 1:  # models that pack by themselves are given samples
+        if boundaries is None or samples > 1:  # models that pack themselves get samples
             return MicrobatchShape(rows, samples)
         return MicrobatchShape(rows, 1, lengths_between(boundaries))
 

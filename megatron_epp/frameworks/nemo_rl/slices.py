@@ -1,8 +1,8 @@
-"""NeMo-RL's micro-batches: slices give log-probabilities, from which its own losses follow.
+"""Slicing mode in NeMo-RL: slices compute log-probabilities, from which its own losses follow.
 
-Its forward step makes logits, and a post-processing function of its own makes losses of them, or
-log-probabilities. Its losses also take log-probabilities that are made already, which its fused
-linear layers hand them (``use_fused_linear_logprobs``): these come of slices here.
+Its forward step computes logits, and its post-processing function computes losses or
+log-probabilities from them. Its losses also accept log-probabilities, which its fused linear layers
+return (``use_fused_linear_logprobs``). Here slices provide them.
 """
 
 import copy
@@ -27,16 +27,20 @@ RELIES_ON = (
 
 
 class NemoSamples(TokenSamples):
-    """share_from: as of samples (samples.py)."""
+    """Adapter of NeMo-RL's micro-batches; ``share_from`` is that of ``Samples``."""
 
-    # Of whole samples on every context-parallel rank, by the number of which its steps divide it.
+    # Losses cover full samples on every context-parallel rank; its steps divide by the ranks.
     partial_loss = True
 
     def __init__(self, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """ValueError: another forward step than NeMo-RL's, or what slices do not serve."""
+        """Return the forward step of slices.
+
+        Raises:
+            ValueError: The forward step is not NeMo-RL's, or slices do not support its settings.
+        """
         named = getattr(forward_step, "keywords", {})
         processor, sampling = named.get("post_processing_fn"), named.get("sampling_params")
         kind = type(processor).__name__
@@ -61,8 +65,9 @@ class NemoSamples(TokenSamples):
         return log_prob_step(1.0 if sampling is None else sampling.temperature, entropy=False)
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        """Return the result of NeMo-RL's post-processing function for the micro-batch."""
         data, processor = micro_batch.data_dict, copy.copy(self._named["post_processing_fn"])
-        # As they came, side by side; losses of packed samples are those of unpacked ones.
+        # Unpacked: losses of packed samples are those of unpacked ones.
         width = data["input_ids"].shape[1]
         logprobs_BS = torch.stack([pad(one, (0, width - len(one))) for one in outputs])
         if type(processor).__name__ == _LOG_PROBS:

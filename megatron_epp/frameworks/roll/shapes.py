@@ -1,6 +1,6 @@
-"""ROLL: DataProtos of padded samples, packed by its strategy; its trainer's mappings besides.
+"""Shapes of ROLL's micro-batches: DataProtos of padded samples, or mappings.
 
-Rules of ``roll/distributed/strategy/megatron_strategy.py`` (_pack_sequences).
+The rules are those of ``roll/distributed/strategy/megatron_strategy.py`` (_pack_sequences).
 """
 
 import math
@@ -18,6 +18,7 @@ RELIES_ON = tuple(
 
 
 def roll_reader(caller: Caller) -> Reader | None:
+    """Return the reader of ROLL's micro-batches."""
     packed = getattr(caller.brings("self"), "use_sequence_packing", False)
     each = math.lcm(16, caller.aligned)
 

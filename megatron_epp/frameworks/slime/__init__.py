@@ -1,1 +1,1 @@
-"""slime, and miles, which has its micro-batches."""
+"""slime, and miles, which has the same micro-batches."""

@@ -1,4 +1,4 @@
-"""slime's flags for a job: Megatron's, and tokens of a GPU."""
+"""Flags of slime for a job: Megatron's, and tokens per GPU."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
 
 
 def slime_settings(job: StockSettings) -> Iterator[str]:
-    """Yield the lines for ``job``."""
+    """Yield the flags for ``job``."""
     yield from megatron_flags(job)
     yield "--use-dynamic-batch-size"
     yield f"--max-tokens-per-gpu {job.tokens // job.layout.cp}"

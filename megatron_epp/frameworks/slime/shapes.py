@@ -1,6 +1,7 @@
-"""slime and miles: a source that is read at an offset, lists of tokens, made THD by get_batch.
+"""Shapes of slime's and miles's micro-batches: lists of tokens read at an offset, made THD.
 
-Rules of ``slime/backends/megatron_utils/data.py`` and ``miles/backends/training_utils/data.py``.
+The rules are those of ``slime/backends/megatron_utils/data.py`` and
+``miles/backends/training_utils/data.py`` (get_batch).
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ RELIES_ON = (
 
 
 def slime_reader(caller: Caller) -> Reader | None:
+    """Return the reader of a call of slime or miles; None if its layout is unknown."""
     args = caller.brings("args")
     if args is None:
         return None

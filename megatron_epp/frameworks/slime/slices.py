@@ -1,9 +1,9 @@
-"""slime's micro-batches: slices give log-probabilities, from which its own losses follow.
+"""Slicing mode in slime: slices compute log-probabilities, from which its own losses follow.
 
-slime packs samples, and makes its losses of logits, in its forward step. A forward step of ours
-computes slices instead, and no logits; for the loss its own is asked for its loss function, which
-meets log-probabilities where it would have made them (``calculate_log_probs_and_entropy`` of its
-``loss.py``). So policy, value and supervised losses and passes of log-probabilities are its own.
+slime packs samples and computes its losses from logits in its forward step. Our forward step
+computes slices instead, without logits. slime's forward step then provides its loss function. That
+gets log-probabilities where it would have computed them (``calculate_log_probs_and_entropy`` of its
+``loss.py``). So policy, value and supervised losses and log-probability passes are slime's own.
 """
 
 import copy
@@ -39,10 +39,15 @@ RELIES_ON = (
 
 
 class SlimeSamples(TokenSamples):
-    """args: slime's. share_from: as of samples (samples.py). ValueError: they ask for what slices
-    do not give."""
+    """Adapter of slime's micro-batches.
 
-    partial_loss = True  # of the rows that slime's own cut gives a rank
+    ``args`` are slime's, ``share_from`` is that of ``Samples``.
+
+    Raises:
+        ValueError: Slices do not support the arguments.
+    """
+
+    partial_loss = True  # slime's own sharding gives a rank these rows
 
     def __init__(self, args: Any, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
@@ -50,12 +55,14 @@ class SlimeSamples(TokenSamples):
         self._args = args
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
+        """Return the forward step of slices: values of a critic, else log-probabilities."""
         self._loops_own, self._model = forward_step, model
         if self._args.loss_type == "value_loss":
             return _values
         return log_prob_step(self._args.rollout_temperature, self._has_entropies)
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        """Return the result of slime's loss function for the micro-batch."""
         function = loss_function_of(self._loops_own, micro_batch, self._model)
         local_outputs = [zigzag_part(one) for one in outputs]
         if self._args.loss_type == "value_loss":
@@ -64,7 +71,7 @@ class SlimeSamples(TokenSamples):
 
     @property
     def _has_entropies(self) -> bool:
-        """Whether the call that begins wants them: passes of forwards are in evaluation mode."""
+        """Whether the current call needs entropies; forward-only passes are in evaluation mode."""
         training = in_training(self._model) and self._args.loss_type == "policy_loss"
         return training or bool(getattr(self._args, "use_rollout_entropy", False))
 
@@ -72,13 +79,23 @@ class SlimeSamples(TokenSamples):
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
 ) -> None:
-    """slime's --custom-megatron-before-train-step-hook-path: the model computes slices from now
-    on."""
+    """Attach the model (slime's --custom-megatron-before-train-step-hook-path).
+
+    The model computes slices from now on. slime calls it with these arguments:
+
+    Args:
+        args: slime's arguments.
+        rollout_id: Unused.
+        step_id: Unused.
+        model: The list of model chunks.
+        optimizer: Unused.
+        scheduler: Unused.
+    """
     _attach(args, model)
 
 
 def before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
-    """slime's --custom-megatron-before-log-prob-hook-path: the same for passes of forwards."""
+    """Attach the model for forward-only passes (--custom-megatron-before-log-prob-hook-path)."""
     _attach(args, model)
 
 
@@ -119,7 +136,7 @@ def _require_sliceable(args: Any) -> None:
 
 
 def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
-    """The forward step of slices of a critic: what its last layer says of every token."""
+    """Compute the critic's output for every token: the forward step of slices."""
     drawn = on_this_device(next(data_iterator))
     return model(
         input_ids=drawn["tokens"], position_ids=None, attention_mask=None, labels=None
@@ -127,8 +144,7 @@ def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
 
 
 def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None) -> Any:
-    """Call slime's ``function`` (a partial) of logits, where it finds these instead of making
-    them."""
+    """Call slime's ``function`` of logits (a partial) with log-probabilities already computed."""
 
     def called_with(
         logits: Tensor,
@@ -143,9 +159,9 @@ def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None)
             entropies = entropies.detach()
         return log_probs_T[:, None], entropies
 
-    # With the graph, as a loss without a token of an answer is 0 times their sum.
+    # With the graph: a loss without tokens of an answer is 0 times their sum.
     in_their_place_1T1 = (0 * log_probs_T)[None, :, None].float()
-    # There is nothing to save by making the loss again; and it would be made of these.
+    # Recomputing the loss would save nothing, and would use these values.
     first, *rest = function.args or (None,)
     if first is not None:
         first = copy.copy(first)

@@ -1,4 +1,4 @@
-"""ms-swift's arguments for a job: Megatron's flags as it spells them, and its packing."""
+"""Arguments of ms-swift for a job: Megatron's flags in its spelling, and its packing."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from megatron_epp.frameworks.stock_settings import StockSettings, megatron_flags
 
 
 def swift_settings(job: StockSettings) -> Iterator[str]:
-    """Yield the lines for ``job``."""
+    """Yield the arguments for ``job``."""
     for line in megatron_flags(job):
         name, *value = line.split(" ", 1)
         yield f"--{name[2:].replace('-', '_')} {value[0] if value else 'true'}"

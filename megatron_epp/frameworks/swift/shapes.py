@@ -1,6 +1,6 @@
-"""ms-swift: mappings with input_ids [1, T] or [B, S], padded by its collator.
+"""Shapes of ms-swift's micro-batches: mappings with input_ids [1, T] or [B, S], padded.
 
-Documents in a row begin where positions do (``swift/megatron/trainers/utils.py``, prepare_batch).
+Packed documents begin where positions do (``swift/megatron/trainers/utils.py``, prepare_batch).
 """
 
 from typing import Any
@@ -19,6 +19,8 @@ RELIES_ON = (
 
 
 def swift_reader(caller: Caller) -> Reader | None:
+    """Return the reader of ms-swift's micro-batches."""
+
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["input_ids"].shape
         positions = micro_batch.get("text_position_ids")

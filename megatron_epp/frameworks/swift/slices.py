@@ -1,7 +1,7 @@
-"""ms-swift's packed micro-batches, whose documents begin where positions do.
+"""Slicing mode in ms-swift: an adapter of packed micro-batches; documents begin where positions do.
 
-Its forward step shifts labels along a whole micro-batch and makes borders of its positions, so a
-forward step of ours computes slices; losses are those of its own (``MegatronTrainer.loss_func``).
+Its forward step shifts labels along a whole micro-batch and derives boundaries from its positions.
+Our forward step computes slices instead; losses are those of ``MegatronTrainer.loss_func``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from megatron_epp.mcore.loops.adapters.packed import documents_of
 from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
 
-_STEP = "MegatronTrainer.forward_step"  # of pre-training and of supervised fine-tuning
+_STEP = "MegatronTrainer.forward_step"  # the trainer of pre-training and supervised fine-tuning
 RELIES_ON = (
     "swift.megatron.trainers.base.BaseMegatronTrainer.train_step",
     f"swift.megatron.trainers.trainer.{_STEP}",
@@ -36,30 +36,39 @@ _TEXT = frozenset(
 
 
 class SwiftPacks:
-    """Micro-batches of packing (--packing, or --padding_free). share_from: as of samples
-    (samples.py)."""
+    """Adapter of packed micro-batches (--packing, or --padding_free).
 
-    partial_loss = True  # of the rows that swift's own cut gives a rank
+    ``share_from`` is that of ``Samples``.
+    """
+
+    partial_loss = True  # swift's own sharding gives a rank these rows
 
     def __init__(self, share_from: int = 0):
         self.share_from = share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
+        """Return the tokens of every document."""
         return tuple(stop - start for start, stop in documents_of(_with_boundaries(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
+        """Return the documents and their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
+        """Return tokens [start, stop) of a document and their labels: [1, t] each."""
         packed = _with_boundaries(micro_batch)
         first, _ = documents_of(packed)[document]
         rows = slice(None), slice(first + start, first + stop)
         return parts_of(packed, ("input_ids", "labels"), rows)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """ValueError: another trainer's, or arguments, that slices do not serve."""
+        """Return the forward step of slices.
+
+        Raises:
+            ValueError: It is another trainer's, or slices do not support the arguments.
+        """
         trainer = getattr(forward_step, "__self__", None)
         name = getattr(forward_step, "__qualname__", type(forward_step).__name__)
         if trainer is None or name != _STEP:
@@ -79,15 +88,16 @@ class SwiftPacks:
         return _token_losses
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
-        # A copy: swift shifts a micro-batch's labels where they are.
+        """Return the result of ms-swift's loss function for the micro-batch."""
+        # A copy: swift shifts a micro-batch's labels in place.
         source = SingleValue(dict(micro_batch))
-        # Its documents lie one behind the other, with no row between them.
+        # Its documents are contiguous, without padding between them.
         local_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
         return loss_function_of(self._loops_own, source, self._model)(local_1T)
 
 
 def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens and labels, shifted as swift shifts them, with their documents' borders."""
+    """Return tokens and labels, shifted as by swift, with the boundaries of their documents."""
     tokens = micro_batch["input_ids"]
     positions = micro_batch.get("text_position_ids")
     positions = micro_batch.get("position_ids") if positions is None else positions
@@ -111,7 +121,7 @@ def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_losses(data_iterator: Any, model: Any) -> tuple[Any, None]:
-    """The forward step of slices: a loss for every token."""
+    """Compute a loss for every token: the forward step of slices."""
     drawn = on_this_device(next(data_iterator))
     return model(
         input_ids=drawn["input_ids"], position_ids=None, attention_mask=None,

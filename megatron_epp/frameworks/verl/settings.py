@@ -1,4 +1,4 @@
-"""verl's overrides for a job."""
+"""Overrides of verl for a job."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _ACTOR = "actor_rollout_ref.actor."
 
 
 def verl_settings(job: StockSettings) -> Iterator[str]:
-    """Yield the lines for ``job``."""
+    """Yield the overrides for ``job``."""
     for name, value in degrees(job):
         yield f"{_ACTOR}megatron.{name}={value}"
     config = f"{_ACTOR}megatron.override_transformer_config."

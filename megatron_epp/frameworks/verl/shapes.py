@@ -1,6 +1,7 @@
-"""verl: TensorDicts of nested tokens, made THD or BSHD by its engine.
+"""Shapes of verl's micro-batches: TensorDicts of nested tokens, made THD or BSHD by its engine.
 
-Rules of ``verl/models/mcore/util.py`` (preprocess_thd_engine, preprocess_bshd_engine).
+The rules are those of ``verl/models/mcore/util.py`` (preprocess_thd_engine,
+preprocess_bshd_engine).
 """
 
 import math
@@ -20,11 +21,12 @@ RELIES_ON = (
 
 
 def verl_reader(caller: Caller) -> Reader | None:
+    """Return the reader of a call of verl's engine; None if its layout is unknown."""
     settings = getattr(caller.brings("self"), "engine_config", None)
     if settings is None or getattr(settings, "dynamic_context_parallel", False):
-        return None  # ranks of one pipeline have micro-batches of their own
+        return None  # ranks of one pipeline have different micro-batches
     if getattr(caller.config, "experimental_attention_variant", None) == "dsv4_hybrid":
-        return None  # cut in one piece a rank, and at least a window of rows
+        return None  # one contiguous part per rank, of at least a window of rows
     quantised = getattr(caller.config, "fp8", None) in ("e4m3", "hybrid")
 
     def packed(micro_batch: Any) -> MicrobatchShape | None:

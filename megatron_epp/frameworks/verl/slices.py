@@ -1,13 +1,12 @@
-"""verl's micro-batches of nested tokens, and an engine of its registry that computes them in
-slices.
+"""Slicing mode in verl: an adapter of its nested micro-batches, and an engine for its registry.
 
-verl's forward step packs samples and makes log-probabilities of logits; a forward step of ours
-computes slices instead, and no logits. Their log-probabilities and entropies, nested as verl has
-them, go to its engine's ``postprocess_micro_batch_func``, which calls the loss of its policy.
+verl's forward step packs samples and computes log-probabilities from logits. Our forward step
+computes slices instead, without logits. Their log-probabilities and entropies, nested as in verl,
+go to its engine's ``postprocess_micro_batch_func``, which calls the loss of its policy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import install_where_none
 from megatron_epp.mcore.model.attention import this_device
 
-VENDOR = "megatron_epp"  # VERL_ENGINE_VENDOR
+VENDOR = "megatron_epp"  # value of VERL_ENGINE_VENDOR
 _ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngine"
 RELIES_ON = (
     "verl.workers.engine.base.EngineRegistry",
@@ -34,8 +33,12 @@ RELIES_ON = (
 
 
 class VerlSamples(TokenSamples):
-    """tensor_ranks, context_ranks: of verl's engine, by which it pads samples. share_from: as of
-    samples (samples.py)."""
+    """Adapter of verl's micro-batches.
+
+    Attributes:
+        tensor_ranks, context_ranks: Degrees of verl's engine, by which it pads samples.
+        share_from: As in ``Samples``.
+    """
 
     def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
@@ -45,9 +48,9 @@ class VerlSamples(TokenSamples):
     def after(self, samples: Sequence[Tensor], number: int) -> int:
         """Return the label of a sample's last token, as verl shifts labels along a pack.
 
-        Padding, or the next sample's first token. Where context-parallel ranks share a sample, its
-        own first one, unless it is padded: from release 0.9.1 on to its rows in the pack, before
-        where it is shorter than the least of them.
+        It is padding, or the next sample's first token. With context parallelism it is the sample's
+        own first token, unless the sample is padded. From release 0.9.1 on, samples are padded to
+        their rows in the pack; before, only if shorter than the smallest multiple.
         """
         length = len(samples[number])
         if self._context_ranks > 1:
@@ -57,22 +60,28 @@ class VerlSamples(TokenSamples):
         padded = length % self._tensor_ranks
         return 0 if padded else int(samples[(number + 1) % len(samples)][0])
 
+    @override
     def lengths(self, micro_batch: Any) -> Sequence[int]:
         _require_text(micro_batch)
         return super().lengths(micro_batch)
 
+    @override
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
         tensors = super().rows(micro_batch, document, start, stop)
         temperature = micro_batch["temperature"]
-        if isinstance(temperature, Tensor):  # of every sample
+        if isinstance(temperature, Tensor):  # a value per sample
             temperature = float(temperature.flatten()[document])
         divisor = torch.full((1, stop - start), float(temperature), dtype=torch.float64)
         return {**tensors, "temperature": divisor}
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """ValueError: an engine whose settings, or outputs, slices do not serve."""
+        """Return the forward step of slices.
+
+        Raises:
+            ValueError: Slices do not support the engine's settings or outputs.
+        """
         engine = getattr(getattr(forward_step, "func", None), "__self__", None)
         finish = getattr(forward_step, "keywords", {}).get("postprocess_micro_batch_func")
         if engine is None or finish is None:
@@ -93,6 +102,7 @@ class VerlSamples(TokenSamples):
         return log_prob_step(1.0, entropy=True)
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        """Return the result of verl's ``postprocess_micro_batch_func`` for the micro-batch."""
         lengths = [len(one) for one in outputs]
         output = dict(zip(("log_probs", "entropy"), log_probs_and_entropies(outputs), strict=True))
         if not _setting(micro_batch, "calculate_entropy"):
@@ -105,14 +115,21 @@ class VerlSamples(TokenSamples):
         output = self._finish(nested, data=micro_batch.to(this_device()))
         if len(output) == 2:
             return output
-        loss, tokens, report = output  # of every rank a share of what is counted once
+        # Verl expects a fraction on every rank of what is counted once.
+        loss, tokens, report = output
         return loss, tokens * self._context_ranks, report
 
 
 def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
-    """Put an engine into verl's registry whose language models compute slices: taken in the place
-    of verl's own for Megatron where VERL_ENGINE_VENDOR is ``megatron_epp``. memory_gib: as of
-    :func:`megatron_epp.attach`; share_from: as of samples (samples.py)."""
+    """Register an engine in verl with language models that compute slices.
+
+    verl uses it in place of its own for Megatron if VERL_ENGINE_VENDOR is ``megatron_epp``.
+    ``memory_gib`` is that of :func:`megatron_epp.attach`, ``share_from`` that of ``Samples``.
+
+    Example:
+        >>> from megatron_epp.frameworks.verl.slices import register_engine
+        >>> register_engine(memory_gib=40)  # before verl's trainer starts
+    """
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -138,7 +155,7 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
 
 
 def _setting(micro_batch: Any, name: str) -> Any:
-    """A value of verl's that is no tensor, or None."""
+    """Return a non-tensor value of verl's, or None."""
     value = micro_batch.get(name, None)
     return getattr(value, "data", value)
 

@@ -1,1 +1,1 @@
-"""`profile`: seconds and bytes of this host's layers, measured into a cost-model file."""
+"""Measurement of a cost model (`profile`): seconds and bytes of this host's layers, in a file."""

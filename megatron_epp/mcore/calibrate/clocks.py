@@ -1,8 +1,8 @@
-"""Clocks of a probe: how long a device works on an op, or how long its host takes to issue it.
+"""Clocks of a probe: the time a device computes an op, or the time its host needs to issue it.
 
-An op of few tokens takes as long as its host needs to issue its kernels, one of many tokens as long
-as the device computes. What a straight line through both says of large chunks is too little: on an
-H100, of a layer of 2048 columns, by half. So both are measured, each by a clock of its own.
+An op of few tokens takes as long as its host needs to issue its kernels. One of many tokens takes
+as long as the device computes. A straight line through both underestimates large chunks: on an
+H100, for a layer of 2048 columns, by half. So both are measured, each by its own clock.
 """
 
 import time
@@ -13,26 +13,27 @@ import torch
 
 from megatron_epp.runtime.clock import CudaClock
 
-# Seconds that a device spins before what is timed: in these its host issues kernels ahead of it.
-# One layer's backward with recompute takes a host up to 5 ms.
+# Seconds that a device spins before a timed part, while its host issues kernels. A layer's backward
+# with recompute takes a host up to 5 ms.
 _HEAD_START = 8e-3
-_CYCLES_PER_SECOND = 2e9  # of a multiprocessor's clock, at most
+_CYCLES_PER_SECOND = 2e9  # upper bound of a multiprocessor's clock rate
 
 
 class Clock(Protocol):
-    """What a probe times the parts of a pass with."""
+    """Clock with which a probe times the parts of a pass."""
 
     def start(self) -> Any:
-        """Begin to time what comes next; what was asked for before is done."""
+        """Start timing, after all earlier work is done."""
 
     def seconds(self, start: Any) -> float:
         """Return the seconds since ``start``."""
 
 
 class WallClock:
-    """Seconds by ``now``, which returns when everything asked for is done; ``before`` runs first.
+    """Clock that reads ``now``, which waits for all earlier work; ``before`` runs first.
 
-    ``now`` of :class:`Probe`: on a GPU from the first kernel's issue to the last one's end.
+    ``now`` is that of :class:`Probe`: on a GPU, from the issue of the first kernel to the end of
+    the last.
     """
 
     def __init__(self, now: Callable[[], float], before: Callable[[], Any] = lambda: None):
@@ -40,40 +41,40 @@ class WallClock:
         self._now, self._before = now, before
 
     def start(self) -> float:
-        """Begin to time, after ``before``."""
+        """Start timing, after ``before``."""
         self._before()
         return self._now()
 
     def seconds(self, start: float) -> float:
-        """Return the seconds since ``start``, when all is done."""
+        """Return the seconds since ``start``, when all work is done."""
         return self._now() - start
 
 
 class IssueClock(WallClock):
-    """Seconds until the host's calls return, on a device that has nothing else to do.
+    """Clock of the time until the host's calls return, on an idle device.
 
-    A call that waits for the device, as those do that read a number of it, takes that long.
+    A call that synchronises with the device, such as reading a number of it, includes that wait.
     """
 
     def start(self) -> float:
-        """Begin to time, when the device is through with all before."""
+        """Start timing, after the device has finished all earlier work."""
         self._now()
         return time.perf_counter()
 
     def seconds(self, start: float) -> float:
-        """Return the seconds since ``start``, whatever the device still does."""
+        """Return the seconds since ``start``, whatever the device still computes."""
         return time.perf_counter() - start
 
 
 class DeviceClock:
-    """Seconds that the current CUDA device works, its host being ahead of it."""
+    """Clock of the current CUDA device's work, with its host running ahead."""
 
     def __init__(self, now: Callable[[], float]):
         """Make a clock; ``now`` waits for the device."""
         self._now = now
 
     def start(self) -> CudaClock:
-        """Begin to time what comes behind the device's spinning."""
+        """Start timing the work after the device's spinning."""
         self._now()
         torch.cuda._sleep(int(_HEAD_START * _CYCLES_PER_SECOND))
         events = CudaClock()

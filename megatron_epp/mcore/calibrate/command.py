@@ -2,7 +2,7 @@
 
     python -m megatron_epp profile [--pp N] [--tp N] [-o FILE] <Megatron model flags>
 
-starts its own processes (gloo without GPUs), one per rank, measures and writes the file.
+It starts its own processes (gloo without GPUs), one per rank, measures and writes the file.
 """
 
 import argparse
@@ -37,6 +37,8 @@ _WORKER = "megatron_epp.mcore.calibrate.command"
 
 @dataclass(frozen=True, slots=True)
 class ProfileFlags:
+    """Flags of the command besides Megatron's."""
+
     pp: int = flag(
         2,
         "pipeline stages side by side, as in training (default: 2, or as many as there are GPUs)",
@@ -49,7 +51,18 @@ class ProfileFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``python -m megatron_epp profile``. ValueError: one line on what cannot be measured."""
+    """Run ``python -m megatron_epp profile``.
+
+    ``argv`` are the arguments; by default those of the process.
+
+    Raises:
+        ValueError: One line that says what cannot be measured.
+
+    Example:
+        >>> from megatron_epp.mcore.calibrate.command import main
+        >>> main(["--pp", "2", "-o", "cost.json", "--num-layers", "32", ...])  # Megatron's model
+            flags
+    """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_epp profile",
         description="Measure this host or GPU with a Megatron model's flags and write a "
@@ -99,7 +112,7 @@ def _free_port() -> int:
 
 
 def _why(log: str) -> str:
-    """The line that a worker refused with, or the end of what it said."""
+    """Return the line with which a worker refused, or the end of its log."""
     mark = "megatron_epp: error: "
     for line in log.splitlines():
         if mark in line:
@@ -113,7 +126,7 @@ def _why(log: str) -> str:
 
 
 def summary(profile: Profile) -> str:
-    """A profile in a few lines, for a person."""
+    """Return a profile in a few readable lines."""
     provenance = profile.provenance
     lines = [f"model   {provenance.model}", f"device  {provenance.device}, {provenance.dtype}"]
     for kind, each in profile.kinds.items():
@@ -147,8 +160,10 @@ def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
 
 
 def worker(argv: Sequence[str]) -> None:
-    """One measuring process: builds a stage with a layer of every kind as the trainer would, and
-    calibrates."""
+    """Run one measuring process: build a stage with a layer of every kind, and calibrate it.
+
+    The stage is built as the trainer builds it.
+    """
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
     cpu_host.install_cpu_host()
@@ -217,8 +232,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
 
 def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
-    """Layers of the model of ``flags``; and the flags of one that has as many on each of ``pp``
-    stages."""
+    """Return the layers of ``flags``, and flags with as many on each of ``pp`` stages."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument(*_PATTERN)
@@ -242,26 +256,26 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
         full.hybrid_layer_pattern = symbols_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(full)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
-    if mtp_shapes(args):  # which are built as the last layer is
+    if mtp_shapes(args):  # MTP layers are built as the last layer is
         places.sort(key=lambda place: shapes[place] == shapes[-1])
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(full.hybrid_layer_pattern[place] for place in places)
         args.hybrid_layer_pattern = joined([one_of_each] * pp) + mtp_suffix
     args.num_layers = args.encoder_num_layers = len(places) * pp
-    args.no_rope_freq = None  # layers without positions cost what others do
+    args.no_rope_freq = None  # layers without positions cost the same
     of_parts = {part: part.layers(full) for part in LAYER_KINDS}
     for part, layers_with_it in of_parts.items():
         vars(args).update(part.in_layers(args, [layers_with_it[place] for place in places] * pp))
 
 
 _PATTERN = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-# How a training lays its layers over the stages; here every stage has one of every kind.
+# Flags that place layers on stages; here every stage has one layer of every kind.
 _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
            "--pipeline-model-parallel-layout", *_PATTERN)  # fmt: skip
 
 
 def _without_layout(flags: Sequence[str]) -> list[str]:
-    """``flags`` without those that say which stage has which layers, and without their values."""
+    """Return ``flags`` without those that place layers on stages, and without their values."""
     kept, skips = [], False
     for word in flags:
         name, _, value = word.partition("=")
@@ -276,7 +290,7 @@ def _without_layout(flags: Sequence[str]) -> list[str]:
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:
-    """``flags`` with those that Megatron asks for and measuring does not depend on."""
+    """Return ``flags`` with required flags of Megatron's that do not affect the measurement."""
     fillers = {
         "--micro-batch-size": "1",
         "--global-batch-size": "8",

@@ -1,8 +1,8 @@
-"""One layer of every kind run once at the start of training, on all stages at the same time.
+"""First run of one layer of every kind, at the start of training, on all stages at the same time.
 
-Kernels of Triton and NVRTC are compiled, and tuned, when they are first called. In the first
-iteration one stage would wait for the other's; here they do it together. What a device cannot run
-is said before training starts.
+Triton and NVRTC compile and tune kernels at their first call. In the first iteration, one stage
+would wait for the other's. Here they compile at the same time. Kernels that the device cannot run
+are reported before training starts.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,22 @@ from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.runtime.memory_meter import out_of_memory
 
-ROWS = 1024  # of a chunk, where documents may be that long
+ROWS = 1024  # of a chunk, if documents may be that long
 
 
 def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> None:
-    """Run forward and backward of one layer of every kind, of documents and of a slice.
+    """Run forward and backward of one layer of every kind, on documents and on a slice.
 
-    Collective. Gradients and random states are afterwards what they were.
+    Collective. Gradients and random states are restored.
+
+    Args:
+        args: Megatron's arguments.
+        models: Stage modules of this rank.
+        groups: The job's process groups.
+        rows: Shard of a chunk's rows on this rank.
 
     Raises:
-        ValueError: on all ranks, where one of them met a kernel that does not run.
+        ValueError: On all ranks, if one of them has a kernel that does not run.
     """
     problems: list[str] = []
     for model in models:

@@ -1,4 +1,4 @@
-"""How fast a rank copies to its host's memory and back, while all ranks do."""
+"""Measurement of the copy rate between a rank and its host's memory, while all ranks copy."""
 
 from statistics import median
 
@@ -9,22 +9,22 @@ from megatron_epp.mcore.calibrate.probe import Probe
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.host_store import HostStore
 
-# More than caches hold; on a GPU enough that what a copy costs to launch does not show.
+# More than caches hold; on a GPU, enough to hide the launch overhead of a copy.
 CPU_BYTES, GPU_BYTES = 2**24, 2**28
 COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
-    """Bytes per second in one direction; on a GPU while the other one is as busy. Collective.
+    """Return bytes per second in one direction; on a GPU with both directions busy. Collective.
 
-    The host's memory is asked for once, as offloading does: what that takes is not in it.
+    Host memory is allocated once, as for offloading, and that time is not included.
     """
     on_gpu = probe.device.type == "cuda"
     nbytes = GPU_BYTES if on_gpu else CPU_BYTES
     host = HostStore(probe.device)
     ends = [_ends(host, nbytes) for _ in range(2)]
     seconds = []
-    for _ in range(COPIES + 1):  # the first meets memory that nobody has touched
+    for _ in range(COPIES + 1):  # the first one touches the memory for the first time
         dist.barrier(groups.control)
         began = probe.now()
         done = (
@@ -34,12 +34,12 @@ def host_rate(probe: Probe, groups: Groups) -> float:
         for one in done:
             host.copies.wait(one)
         seconds.append(probe.now() - began)
-    at_once = 1 if on_gpu else 2  # one behind the other
+    at_once = 1 if on_gpu else 2  # a CPU copies one direction after the other
     return at_once * nbytes / median(seconds[1:])
 
 
 def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(part of the host's memory, part of the device's), together ``nbytes``."""
+    """Return pairs (part of the host's memory, part of the device's), of ``nbytes`` in all."""
     blocks = host.allocate(nbytes)
     assert blocks is not None, "no pinned memory to measure copies with"
     here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)

@@ -1,8 +1,8 @@
-"""A profile from measurements: seconds and bytes of this model on this device.
+"""Measurement of a profile: seconds and bytes of this model on this device.
 
-All ranks of a pipeline run the same made-up chunks at the same time, through their own layers and
-ends, as they will when they train: on a host they share memory and caches. What is measured, and
-how often, follows from the model's shape alone (work, not time), so every rank does the same.
+All ranks of a pipeline run the same synthetic chunks at the same time through their own layers,
+embedding and LM head, as in training: on a host they share memory and caches. The model's shape
+alone determines what is measured, and how often (by work, not time), so all ranks do the same.
 """
 
 import logging
@@ -32,29 +32,29 @@ from megatron_epp.runtime.link import receive_now, send_now
 
 logger = logging.getLogger(__name__)
 
-# What a calibration may compute on one rank: on a CPU about nine seconds of one core at the 110
-# Gflops that a server core of 2023 reaches in float32; on a GPU about three seconds.
+# Limit of a calibration's work on one rank: on a CPU about nine seconds of one core, at the 110
+# Gflops in float32 of a server core of 2023; on a GPU about three seconds.
 CPU_FLOPS = 1e12
-CPU_SLOWER_IN_HALVES = 20  # times as slow, where a CPU has no units for bf16
+CPU_SLOWER_IN_HALVES = 20  # slow-down of a CPU without bf16 units
 GPU_FLOPS = 1.5e15
-# The median counts. The fastest would be what an op can take, and iterations are made of what ops
-# do take: on a shared host 5% to 10% more.
+# The median counts. The minimum is what an op can take, but iterations consist of what ops do take:
+# on a shared host 5% to 10% more.
 REPEATS = 3
-# Tokens of the chunks that are weighed. On a CPU bytes are what autograd saved, exactly linear. A
-# GPU's allocator tells of temporaries, too: there small chunks show what an op needs whatever its
-# chunk (a weight's gradient, the least that an attention kernel asks for), large ones what it needs
-# per token. Tensors of 1 to 10 MiB may occupy 1 MiB too much: a few per cent of small chunks.
-# cuDNN's workspace is that of a bucket of 1024, 2048, ... tokens: chunks are weighed a little above
-# a border, where it is twice what their tokens ask for, so that no chunk needs more than promised.
+# Tokens of the chunks whose bytes are measured. On a CPU, bytes are what autograd saved, exactly
+# linear. A GPU's allocator also counts temporaries. There, small chunks show what an op needs for
+# any chunk (a weight's gradient, the minimum of an attention kernel), large ones what it needs per
+# token. Tensors of 1 to 10 MiB may occupy 1 MiB more: a few per cent of small chunks. cuDNN's
+# workspace is that of a bucket of 1024, 2048, ... tokens. Chunks are a little above a boundary,
+# where the workspace is twice what their tokens need, so no chunk needs more than predicted.
 _CPU_WEIGHED = (128, 256)
 _GPU_WEIGHED = (256, 2048 + 64, 8192 + 64)
-_CONTEXTS = (0, 16384, 65536)  # of chunks of AFTER_CONTEXT_TOKENS
-_CONTEXT_FRACTION = 1 / 16  # of the device's memory that the longest context may take
+_CONTEXTS = (0, 16384, 65536)  # before chunks of AFTER_CONTEXT_TOKENS
+_CONTEXT_FRACTION = 1 / 16  # limit of the longest context, of the device's memory
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A chunk to measure, in units of the base size, and how its one layer is recomputed."""
+    """A chunk to measure, in units of the base size, and the recompute mode of its one layer."""
 
     tokens: float
     context: float = 0.0
@@ -62,16 +62,16 @@ class Point:
     mode: str = KEEP
 
 
-# What a chunk costs whatever its size shows in small ones only. They cost little to measure and
-# are easily disturbed, so they run twice as often as the others.
+# The cost per chunk shows in small chunks only. They are cheap to measure and easily disturbed, so
+# they run twice as often.
 _SMALL = (Point(0.125), Point(0.25))
 _COMPANY = Shape(512)
-# Slices of fewer tokens are not what planners cut, and kernels take up to twice as long for a pair
-# where they have few queries, which would pass for what every pair costs.
+# Planners cut no slices of fewer tokens. Kernels with few queries take up to twice as long per
+# pair, which would be mistaken for the cost of every pair.
 _LEAST_SLICE = 512
 _SMALL_SLICES = (Point(0.25, 4.0), Point(0.25, 16.0))
-# Chunks as planners make them, of thousands of tokens; a pair costs more where K and V no longer
-# fit into a cache.
+# Chunks of thousands of tokens, as planners make them; a pair costs more once K and V no longer fit
+# into a cache.
 _POINTS = (
     Point(0.5),
     Point(0.5, 16.0),
@@ -94,12 +94,12 @@ def _points(base: int) -> tuple[Point, ...]:
 
 
 def _pairs(shape: Shape, layer: Layer) -> int:
-    """Pairs of queries and keys that ``layer`` meets in a chunk."""
+    """Return the query-key pairs that ``layer`` computes in a chunk."""
     return shape.pairs_within(layer.window) if layer.flops_per_pair else 0
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
-    """The chunks to measure: the largest base size whose work stays below ``flops``."""
+    """Return the chunks to measure: those of the largest base size with work below ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         points = []
@@ -135,15 +135,28 @@ def calibrate(
     split_backward: bool,
     kinds: Sequence[str] = (),
 ) -> Profile:
-    """Measure and fit; collective, and the same profile on every rank. Gradients add up in the
-    model and random numbers are drawn: see ``probe.undisturbed``.
+    """Measure and fit a profile. Collective.
 
-    ``split_backward``: whether plans may split backwards; else I and W keep the analytic shares of
-    B, and nothing of that machinery runs.
-    ``kinds``: of this stage's layers as ``model`` names them, where it names any. One layer of
-    every kind is measured alone, one kind after the other, by the ranks whose stage has it.
+    Gradients accumulate in the model and random numbers are drawn: see ``probe.undisturbed``.
 
-    What the errors are on rows that the fit has not seen is added to ``provenance.source``.
+    Args:
+        probe: The probe of this rank.
+        groups: The job's process groups.
+        model: Shape of the model.
+        context: Most tokens of a document.
+        provenance: Model, device and dtype; the errors of the fit on rows that it has not seen are
+            added to its source.
+        split_backward: Whether plans may split backwards; else I and W get the analytic fractions
+            of
+            B, and no split runs.
+        kinds: Kinds of this stage's layers, as ``model`` names them. One layer of every kind is
+            measured alone, one kind after the other, by the ranks that have it.
+
+    Returns:
+        The same profile on every rank.
+
+    Raises:
+        ValueError: The measurements cannot be fitted.
     """
     flops = _most_flops(probe)
     of_kinds: dict[str, list[Readings]] = {}
@@ -152,7 +165,7 @@ def calibrate(
         kind_probe: Probe | None = probe
         if kinds:
             kind_probe = probe.of_layer(kinds.index(kind)) if kind in kinds else None
-        # The ends once, whatever their stages' layers are.
+        # Embedding and LM head once, whatever the layers of their stages are.
         there = layer if kind_probe is not None else None
         _measure_bytes(kind_probe or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
@@ -201,8 +214,8 @@ def _conditions(probe: Probe) -> Conditions:
         config.context_parallel_size,
         config.params_dtype.itemsize,
         gradient.itemsize,
-        # Blocks are of a rank's rows, and peaks are told of all that the context-parallel ranks
-        # share.
+        # A block is of one rank's rows; peaks are predicted for the rows of all context-parallel
+        # ranks.
         probe.head_tokens * config.context_parallel_size,
     )
 
@@ -218,7 +231,7 @@ def _measure_bytes(
         if not ends:
             continue
         shape = Shape(tokens)
-        if on_gpu:  # whatever happens only once
+        if on_gpu:  # allocations that happen only once
             list(_ends(probe, shape, weigh=False))
         for measured, first, last in _ends(probe, shape, weigh=True):
             held = max(1, measured.held_bytes)
@@ -235,7 +248,7 @@ def _measure_bytes(
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ) -> None:
-    """``fits_line``: whether what is held from F to B is one of the fit's samples."""
+    """Measure a layer's bytes; ``fits_line``: what is held from F to B is a sample of the fit."""
     for mode in modes_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
@@ -249,14 +262,14 @@ def _measure_layer_bytes(
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
-    """Tokens of the chunks to weigh."""
+    """Return the tokens of the chunks whose bytes are measured."""
     sizes = _GPU_WEIGHED if probe.device.type == "cuda" else _CPU_WEIGHED
     return sorted({min(size, context) for size in sizes})
 
 
 def _weighed(probe: Probe, shape: Shape, mode: str) -> Measurement:
     if probe.device.type == "cuda":
-        # Kernels and the libraries' own buffers come with the first call and stay.
+        # The first call allocates kernels and the libraries' buffers, which stay.
         probe.layers(shape, mode)
     return probe.layers(shape, mode, weigh=True)
 
@@ -272,7 +285,7 @@ def _peaks(
 
 
 def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
-    """Contexts to weigh a slice behind; none where documents have none worth the name."""
+    """Return the contexts before a measured slice; () if documents are too short."""
     most = min(context - AFTER_CONTEXT_TOKENS, probe.most_context(_CONTEXT_FRACTION))
     if most < AFTER_CONTEXT_TOKENS:
         return ()
@@ -281,7 +294,7 @@ def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
 
 
 def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
-    """(measured, with the first stage's part, with the last stage's) of what the stage has."""
+    """Yield (measurement, has embedding, has LM head) for those that the stage has."""
     if probe.first:
         yield probe.embedding(shape, weigh), True, False
     if probe.last:
@@ -296,11 +309,14 @@ def _measure_seconds(
     readings: Readings,
     layer: Layer,
 ) -> None:
-    """``probe``: None where the stage has no such ``layer``; it waits for those that have, with
-    ``company``."""
+    """Measure the seconds of a layer.
+
+    ``probe`` is None if the stage has no such ``layer``; it then keeps a core busy with ``company``
+    while it waits for the ranks that have one.
+    """
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
-        probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
+        probe.layers(shapes[0][0], KEEP)  # one-time costs: threads, buffers, gradients
     for _ in range(REPEATS):
         for shape, mode in shapes:
             _meet(company, groups)
@@ -323,9 +339,11 @@ def _measure_seconds(
 
 
 def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
-    """(of F, of B) that a GPU's host takes to issue a layer, whatever its chunk; by a ``small`` one
-    that the GPU is through with first. The least of several, as what disturbs a host adds to it. A
-    CPU is its own host."""
+    """Return (F, B) seconds that a GPU's host takes to issue a layer, whatever its chunk.
+
+    A ``small`` chunk is timed on an idle GPU. The minimum of several runs counts, because
+    disturbances only add time. A CPU is its own host, so nothing is measured.
+    """
     if probe.device.type == "cpu":
         return []
     issuing = probe.timed_by(IssueClock(probe.now))
@@ -334,7 +352,7 @@ def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
 
 
 def _meet(probe: Probe, groups: Groups) -> None:
-    """All ranks; whoever waits on a host computes meanwhile: its memory and caches are shared."""
+    """Wait for all ranks; on a CPU, compute meanwhile, because memory and caches are shared."""
     met = dist.barrier(groups.control, async_op=True)
     while probe.computes_alone and not met.is_completed():
         probe.layers(_COMPANY, KEEP)
@@ -344,10 +362,13 @@ def _meet(probe: Probe, groups: Groups) -> None:
 def _measure_end_seconds(
     probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
 ) -> None:
-    """In rounds, of small and large chunks: an output layer takes as long as many layers, and what
-    disturbs one moment must not pass for what every chunk costs."""
+    """Measure the seconds of embedding and LM head, in rounds of small and large chunks.
+
+    An LM head takes as long as many layers. Rounds keep a disturbance from being mistaken for a
+    cost per chunk.
+    """
     largest = max(shape.tokens for shape, _ in shapes)
-    if not probe.fused_head:  # a device may have no room for all its logits at once
+    if not probe.fused_head:  # a device may not have memory for all logits at once
         largest //= 2
     runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
@@ -365,7 +386,7 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
-    """Measure what selective recompute runs again; a module that the layer lacks takes nothing."""
+    """Measure the modules that selective recompute runs again; a missing module takes no time."""
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     for name, all_parts in {"mlp": (), "layernorm": (), **probe.modules}.items():
         parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
@@ -379,14 +400,14 @@ def _measure_exchange(
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
 ) -> None:
-    """The same documents, as many as there are context-parallel ranks, spread and local."""
+    """Measure documents sharded over context-parallel ranks against one document per rank."""
     for part in (4, 2):
         dist.barrier(groups.control)
         if probe is None:
             continue
         rows = probe.row_shard.padded(max(shape.tokens for shape, _ in shapes) // part)
         ways = [Shape(rows, pieces=probe.row_shard.parts, local=local) for local in (False, True)]
-        probe.layers(ways[1], KEEP)  # what happens only once
+        probe.layers(ways[1], KEEP)  # one-time costs
         runs = [[probe.layers(shape, KEEP) for shape in ways] for _ in range(REPEATS)]
         forward, backward = (
             median(getattr(sharded, name) - getattr(local, name) for sharded, local in runs)
@@ -396,10 +417,10 @@ def _measure_exchange(
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
-    """Round trips between the first two stages of every pipeline, through the groups of F and B."""
+    """Measure round trips between the first two stages of every pipeline."""
     if groups.pipeline_size < 2:
         return
-    first, second = groups.pipeline_ranks[:2]  # of the world, as the payload groups span it
+    first, second = groups.pipeline_ranks[:2]  # ranks of the world, which the payload groups span
     for tokens in (16, 256, 1024, 2048):
         for repeat in range(REPEATS + 1):
             tensor = probe.message(tokens)
@@ -418,4 +439,4 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
                 readings.link.append((tokens, (probe.now() - began) / 2))
 
 
-_GPU = "h100-80g"  # the template of what is not measured
+_GPU = "h100-80g"  # the template for what is not measured

@@ -1,4 +1,4 @@
-"""Choices that flags leave open of layers (KindModule.CHOICES), made when the model is built."""
+"""Choices of layer kinds that flags leave open (KindModule.CHOICES), made with the model."""
 
 import copy
 import logging
@@ -24,12 +24,12 @@ Chooser = Callable[[OpenChoice, Any, tuple[int, ...]], str]
 
 
 def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
-    """The value of the ``choice`` that is cheaper by the cost model, for one document of
-    --seq-length a replica, the longest that there may be. ``layers``: of every stage.
+    """Return the value of ``choice`` that is cheaper by the cost model.
 
-    A cost-model file, given or beside the checkpoint that is resumed from, was measured with one of
-    them, which it stays with. Without one the model is not measured yet: its shape on the device's
-    name decides.
+    It is compared on one document of --seq-length, the longest possible, per replica. ``layers``
+    are those of every stage. A cost-model file, given or next to the resumed checkpoint, was
+    measured with one value, which is kept. Without a file the model is not measured yet; the
+    analytic cost decides.
     """
     from megatron_epp.planner import Options, planner_of
 
@@ -42,13 +42,13 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
         trial = copy.copy(args)
         setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
-        if config.epp_memory_budget_gib is None:  # those of the run that is resumed
+        if config.epp_memory_budget_gib is None:  # those of the resumed run
             kept = saved_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
             cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)
-        except PlanError:  # there is no memory for it
+        except PlanError:  # there is not enough memory for it
             continue
         seconds[value] = planned.seconds
     chosen = min(seconds, key=lambda value: seconds[value], default=choice.values[-1])
@@ -68,10 +68,18 @@ def settle_choices(
     groups: Groups,
     choose: Chooser = cheaper,
 ) -> None:
-    """Decide for all ranks, and say so in ``args`` and to ``attention``. Collective.
+    """Choose for all ranks, and set the values on ``args`` and ``attention``. Collective.
 
-    ``layers``: of every stage; ``choose``: among what flags and the ``model``, this rank's, leave
-    open. ValueError: the flags ask for what cannot be.
+    Args:
+        args: Megatron's arguments.
+        model: The model of this rank.
+        attention: The attention of the job.
+        layers: Layers of every stage.
+        groups: The job's process groups.
+        choose: Chooses among the values that flags and model allow.
+
+    Raises:
+        ValueError: The flags ask for an impossible value.
     """
     kinds = (kind for kind in KIND_MODULES if any(kind.KIND.layers(args)))
     for choice in [choice for kind in kinds for choice in kind.CHOICES]:

@@ -1,7 +1,7 @@
-"""Parts of a stage, run alone on made-up chunks: what a measured profile is made from.
+"""Parts of a stage, run alone on synthetic chunks: the source of a measured profile.
 
-The parts are the model's own modules and go through the executor's own attention, store and
-recompute, so what is measured is what training runs. T tokens of the chunk, P of context.
+The parts are the model's own modules with the executor's attention, store and recompute, so the
+measurement runs the code of training. T tokens of the chunk, P of context.
 """
 
 import copy
@@ -32,18 +32,19 @@ from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, NoMeter, SavedBytesMeter
 
-_CACHE_BYTES = 64 * 2**20  # more than a core has of its caches
+_CACHE_BYTES = 64 * 2**20  # more than the caches of a core
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up chunk: a slice of ``tokens`` behind ``context`` tokens of its document, or,
-    without context, ``pieces`` whole documents of together ``tokens``.
+    """A synthetic chunk: a slice, or a pack of documents.
 
-    ``cut``: more of the document follows, so K and V are kept. ``local``: every context-parallel
-    rank computes its share of the pieces alone; their number is a multiple of the ranks'.
+    The slice has ``tokens`` after ``context`` tokens of its document. Without context, the chunk
+    has ``pieces`` documents of ``tokens`` in all. ``cut``: more of the document follows, so K and V
+    are stored. ``local``: every context-parallel rank computes its own pieces alone; their number
+    is a multiple of the ranks'.
     """
 
     tokens: int
@@ -54,6 +55,7 @@ class Shape:
 
     @property
     def spans(self) -> tuple[Span, ...]:
+        """Spans of the documents in the chunk."""
         if self.context or self.cut:
             return (Span(0, self.context, self.context + self.tokens),)
         sizes = [
@@ -63,14 +65,16 @@ class Shape:
 
     @property
     def pairs(self) -> int:
+        """Number of query-key pairs without a window."""
         return self.pairs_within(0)
 
     def pairs_within(self, window: int) -> int:
-        """Where a query sees at most ``window`` keys; 0: all before it."""
+        """Return the query-key pairs with a window of ``window`` keys; 0: no window."""
         return pairs_within(self.spans, window)
 
     @property
     def rows(self) -> tuple[Rows, ...]:
+        """Rows of each span in the chunk."""
         rows, start = [], 0
         for span in self.spans:
             cut = self.cut or self.context > 0
@@ -81,19 +85,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One pass forward and back.
+    """One forward and backward pass.
 
-    forward_seconds, backward_seconds   backward with the recompute that was asked for
-    held_bytes                          from F to B; kept K and V and their gradients apart
-    forward_bytes, backward_bytes       the most beyond that while F ran, and B; the latter is
-                                        below 0 where B frees more than it makes
-                                        (seconds by the probe's clock: on a GPU the device's own,
-                                        whatever its host takes to issue the pass)
-    weight_seconds                      of W, where backward was split: ``backward_*`` is then I's
-    weight_input_bytes                  from I to W
+    Bytes are what autograd saved on a CPU, the allocator's statistics on a GPU, and 0 if not
+    measured. Seconds are those of the probe's clock.
 
-    Bytes are what autograd saved on a CPU, the allocator's figures on a GPU, and 0 where nobody
-    asked for them.
+    Attributes:
+        forward_seconds: Of F.
+        backward_seconds: Of B, with the recompute of the modes.
+        held_bytes: Held from F to B, without stored K and V and their gradients.
+        forward_bytes: Peak during F beyond ``held_bytes``.
+        backward_bytes: Peak during B beyond what is held at its start; negative if B frees more
+            than it allocates.
+        weight_seconds: Of W, if the backward was split; ``backward_*`` are then those of I.
+        weight_input_bytes: Held from I to W.
     """
 
     forward_seconds: float
@@ -106,11 +111,11 @@ class Measurement:
 
 
 class Probe:
-    """Runs parts of ``model``, this stage's unwrapped GPTModel.
+    """Runner of parts of ``model``, this stage's unwrapped GPTModel.
 
-    ``row_shard`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
-    positions are: those of a longer chunk start anew. Gradients of parameters add up as in
-    training; whoever probes clears them. ``clock``: what seconds are measured by.
+    ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
+    tables of positions; longer chunks start again at 0. Gradients of parameters accumulate as in
+    training; the caller clears them. ``clock`` measures the seconds.
     """
 
     def __init__(
@@ -138,50 +143,54 @@ class Probe:
             self.clock = DeviceClock(self.now)
 
     def of_layer(self, at: int) -> "Probe":
-        """The same, but :meth:`layers` begins with the stage's layer of that number."""
+        """Return a copy whose :meth:`layers` begins with layer ``at`` of the stage."""
         other = copy.copy(self)
         other.at = at
         return other
 
     def timed_by(self, clock: Clock) -> "Probe":
-        """The same, but seconds are those of ``clock``."""
+        """Return a copy with another clock."""
         other = copy.copy(self)
         other.clock = clock
         return other
 
     @property
     def layer(self) -> Any:
-        """The module of the first layer that runs."""
+        """Module of the first layer that runs."""
         return layers_of(self.model)[self.at]
 
     @property
     def first(self) -> bool:
+        """Whether the stage has the embedding."""
         return bool(self.model.pre_process)
 
     @property
     def last(self) -> bool:
+        """Whether the stage has the LM head."""
         return bool(self.model.post_process)
 
     @property
     def computes_alone(self) -> bool:
-        """Whether layers run on a core of their own, and exchange nothing with other ranks."""
+        """Whether layers run on a core of their own, without communication."""
         config = self.config
         sharing = config.tensor_model_parallel_size, config.context_parallel_size
         return self._has_core and {*sharing, config.expert_model_parallel_size} == {1}
 
     @property
     def stores_last_slice(self) -> bool:
-        """Whether the layer has the store keep what last slices carry, too."""
+        """Whether the layer stores the K and V of last slices, too."""
         return any(kind.kept_shapes(self.layer, 1).last for kind in kinds_of_layer(self.layer))
 
     @property
     def modules(self) -> Mapping[str, tuple[Any, ...]]:
-        """The layer's modules that selective recompute runs again."""
+        """Modules of the layer that selective recompute runs again."""
         return timed_modules(self.layer)
 
     def most_context(self, fraction: float) -> int:
-        """Tokens of a context whose K and V in one layer, with their gradients as the store and as
-        a kernel has them, take ``fraction`` of the GPU's memory."""
+        """Return the tokens of a context that takes ``fraction`` of the GPU's memory in one layer.
+
+        Its K and V are counted with their gradients, in the store and in a kernel.
+        """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
         gradient = torch.promote_types(self._dtype, torch.float32)
@@ -192,13 +201,19 @@ class Probe:
     def layers(
         self, shape: Shape, modes: str, weigh: bool = False, split: bool = False
     ) -> Measurement:
-        """``len(letters)`` layers of the stage from the first on; a letter each. ``split``: I and
-        W."""
+        """Run the first ``len(modes)`` layers with these recompute modes.
+
+        Args:
+            shape: The chunk.
+            modes: A recompute mode per layer.
+            weigh: Whether to measure bytes.
+            split: Whether to time I and W separately.
+        """
         store, params = self._chunk(shape, modes)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
         every = layers_of(self.model)
-        # What comes in front of a depth's first layer counts with it.
+        # What runs before the first layer of an MTP module counts with it.
         entered = {depth.first: depth for depth in mtp_layers_of(self.model)}
         tokens = self._integers(shape.tokens)
 
@@ -219,7 +234,7 @@ class Probe:
         return self._pass(forward, store, weigh, split)
 
     def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
-        """The stage without its layers: embedding, output layer and loss, whichever it has."""
+        """Run the stage without its layers: embedding, LM head and loss, as far as it has them."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
@@ -242,20 +257,21 @@ class Probe:
             return self._pass(forward, store, weigh, split)
 
     def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
+        """Run the embedding."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         positions = params.positions[None]
         return self._pass(lambda: self.model.embedding(tokens, positions), store, weigh)
 
     def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
-        """Forward alone of one of a layer's modules."""
+        """Return the seconds of the forward of one of a layer's modules."""
         hidden = self._hidden(shape)
         start = self.clock.start()
         module(hidden)
         return self.clock.seconds(start)
 
     def message(self, tokens: int) -> Tensor:
-        """As stages hand each other."""
+        """Return a tensor with the shape of a message between stages."""
         return self._hidden(Shape(tokens)).detach()
 
     # -------------------------------------------------------------- how
@@ -274,7 +290,7 @@ class Probe:
             self._answer(store)
             kept = scale.held()
             start = self.clock.start()
-            if output.requires_grad:  # a frozen embedding's does not
+            if output.requires_grad:  # the output of a frozen embedding does not
                 output.backward(gradient)
             backward_seconds = self.clock.seconds(start)
             backward_peak, waiting = scale.peak(), scale.held()
@@ -292,7 +308,7 @@ class Probe:
         )
 
     def _fill_caches(self):
-        """With what other layers and chunks read: a core's own no longer have what comes."""
+        """Evict the CPU caches: in training, other layers and chunks run in between."""
         if self.device.type == "cpu":
             self._others.add_(1)
 
@@ -305,27 +321,29 @@ class Probe:
     def _scale(self, store: Store, weigh: bool) -> "_Scale":
         if self.device.type == "cuda" and weigh:
             return _Scale(AllocatorMeter(every_op=True), store)
-        # What autograd saves has nothing of the store's to begin with.
+        # Autograd's saved tensors contain none of the store's.
         meter = SavedBytesMeter(self.model.parameters()) if weigh else NoMeter()
         return _Scale(meter, Store({}))
 
     def _answer(self, store: Store) -> None:
-        """Leave in ``store`` what a later slice's backward leaves for one that is not the last."""
+        """Add to ``store`` the gradients that a later slice's backward would add."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
             store.add_window_gradient(layer, document, 0, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, modes: str) -> tuple[Store, ChunkParams]:
-        """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
-        from a later slice lie ready."""
-        # Room for all of it: some kernels read the last slice's K and V behind its context's.
+        """Return a chunk as within an iteration, with its store.
+
+        The K and V before it are stored, and gradients from a later slice are ready.
+        """
+        # Space for all of it: some kernels read the last slice's K and V after its context's.
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(modes)):
             kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
-                # A state is one row at each border: here, and behind the slice.
+                # A state has one row at each boundary: here, and after the slice.
                 rows = None if len(key) > 1 else len(key) + shape.cut
                 store.append(layer, 0, 0, key, value, rows)
         rows = self.row_shard.padded(shape.tokens)
@@ -381,27 +399,27 @@ class Probe:
             decoder.layers = layers
 
     def now(self) -> float:
-        """Seconds, when everything asked of the device so far is done.
+        """Return the time in seconds, after all earlier work of the device is done.
 
-        On a host, seconds that this thread had a core to itself where it does all the work and
-        every rank has a core: what else runs there now will not run there later.
+        On a CPU it is the thread's CPU time, if the thread does all the work and every rank has a
+        core: other processes that run now will not run later.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            # The allocator learns only when it is asked for memory that other streams are done with
-            # what was freed: gradients of weights, which DDP adds up on a stream of its own.
+            # The allocator notices only at an allocation that other streams have released memory:
+            # gradients of weights, which DDP adds on a stream of its own.
             torch.empty(1, device=self.device)
         return time.thread_time() if self._has_core else time.perf_counter()
 
 
 def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of what earlier slices, of ``context`` inputs, leave to ``layer``."""
+    """Return the shapes of what earlier slices of ``context`` tokens store for ``layer``."""
     kept = (kind.kept_shapes(layer, context) for kind in kinds_of_layer(layer))
     return tuple(shape for each in kept for shape in each.shapes)
 
 
 class _Scale:
-    """Bytes by ``meter``; those of ``store``, which grow in F and shrink in B, stay out."""
+    """Bytes by ``meter`` without those of ``store``, which grow in F and shrink in B."""
 
     def __init__(self, meter: Meter, store: Store):
         self.meter, self.store = meter, store
@@ -420,12 +438,11 @@ class _Scale:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Random states, gradients and what DDP has under way are afterwards what they were, also where
-    the probe failed: no trace of what was probed.
+    """Restore random states, gradients and DDP's state after this context, also after an error.
 
-    DDP's forward pre-hooks are off meanwhile. Each finishes its bucket's overlapped parameter
-    gather and dispatches the next bucket's; of a model that runs in parts one would stay in flight,
-    and in the second iteration Megatron asserts that none is (param_and_grad_buffer.py,
+    DDP's forward pre-hooks are disabled in the context. Each finishes its bucket's overlapped
+    parameter gather and dispatches the next bucket's. If a model runs in parts, one would stay in
+    flight, and in the second iteration Megatron asserts that none is (param_and_grad_buffer.py,
     start_param_sync).
     """
     drawn = random_states()
@@ -452,8 +469,10 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 
 def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
-    """The parameters that have a ``main_grad`` from here on: where linears add their gradients to
-    it and no DDP has made any, as in the command that measures without training."""
+    """Give parameters a ``main_grad`` if linears need one and no DDP exists; return them.
+
+    That is the case in the command that measures without training.
+    """
     if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
         return []
     bare = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]

@@ -1,7 +1,7 @@
-"""The cost model's file: made by measuring, kept beside the checkpoint, refused for another model.
+"""Cost-model file: measured, saved next to the checkpoint, refused for another model.
 
-Training without --epp-cost-model measures once at its start (``obtain``);
-``python -m megatron_epp profile`` measures beforehand (command.py).
+Training without --epp-cost-model measures once at its start (``obtain``). ``python -m megatron_epp
+profile`` measures beforehand (command.py).
 """
 
 import datetime
@@ -27,7 +27,7 @@ FILE_NAME = "epp-cost-model.json"
 
 
 def provenance_of(args: Any) -> Provenance:
-    """Provenance of a profile of this job: its model, its device and its number format."""
+    """Return the provenance of a profile of this job: its model, its device and its dtype."""
     from megatron_epp.mcore.kinds.heads import query_groups
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
@@ -72,7 +72,7 @@ def provenance_of(args: Any) -> Provenance:
 
 
 def _of_kinds(args: Any) -> list[str]:
-    """Differences of layers from plain ones, and the way experts are exchanged."""
+    """Return the differences of layers from standard ones, and how experts exchange tokens."""
     from megatron_epp.mcore.kinds.registry import LAYER_KINDS
     from megatron_epp.mcore.model.shape import model_shape
 
@@ -84,6 +84,7 @@ def _of_kinds(args: Any) -> list[str]:
 
 
 def device_text() -> str:
+    """Return the name of the GPU, or of the CPU with its threads per rank."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"cpu: {_processor()}, {torch.get_num_threads()} threads a rank"
@@ -100,9 +101,12 @@ def _processor() -> str:
 
 
 def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
-    """``profile``, or a ValueError that says what it was measured for instead.
+    """Return ``profile`` if it was measured for ``wanted``.
 
-    An analytic profile was measured on nothing: whoever names one knows what he does.
+    An analytic profile was not measured and is always accepted; the user has chosen it.
+
+    Raises:
+        ValueError: The profile is of another model, device or dtype.
     """
     provenance = profile.provenance
     if provenance.kind != MEASURED:
@@ -122,10 +126,20 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 
 
 def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
-    """The profile of this job; every rank calls it with its wrapped model, all get the same.
+    """Return the profile of this job. Collective: every rank passes its wrapped model.
 
-    --epp-cost-model where given; else the file beside the checkpoint that is resumed from, as the
-    plans of the iterations before were made with it; else measured now and kept with --save.
+    It is --epp-cost-model if given. Else it is the file next to the resumed checkpoint, because the
+    plans of earlier iterations were made with it. Else it is measured now and saved with --save.
+
+    Args:
+        args: Megatron's arguments.
+        config: The configuration of --epp.
+        model: The wrapped model of this rank.
+        groups: The job's process groups.
+        rows: Shard of a chunk's rows on this rank.
+
+    Returns:
+        The same profile on all ranks.
     """
     from megatron_epp.mcore.job.job_cost import on_these_devices
 
@@ -177,7 +191,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
 
 def probe_of(args: Any, model: Any, rows: Any) -> Any:
-    """Probe that measures parts of this rank's wrapped ``model`` on made-up chunks (probe.py)."""
+    """Return the probe for this rank's wrapped ``model`` on synthetic chunks (probe.py)."""
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe
@@ -191,7 +205,7 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
 
 
 def _kept(args: Any, config: Any, wanted: Provenance) -> str:
-    """The text of the profile to use, or nothing where none was kept."""
+    """Return the text of the profile to use, or "" if none was saved."""
     if config.epp_cost_model is not None:
         path = config.epp_cost_model
         return require(Profile.load(path), wanted, path).to_json()

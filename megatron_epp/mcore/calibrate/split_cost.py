@@ -1,4 +1,4 @@
-"""Measures what splitting a backward costs on this device, and bytes held from I to W."""
+"""Measurement of the cost of splitting a backward on this device, and of bytes held from I to W."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -7,19 +7,22 @@ from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds
 from megatron_epp.ir import KEEP
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
-SPLIT_REPEATS = 4  # the median counts, as of whole backwards
+SPLIT_REPEATS = 4  # of which the median counts, as for unsplit backwards
 
 
 def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
-    """On one rank. ``tokens``: of a chunk that is large for this device; ``weighed``: of chunks
-    whose bytes are asked for."""
+    """Measure split backwards on one rank.
+
+    ``tokens`` are those of a chunk that is large for this device, ``weighed`` those of chunks whose
+    bytes are measured.
+    """
     return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
 
 
 def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
     for tokens in weighed:
         shape = Shape(tokens)
-        if probe.device.type == "cuda":  # what comes with the first call and stays
+        if probe.device.type == "cuda":  # memory that the first call allocates and keeps
             probe.layers(shape, KEEP, split=True)
         halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
         if probe.last:

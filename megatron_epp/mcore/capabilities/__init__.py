@@ -1,1 +1,1 @@
-"""Features that do not run: one table, and who refuses by it."""
+"""Unsupported features: one table, and the refusals by it."""

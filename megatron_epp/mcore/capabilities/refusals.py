@@ -1,4 +1,4 @@
-"""Features of Megatron that cannot run through elastic pipelines: refused at start, by name."""
+"""Refusals at start of features of Megatron that elastic pipelines do not support."""
 
 import argparse
 import os
@@ -16,8 +16,10 @@ _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def require_equal_stages(args: argparse.Namespace) -> None:
-    """Raise a ValueError that names the flags, where stages would have other numbers of layers and
-    none of these says which; of flags as they are given."""
+    """Raise a ValueError if stages would be unequal and no flag says how.
+
+    ``args`` are flags as typed; the message names the flags.
+    """
     layers, stages = args.num_layers, args.pipeline_model_parallel_size
     if not layers or layers < stages or layers % stages == 0:
         return
@@ -33,25 +35,24 @@ def require_equal_stages(args: argparse.Namespace) -> None:
 
 
 def require_parts(args: argparse.Namespace) -> None:
-    """Raise a ValueError where sizes of layers make no sense; of flags as they are given."""
+    """Raise a ValueError if sizes of layers are inconsistent; ``args`` are flags as typed."""
     for part in LAYER_KINDS:
         part.require(args, args.tensor_model_parallel_size)
 
 
 def refuse_gpu_flags(args: argparse.Namespace) -> None:
-    """Refuse, by name, Megatron flags that need a GPU. ValueError: one line."""
+    """Raise a ValueError for flags of Megatron's that need a GPU."""
     if (reason := limit_for("no_gpu", args)) is not None:
         raise ValueError(reason)
 
 
 def vocabulary_parallel(args: argparse.Namespace) -> bool:
-    """Whether the output layer's words are to lie over the stages."""
+    """Return whether ``args`` ask for vocabulary parallelism."""
     return getattr(args, "epp_vocab_parallel", OFF) == ON
 
 
 def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Why the output layer's words cannot lie over the stages of ``args``, and what to do; None:
-    they can."""
+    """Return why ``args`` cannot have vocabulary parallelism, and what to do; None if they can."""
     stages, ranks = stages_of(args), args.tensor_model_parallel_size
     if stages == 1:
         return "there is one stage, so its words have nowhere else to lie", "leave it out"
@@ -77,7 +78,7 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def require_vocabulary_parallel(args: argparse.Namespace) -> None:
-    """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
+    """Raise a ValueError if ``args`` ask for vocabulary parallelism and cannot have it."""
     if vocabulary_parallel(args) and (refused := vocabulary_refusal(args)) is not None:
         why, instead = refused
         raise ValueError(
@@ -86,14 +87,14 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
 
 
 def refuse_by_name(args: argparse.Namespace) -> None:
-    """Raise a ValueError for a row of the table that ``args`` ask for, which are not validated."""
-    with suppress(AttributeError, TypeError):  # what validation sets is not there
+    """Raise a ValueError for a row of the table that ``args``, not validated, ask for."""
+    with suppress(AttributeError, TypeError):  # validation would set missing attributes
         if (reason := limit_for("epp", args)) is not None:
             raise ValueError(reason)
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
+    """Raise a ValueError that names the first unsupported feature that ``args`` ask for."""
     context = getattr(args, "seq_length", None)
     if context is not None and context < 1:
         raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")

@@ -1,9 +1,8 @@
-"""The table of what does not run: a row is a feature, where it does not, and what to do instead.
+"""Table of unsupported features: where each does not run, and what to do instead.
 
-docs/reference/support.md is written from it. What layers do not run is handed in by their kinds
-(mcore/kinds/). Flags whose job a plan does are taken out on the command line before (replaced.py);
-where they come another way, as from a checkpoint's arguments or from a script's own, they are
-refused by rows here.
+docs/reference/support.md is generated from it. Layer kinds add their limits (mcore/kinds/). Flags
+that a plan replaces are removed from the command line first (replaced.py). If they come another
+way, such as from a checkpoint's arguments or a script, rows here refuse them.
 """
 
 import re
@@ -22,7 +21,7 @@ _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
 _VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
-# Whose new fields may be features that have no row yet (scripts/upstream/canary.py shows them).
+# Classes whose new fields may be features without a row (scripts/upstream/canary.py shows them).
 RELIES_ON = (
     "megatron.core.model_parallel_config.ModelParallelConfig",
     "megatron.core.transformer.transformer_config.MLATransformerConfig",
@@ -33,7 +32,7 @@ RELIES_ON = (
 def _needs_gpu(
     flag: str, instead: str = "leave the flag out", *runs: Any, setting: str | None = None
 ) -> Reason:
-    """Text on ``flag`` where it has a value that neither is one of ``runs`` nor leaves it out."""
+    """Return a reason for ``flag`` with a value other than ``runs`` or its absence."""
 
     def reason(args: Any) -> str | None:
         value = getattr(args, setting or flag.removeprefix("--").replace("-", "_"), None)
@@ -55,7 +54,7 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
 
 
 def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
-    """As :func:`_needs_gpu`, of layers that run over a reference of Transformer Engine, too."""
+    """Return :func:`_needs_gpu`'s reason, unless a CPU reference of Transformer Engine runs."""
     reason = _needs_gpu(flag, *others, **named)
     return lambda args: None if reference_switch.is_wanted() else reason(args)
 
@@ -73,7 +72,7 @@ def _positions(model: Any) -> str | None:
 
 
 def _follows_length(model: Any) -> str | None:
-    """ms-swift's models turn rows by the longest sequence of a call, which a slice is not."""
+    """Return the reason for rotary embeddings that depend on a call's length (ms-swift)."""
     scaling = getattr(model.config, "rope_scaling", None)
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
     if kind not in ("dynamic", "longrope"):
@@ -92,10 +91,10 @@ def _fully_sharded(call: Any) -> str | None:
 
 
 def _groups_by_size(call: Any) -> str | None:
-    """Megatron makes groups of every size where a micro-batch says on how many ranks it lies.
+    """Return the reason for groups of every size, by which a micro-batch chooses its ranks.
 
-    They span replicas, so a plan of one replica cannot order what meets in them. Frameworks that
-    spread micro-batches themselves say so nowhere else (verl).
+    The groups span replicas, so a plan of one replica cannot order their collectives. Frameworks
+    that shard micro-batches themselves have no other sign of it (verl).
     """
     from megatron.core import parallel_state as mpu
 
@@ -110,7 +109,7 @@ def _variants(kinds: Iterable[LayerKind]) -> tuple[str, ...]:
 
 
 def _streams(holder: Any) -> bool:
-    """Whether tokens have several hidden states: by two names of Megatron's, and by ms-swift's."""
+    """Return whether tokens have several hidden states: by Megatron's two names and ms-swift's."""
     if any_of("enable_mhc_connections", "enable_hyper_connections")(holder):
         return True
     return (getattr(holder, "hc_count", None) or 0) > 1
@@ -350,7 +349,10 @@ TABLE: tuple[Limit, ...] = (
 
 
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
-    """Text on the first row that ``place`` does not run and ``asked_of`` asks for; None: none."""
+    """Return the text on the first row that ``place`` does not run and ``asked_of`` asks for.
+
+    None means that there is no such row.
+    """
     for limit in TABLE:
         asked = getattr(limit, place)
         if asked is not None and (reason := asked(asked_of)):

@@ -1,1 +1,1 @@
-"""`certify` with Megatron: its ranks under test, and its plain model."""
+"""`certify` with Megatron: its ranks under test, and its reference model."""

@@ -2,15 +2,15 @@
 
     y = W x + U D x      W frozen; D [r, K] and U [N, r] are trained
 
-Megatron has no adapters of its own; these stand for those that others put around its linears. Per
-linear one half is a linear of Megatron's over the tensor-parallel ranks and the other torch's,
-whole on every rank, so that both kinds of layer are met frozen and trained, deferred and not:
+Megatron has no adapters of its own; these represent those that frameworks add to its linears. One
+half of each is a linear of Megatron's over the tensor-parallel ranks, the other a torch linear,
+complete on every rank. So both types of layers occur frozen and trained, deferred and not:
 
-    W split over N (linear_qkv, linear_fc1)    D whole, on this rank's rows     U split over N
-    W split over K (linear_proj, linear_fc2)   D split over K, sums over ranks  U whole
+    W split over N (linear_qkv, linear_fc1)    D complete, on this rank's rows    U split over N
+    W split over K (linear_proj, linear_fc2)   D split over K, sums over ranks    U complete
 """
 
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -27,7 +27,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 
 class LowRankAdapter(MegatronModule):
-    """Wraps ``linear`` with an adapter of rank r; checkpoint keys of ``linear`` stay the same."""
+    """Wrapper of ``linear`` with an adapter of rank r; ``linear`` keeps its checkpoint keys."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
         super().__init__(linear.config)
@@ -54,18 +54,20 @@ class LowRankAdapter(MegatronModule):
             self.up = nn.Linear(rank, linear.output_size, bias=False, dtype=dtype, device=device)
             weight = self.up.weight
         config.init_method(weight)
-        # Each rank sees its own rows: finalize_model_grads adds the shares up.
+        # Each rank sees its own rows: finalize_model_grads sums the gradients.
         setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     @property
     def weight(self) -> Tensor:
-        """The frozen one: Megatron's Mamba mixer looks at it when it saves."""
+        """The frozen weight: Megatron's Mamba mixer reads it when it saves."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the linear with the adapter's, and the bias."""
         output, bias = self.linear(x)
         return output + _product(self.up, _product(self.down, x)), bias
 
+    @override
     def sharded_state_dict(
         self,
         prefix: str = "",
@@ -79,7 +81,7 @@ class LowRankAdapter(MegatronModule):
                 getattr(self, name), f"{prefix}adapter.{name}.", sharded_offsets, metadata
             )
             if self.gated and name == "up":
-                # As Megatron's MLP has it for the linear itself: gate and value on every rank.
+                # As in Megatron's MLP for the linear itself: gate and value on every rank.
                 key = f"{prefix}adapter.up.weight"
                 part[key] = apply_swiglu_sharded_factory(
                     part[key],
@@ -96,17 +98,17 @@ def _product(half: nn.Module, x: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-# Linears of attention; then of latent attention, which has not all of them; of layers with a state.
+# Linears of attention, MLA (which has not all of them), SSM and linear-attention layers.
 _MIXERS = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
            "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj")  # fmt: skip
 
 
 def adapt(model: Any, rank: int) -> Any:
-    """Freeze ``model`` (Megatron's, not wrapped) and put adapters around its layers' linears."""
+    """Freeze ``model`` (Megatron's, not wrapped) and add adapters to its layers' linears."""
     for parameter in model.parameters():
         parameter.requires_grad = False
     for layer in dict.fromkeys(layers_of(model)):
-        # Of a HybridModel's layer, one of the two has no linears, or is not there.
+        # In a HybridModel's layer, one of the two has no linears or is missing.
         mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
         mlp: Any = getattr(layer, "mlp", None)
         for name in _MIXERS:
@@ -120,7 +122,7 @@ def adapt(model: Any, rank: int) -> Any:
 
 
 def gradient(parameter: Any, name: str) -> Tensor:
-    """The gradient that lies at ``parameter``'s attribute ``name``; zeros of a frozen one."""
+    """Return the gradient in ``parameter``'s attribute ``name``; zeros for a frozen one."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter.data)
     return getattr(parameter, name)

@@ -1,6 +1,6 @@
-"""Megatron as the backend of a certificate: what its processes import, and serve with.
+"""Megatron as the backend of a certificate: imports and servers of its processes.
 
-Importing this stays light: every process does so before it has set its environment.
+Importing this module stays light: every process imports it before it has set its environment.
 """
 
 import sys
@@ -13,9 +13,16 @@ from megatron_epp.te_reference import reference_switch
 
 
 def choose_engine(trial: Trial) -> str:
-    """Have the processes run Transformer Engine's layers over a reference of its kernels, where a
-    model asks for them and not for GPUs. ValueError: there is none, or its kernels on a GPU cannot
-    compute in the trial's format."""
+    """Choose a CPU reference of Transformer Engine's kernels if a model asks for its layers.
+
+    On GPUs its own kernels run.
+
+    Returns:
+        The value of the environment variable for the processes, or "".
+
+    Raises:
+        ValueError: There is no reference, or the kernels on a GPU do not support the trial's dtype.
+    """
     words = [word for words in trial.models for word in words]
     if not any(word.endswith("transformer_engine") for word in words):
         return ""
@@ -26,12 +33,16 @@ def choose_engine(trial: Trial) -> str:
                 "float64; give --dtype bf16, or leave out --device"
             )
         return ""
-    # An H100 has no such products.
+    # An H100 has no such GEMMs.
     device = "b200" if any(word.endswith("mxfp8") for word in words) else reference_switch.DEVICE
     return reference_switch.require_reference(device)
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
+    """Return the server of a process: the reference model or a rank, of the trainer or a loop.
+
+    ``until_the_end`` holds contexts until the process ends.
+    """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
     if role.on_gpu:
@@ -61,17 +72,19 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
 
 def hide_transformer_engine() -> None:
-    """Have Megatron's local layers be all its own, before Megatron is imported: where Transformer
-    Engine is installed it takes its norms in between (core/transformer/transformer_block.py), whose
-    kernels do not compute in float64."""
+    """Make Megatron's local layers entirely its own, before Megatron is imported.
+
+    If Transformer Engine is installed, they use its norms (core/transformer/transformer_block.py),
+    whose kernels do not compute in float64.
+    """
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def rotate_in_double() -> None:
-    """Have rotary frequencies be float64, made on the host, for ranks on GPUs and the reference.
+    """Make rotary frequencies in float64 on the CPU, for ranks on GPUs and the reference.
 
-    Megatron makes them in float32 on the rank's device, and a GPU's powers and cosines differ from
-    a host's in the last bit: a certificate over an H200 was off by 3e-7.
+    Megatron makes them in float32 on the rank's device. A GPU's powers and cosines differ from a
+    CPU's in the last bit: a certificate over an H200 was off by 3e-7.
     """
     from functools import wraps
 
@@ -108,6 +121,7 @@ def _require_gpu(rank: int) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
+    """Return whether ``error`` is a user's mistake."""
     from megatron_epp.mcore.job.job_exit import is_users_mistake
 
     return is_users_mistake(error)

@@ -1,4 +1,4 @@
-"""``python -m megatron_epp certify`` of Megatron's trainer, and with ``--loop`` of loops."""
+"""``python -m megatron_epp certify`` for Megatron's trainer, and with ``--loop`` for loops."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,15 @@ from megatron_epp.mcore.patching import releases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: certified; 1: not. ValueError: input that cannot be used."""
+    """Run ``python -m megatron_epp certify``; return 0 if certified, else 1.
+
+    Raises:
+        ValueError: The input cannot be used.
+
+    Example:
+        >>> from megatron_epp.mcore.certify.command import main
+        >>> status = main(["--pp", "2", "--batches", "4"])
+    """
     version = releases.installed_version()
     if version is not None and releases.release_of(version) is None:
         raise ValueError(
@@ -24,5 +32,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def certify_training(
     trial: Trial, show: Callable[[str], None] = lambda line: None
 ) -> list[BatchVerdict]:
-    """Run the batches of ``trial`` (certify/command.py)."""
+    """Run the batches of ``trial`` and return their verdicts (certify/command.py)."""
     return command.certify(MEGATRON, trial, show)

@@ -1,4 +1,4 @@
-"""Layers of a model that are kept where stages are scaled down: some of every kind."""
+"""Selection of a model's layers when stages are scaled down: some of every kind."""
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
@@ -10,11 +10,16 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 
 
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
-    ``counts``: layers of every stage before and after. ValueError: one line."""
+    """Return the values that keep layers of every kind of Megatron's parsed ``args``.
+
+    ``stages`` and ``counts`` are the layers of every stage before and after.
+
+    Raises:
+        ValueError: A mask has more or fewer layers than the model.
+    """
     masks = {part: part.layers(args) for part in LAYER_KINDS}
     bare = _without_positions(args)
-    # Two masks that tell the same layers apart, such as attention's and the MLP's, count once.
+    # Two masks that distinguish the same layers, such as attention's and the MLP's, count once.
     differ = {tuple(there == mask[0] for there in mask): mask for mask in (*masks.values(), bare)}
     chosen = kept_layers(list(zip(*differ.values(), strict=True)), stages, counts)
     changed: dict[str, Any] = {}
@@ -29,7 +34,7 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """The values of a HybridModel of the ``chosen`` layers, so many for each stage."""
+    """Return the values of a HybridModel with the ``chosen`` layers, ``counts`` per stage."""
     symbols = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
         "hybrid_layer_pattern": with_boundaries(symbols + mtp_part_of(pattern), counts),
@@ -40,7 +45,7 @@ def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -
 
 
 def _without_positions(args: Namespace) -> tuple[bool, ...]:
-    """Mask of the layers without a rotary embedding: --no-rope-freq."""
+    """Return the mask of the layers without a rotary embedding: --no-rope-freq."""
     every = args.no_rope_freq
     if every is None or isinstance(every, int):
         return tuple(
@@ -52,10 +57,16 @@ def _without_positions(args: Namespace) -> tuple[bool, ...]:
 def kept_layers(
     kinds: Sequence[tuple[Hashable, ...]], stages: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
-    """The numbers of the kept layers; ``kinds`` of all layers, each by what it has of everything in
-    which layers differ; ``stages`` and ``counts``: layers of every stage before and after. Of every
-    kind that a stage has at least one where that is possible; else first the one that most of its
-    layers are of, then those that differ most from the ones that are kept."""
+    """Return the numbers of the layers to keep.
+
+    If possible, a stage keeps at least one layer of every kind that it has. Else it keeps first its
+    most frequent kind, then the kinds that differ most from those kept.
+
+    Args:
+        kinds: Of every layer, its value of each property in which layers differ.
+        stages: Layers of every stage before.
+        counts: Layers of every stage after.
+    """
     kept: list[int] = []
     start = 0
     for layers, few in zip(stages, counts, strict=True):

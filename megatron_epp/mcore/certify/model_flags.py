@@ -1,4 +1,4 @@
-"""The user's model flags, read by Megatron's parser and made small, in a format of numbers."""
+"""The user's model flags, read by Megatron's parser and scaled down, in a dtype."""
 
 import sys
 from argparse import Namespace
@@ -29,7 +29,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import PLACE, place_of
 from megatron_epp.te_reference import reference_switch
 
-# How a run is fed, saved, logged and sped up says nothing about the model.
+# Flags of data, checkpoints, logging and speed, which do not change the model.
 _OFF = """
     bf16 fp16 accumulate_allreduce_grads_in_fp32 use_precision_aware_optimizer optimizer_cpu_offload
     ddp_average_in_collective use_flash_attn cross_entropy_loss_fusion tp_comm_overlap
@@ -56,9 +56,10 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "skip_train": True,
     "eval_iters": 0,
 }
-# Of the above, what --dtype bf16 has as training has it.
+# Of the above, values that --dtype bf16 has as in training.
 _IN_BF16: dict[str, Any] = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
-# What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
+# Values that --overlap adds: gradients reduced in buckets during backward, sharded like the
+# optimizer.
 OVERLAP: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
@@ -66,9 +67,9 @@ OVERLAP: dict[str, Any] = {
     # Small enough that a tiny model has several buckets.
     "ddp_bucket_size": 4000,
 }
-# What the plain model's weights are not held in.
+# Number formats that the reference model's weights are not held in.
 _UNHELD: dict[str, Any] = {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}
-# What Megatron's local layers lack, and the plain model has none but these.
+# Features that Megatron's local layers lack; the reference model has only these layers.
 _LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
@@ -76,8 +77,8 @@ _LOCAL: dict[str, Any] = {
     "fp8": None,
     **_UNHELD,
 }
-# What is compared in fp8 has a plain model in fp8, of Transformer Engine's layers; it is no trainer
-# that would say when weights have changed.
+# In fp8, the reference model has Transformer Engine's layers in fp8; no trainer reports that
+# weights have changed.
 _QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True, **_UNHELD}
 _NOT_REFERENCE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
@@ -96,32 +97,48 @@ _NOT_REFERENCE: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
-    """``flags`` as Megatron's parser reads them, with --epp over ``pp`` stages: those whose job a
-    plan does are taken out. ValueError: one line."""
+    """Return ``flags`` as Megatron's parser reads them, with --epp over ``pp`` stages.
+
+    Flags that a plan replaces are taken out.
+
+    Raises:
+        ValueError: A flag is refused.
+    """
     stages = ["--pipeline-model-parallel-size", str(pp)]
     with refusals_as_value_errors(), _command_line([*flags, *stages, "--epp"]):
         args = parse_args(prepare_parser)
-    if args.epp_vocab_parallel == AUTO:  # a certificate is of what was asked for
+    if args.epp_vocab_parallel == AUTO:  # a certificate is for explicit values
         args.epp_vocab_parallel = OFF
     return args
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledArgs:
-    """Megatron's arguments of the small model: over the ranks, and in one process."""
+    """Megatron's arguments of the small model: on the ranks, and in one process."""
 
     layers: tuple[int, ...]  # of every stage
     elastic: Namespace
     reference: Namespace
-    # What ``plain`` is compared with, and errors are told in: the same in the elastic one's format,
-    # where that is another; without fp8, where its scales are of whole tensors.
+    # Same model in the elastic one's dtype, if that is not float64, to which errors are relative;
+    # without fp8 if its scales cover full tensors.
     own: Namespace | None
 
 
 def scaled(
     raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0, dtype: str = FLOAT64
 ) -> ScaledArgs:
-    """The small model of the user's flags; the elastic one in ``dtype``. ValueError: one line."""
+    """Return the small model of the user's flags.
+
+    Args:
+        raw: The user's flags, parsed.
+        degrees: Parallel degrees.
+        overlap: Whether to overlap gradient reduction with backward.
+        lora_rank: Rank of adapters; 0: none.
+        dtype: Dtype of the elastic model.
+
+    Raises:
+        ValueError: The flags cannot be certified.
+    """
     if lora_rank and refusals.vocabulary_parallel(raw):
         raise ValueError(
             "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
@@ -170,7 +187,7 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
-    """The small model in one line."""
+    """Return the small model as one line."""
     groups = query_groups(args)
     words = [
         f"layers {' '.join(map(str, layers))}",
@@ -206,7 +223,7 @@ def _validated(
     by_engine = reference_switch.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
-    known |= kind_defaults(args)  # as training has them
+    known |= kind_defaults(args)  # as in training
     known |= _IN_BF16 if dtype == BF16 else {}
     vars(args).update(known | cpu_host.cpu_defaults() | changed)
     args.rank, args.world_size = 0, ranks
@@ -220,8 +237,7 @@ def _validated(
 
 
 def choose_layers(args: Namespace, implementation: str) -> None:
-    """Set whose layers they are; Transformer Engine's linears add up their gradients themselves,
-    as in training."""
+    """Set the implementation of layers; Transformer Engine's linears fuse weight gradients."""
     args.transformer_impl = implementation
     setattr(args, FUSED_LINEARS, implementation == "transformer_engine")
 

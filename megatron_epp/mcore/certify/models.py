@@ -1,4 +1,4 @@
-"""Builds the small model in this process, as Megatron's trainer builds it."""
+"""Construction of the small model in this process, as in Megatron's trainer."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -30,7 +30,15 @@ from megatron_epp.mcore.placing.parts import place_parts
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
-    """Join a world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
+    """Join a world of ``ranks`` that meets at a file, so that no port can be taken.
+
+    Args:
+        meeting: Path of the file.
+        rank: This rank.
+        ranks: Size of the world.
+        patience: Limit for waits.
+        backend: Backend of torch.distributed.
+    """
     dist.init_process_group(
         backend,
         store=dist.FileStore(str(meeting), ranks),  # a URL would quote blanks in the path
@@ -47,7 +55,7 @@ def begin(args: Namespace, seed: int) -> None:
         for kind in LAYER_CERTIFICATES:
             kind.make_double(args)
     for kind in LAYER_CERTIFICATES:
-        kind.forget_losses()  # which are as long as the model before had layers
+        kind.forget_losses()  # their length is that of the previous model
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -65,8 +73,11 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def reference_model(args: Namespace, by_engine: bool) -> Any:
-    """Megatron's model as it is, but for what its local layers lack (kinds/local_layers.py,
-    kinds/moe/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
+    """Return Megatron's model, completed where its local layers lack features.
+
+    See kinds/local_layers.py and kinds/moe/biases.py. ``by_engine``: with the keys of Transformer
+    Engine's layers.
+    """
     description = described(args)
     fix_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
@@ -82,7 +93,7 @@ def reference_model(args: Namespace, by_engine: bool) -> Any:
 
 
 def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
-    """``models``; in float64 also what Megatron makes in float32 whatever the model's dtype."""
+    """Return ``models``; in float64, convert also what Megatron always makes in float32."""
     if args.params_dtype == torch.float64:
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.data = parameter.data.double()
@@ -90,19 +101,22 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
 
 
 class ChangingWeights:
-    """Weights that differ from batch to batch, as an optimizer's do: what is kept of them longer
-    shows. Matrices are halved and doubled again, which no format rounds, and change their signs,
-    which no scale says."""
+    """Weights that change between batches, as by an optimizer, so that stale caches show.
+
+    Matrices are halved and doubled, which no format rounds, and change their sign, which is not in
+    a scale.
+    """
 
     def __init__(self, *models: Any):
         self._matrices = [one for model in models for one in model.parameters() if one.dim() > 1]
         self._factors = cycle((-0.5, -2.0))
 
     def change(self) -> None:
+        """Change the weights for the next batch."""
         factor = next(self._factors)
         with torch.no_grad():
             for matrix in self._matrices:
-                if is_float8tensor(matrix):  # and quantised anew, as by an optimizer's step
+                if is_float8tensor(matrix):  # and quantised again, as by an optimizer's step
                     matrix.copy_(main_copy(matrix).mul_(factor))
                 else:
                     matrix.data.mul_(factor)
@@ -114,9 +128,16 @@ def elastic_models(
     lora_rank: int = 0,
     around: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
-    """This rank's stages, each in Megatron's DDP, wired as ``train`` wires them
-    (training/training.py:3530); ``install`` hooks the job into the model's configuration, after
-    whoever puts adapters there. ``around``: makes Megatron's model another's."""
+    """Return this rank's stages, each in Megatron's DDP, wired as in ``train``.
+
+    See training/training.py:3530.
+
+    Args:
+        args: Megatron's arguments.
+        install: Adds the job's hooks to the model configuration, after those of adapters.
+        lora_rank: Rank of adapters; 0: none.
+        around: Converts Megatron's model to another class.
+    """
     description = described(args)
     fix_layer_spec(description)
     description.pre_wrap_hooks.append(partial(_make_double, args))

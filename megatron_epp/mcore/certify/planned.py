@@ -1,4 +1,4 @@
-"""Plans of a planner in the place of arbitrary ones, for the batches of a certificate."""
+"""Plans of a planner, instead of arbitrary ones, for the batches of a certificate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,11 @@ STAGE_BYTES = 1e15
 
 @dataclass(frozen=True, slots=True)
 class PlansOf:
-    """The planner by name, for stages of ``layers``; of what other fields say see Frame. What ops
-    take is a large model's: it decides orders, and gradients do not depend on them."""
+    """Planner by name for stages of ``layers``; the other fields are those of Frame.
+
+    Ops cost what those of a large model do. Costs affect only the order, on which gradients do not
+    depend.
+    """
 
     planner: str
     layers: tuple[int, ...]
@@ -22,7 +25,11 @@ class PlansOf:
     whole: bool
 
     def __call__(self, lengths: Sequence[int]) -> Plan:
-        """Plan of one replica's documents. ValueError: the planner has no such stages."""
+        """Return the plan of one replica's documents.
+
+        Raises:
+            ValueError: The planner does not support these stages.
+        """
         from megatron_epp.cost.build import named_cost
         from megatron_epp.cost.cost import Cost
         from megatron_epp.cost.layout import StageLayout

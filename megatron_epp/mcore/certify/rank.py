@@ -1,4 +1,4 @@
-"""One rank of the job under test: Megatron's trainer's own parts, driven batch by batch."""
+"""Rank of the job under test: components of the trainer, driven batch by batch."""
 
 import pickle
 from collections import Counter
@@ -53,27 +53,28 @@ from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
-    """Attention of GPUs, whose own kernels do not know float64, by plain scores."""
+    """Return attention by explicit scores for GPUs, whose own kernels lack float64."""
     return VarlenAttention(ReferenceKernel(heads_of(config).scale))
 
 
 class DrawnSteps:
-    """Hands out the steps that were drawn with the documents."""
+    """Source of the steps that were drawn with the documents."""
 
     def __init__(self) -> None:
         self.drawn: RandomBatch | None = None
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        """Return the drawn step of this batch."""
         assert self.drawn is not None, "a batch is drawn before it is run"
         step = self.drawn.evaluation if forward_only else self.drawn.step
         return SourcedStep(step, str(step))
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: steps are drawn."""
 
 
 class InMemory:
-    """Drawn documents, as the schedule and the feed ask for them: one global batch."""
+    """Drawn documents with the interface of the data: one global batch."""
 
     def __init__(self, drawn: RandomBatch):
         self.drawn = drawn
@@ -84,29 +85,27 @@ class InMemory:
         return Batch(numpy.arange(len(lengths)), lengths)
 
     def peek(self, ahead: int = 0) -> None:
-        """Nothing follows."""
+        """Return None: there is one batch."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        """Return inputs [start, stop) of a document."""
         return self.drawn.tokens[sample][start:stop]
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return (labels, loss mask) of the inputs [start, stop)."""
         labels = self.drawn.tokens[sample][start + 1 : stop + 1]
         return labels, self.drawn.loss_masks[sample][start:stop]
 
 
 class Rank:
-    """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule.
+    """Rank that builds the model with the trainer's hook, and runs the trainer's schedule."""
 
-    Ranks of something else replace ``build``, ``run``, ``problems`` and ``results``, and name the
-    collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
-    """
-
-    mtp_loss: Mapping[str, numpy.ndarray] = MappingProxyType({})  # losses of further tokens
-    LISTED: ClassVar[Sequence[AllowedCollective]] = (
+    mtp_loss: Mapping[str, numpy.ndarray] = MappingProxyType({})  # MTP losses
+    LISTED: ClassVar[Sequence[AllowedCollective]] = (  # collectives that it may issue
         *SCHEDULE,
         *(one for kind in LAYER_CERTIFICATES for one in kind.COLLECTIVES),
     )
-    RESULT: ClassVar[type[RankResult]] = TrainerResult
+    RESULT: ClassVar[type[RankResult]] = TrainerResult  # of a batch
 
     def __init__(self, role: Role):
         self.trial, self.seed = role.trial, role.trial.seed
@@ -120,6 +119,7 @@ class Rank:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
     def prepare(self, prepared: ModelSetup) -> None:
+        """Build the model and set the weights of ``prepared``."""
         patch_points.install(patch_points.EPP_PATCH_POINTS)
         self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()
@@ -130,7 +130,7 @@ class Rank:
         self.weights = ChangingWeights(*(model.module for model in self.models))
 
     def build(self) -> list[Any]:
-        """This rank's part of the model, wrapped: one for each of its stages."""
+        """Return this rank's stage modules, wrapped."""
         for kind in LAYER_CERTIFICATES:
             kind.shrink_blocks()
         self.steps = DrawnSteps()
@@ -153,7 +153,7 @@ class Rank:
         return models
 
     def compute(self, number: int) -> RankResult:
-        """Run batch ``number``: its forwards alone, and then in training."""
+        """Run batch ``number``: forward-only, and then in training."""
         self.number = number
         with self.around(number):
             drawn = self.frame.draw(self.seed, number)
@@ -182,17 +182,17 @@ class Rank:
             )
 
     def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
-        """Differences from what was planned."""
+        """Return differences from the plan."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
-        """The rest of a ``RESULT``."""
+        """Return the further fields of a ``RESULT``."""
         return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
+        """Return (loss summed over tokens, tokens) of this rank's rows, zeros if it has none."""
         self.mtp_loss = {}
-        if forward_only:  # each way, one batch after the other
+        if forward_only:  # alternate the values between batches
             for choice, values in self.open_choices:
                 choice.settle(self.attention, next(values))
         self.steps.drawn, self.args.iteration = drawn, self.number
@@ -217,7 +217,7 @@ class Rank:
         return total, tokens
 
     def _gather_gradients(self) -> None:
-        """Make every rank's gradient buffer whole: sharded reduction leaves it a part of each."""
+        """Gather every rank's full gradient buffer: sharded reduction leaves a shard of each."""
         if not self.args.use_distributed_optimizer:
             return
         replicas = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -230,11 +230,9 @@ class Rank:
                 dist.all_gather_into_tensor(bucket.grad_data, local, group=group)
 
     def _not_offloaded(self, step: Step) -> list[str]:
-        """Where the plan offloads layers and they have not left the device.
+        """Return a line if the plan offloads layers that have not left the device.
 
-        A layer of any kind saves its input, which its norm reads. Where that alone is worth a copy
-        the layer takes a block of the host's memory; of a chunk of a row or two, as empty ones in
-        lockstep are, a layer of attention may save nothing that is.
+        A layer saves its input; of a row or two, an attention layer may save nothing to copy.
         """
         rank, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
@@ -248,16 +246,16 @@ class Rank:
         ]
 
     def _input_bytes(self, chunk: Chunk) -> int:
-        """Bytes of a layer's input, on this rank."""
+        """Return the bytes of a layer's input on this rank."""
         rows = self.row_shard.message(self.row_shard.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
-        """How the messages differ from those of the plan."""
+        """Return the differences of the messages from those of the plan."""
         plan, rank = step.plans[self.groups.replica], self.groups.pipeline_rank
         planned = self._planned(plan, lower(plan)[rank])
         problems = []
-        # Sends follow the program; receives are posted ahead, in the order of their link.
+        # Sends follow the program; receives are posted early, in the order of their link.
         links = {(message.way, message.group, message.peer) for message in (*planned, *messages)}
         for link in sorted(links):
             wanted = [m.elements for m in planned if (m.way, m.group, m.peer) == link]
@@ -290,10 +288,10 @@ class Rank:
         return planned
 
     def _numbers(self, message: Message, plan: Plan) -> int:
-        """Numbers that a message of training brings per row. Where the output layer lies over the
-        stages a gradient brings a statistic along; H of stage 0 gets the hidden states, that of the
-        last the rows of the weight and two statistics, the others both; for every token that is
-        predicted. A statistic in float32 takes the places of two halves."""
+        """Return the elements per row of a training message.
+
+        With vocabulary parallelism it has statistics; one in float32 takes two bf16 elements.
+        """
         hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
         place = max(1, 4 // self.args.params_dtype.itemsize)
         if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:

@@ -1,4 +1,4 @@
-"""The plain model: Megatron's own, in one process, on every document alone."""
+"""Reference model: Megatron's own, in one process, on every document alone."""
 
 import pickle
 from collections.abc import Iterable
@@ -37,17 +37,18 @@ from megatron_epp.mcore.model.quantisation import per_tensor_scales, quantises
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
 
-# Added to every weight: norms of exactly one and biases of zero would hide what is left out.
+# Added to every weight: with norms of exactly one and biases of zero, omissions would not show.
 JITTER = 0.1
 
 type Gradients = dict[str, numpy.ndarray]
 
 
 class ReferenceModel:
-    """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
-    a causal mask, gradients straight from autograd, in float64. What is certified in another
-    format is computed in it a second time, by a model with the same weights (``own``). In fp8 its
-    layers are Transformer Engine's, as no others have it.
+    """Megatron's model in float64, with none of our code but the CPU host.
+
+    It has local layers, Megatron's own attention with a causal mask, and gradients from autograd.
+    If another dtype is certified, a second model with the same weights computes in that dtype
+    (``own``). In fp8 its layers are Transformer Engine's, because no others support it.
     """
 
     def __init__(self, role: Role):
@@ -55,22 +56,27 @@ class ReferenceModel:
         join(role.folder / "meeting of one", 0, 1, role.patience)
         self.model: Any = None
         self.own: Any = None
-        self.frame: Any = None  # a Frame, from prepare on
+        self.frame: Any = None  # a Frame, set by prepare
         self._exactly = nullcontext if self.trial.dtype == FLOAT64 else cpu_host.double_precision
 
     def flags(self, turn: int) -> tuple[str, ...]:
-        """The model flags whose turn it is."""
+        """Return the model flags of this turn."""
         return self.trial.models[turn % len(self.trial.models)]
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Read the flags and build the model. ValueError: flags that cannot be used."""
+        """Read the flags and build the model.
+
+        Raises:
+            ValueError: Flags cannot be used.
+        """
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
         raw = parsed(self.flags(turn), degrees.pp)
         asked = raw.transformer_impl
         if self.trial.device != "cpu":
-            raw.transformer_impl = "local"  # in this process, which has no GPU
+            raw.transformer_impl = "local"  # this process has no GPU
         small = scaled(raw, degrees, self.trial.overlap, lora_rank, self.trial.dtype)
-        if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:  # which its kernels know
+        # Its kernels support that dtype.
+        if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:
             choose_layers(small.elastic, asked)
         args = small.reference
         self.in_fp8 = bool(small.elastic.fp8)
@@ -96,7 +102,7 @@ class ReferenceModel:
             fill(self.own, weights)
         fill(self.model, weights)
         self.weights = ChangingWeights(*filter(None, (self.model, self.own)))
-        # None of them where errors are told in those of another model.
+        # Empty if errors are relative to those of another model.
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = row_block(small.elastic)
@@ -104,7 +110,7 @@ class ReferenceModel:
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
         sharded, full = vocabulary_parallel(small.elastic), sees_full_documents(small.elastic)
         place = place_of(small.elastic)
-        # Ranks that share a tensor have a scale each, of their part.
+        # Ranks that share a tensor have a scale each, for their shard.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
         drawn_here = self.trial.planner is None and not self.trial.trees
         exact = per_tensor_scales(small.elastic) and drawn_here and not shared
@@ -116,7 +122,7 @@ class ReferenceModel:
                     "it out"
                 )
             plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits, full)
-            plans([CONTEXT, CONTEXT // 2])  # refused before anything is slow
+            plans([CONTEXT, CONTEXT // 2])  # refused before any slow work
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,
@@ -143,22 +149,22 @@ class ReferenceModel:
         )
 
     def built(self, args: Any, elastic: Any) -> Any:
-        """The plain model of ``args``, with the keys of the ``elastic`` one's layers."""
+        """Return the reference model of ``args``, with the keys of the ``elastic`` one's layers."""
         return reference_model(args, elastic.transformer_impl != args.transformer_impl)
 
     def compute(self, number: int) -> Reference:
-        """Loss and gradients of batch ``number``."""
+        """Return the loss and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
         if self.in_fp8:
             self.weights.change()
-        # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
+        # Auxiliary losses are weighted by tokens, like the loss, and divided with it.
         for kind in LAYER_CERTIFICATES:
             kind.weigh_losses(torch.tensor(1.0))
         with self._exactly():
             losses, gradients = self._of_documents(self.model, drawn)
         routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
         loss /= drawn.loss_tokens
-        # Routers that compare all tokens of a document choose otherwise in evaluation.
+        # Routers that compare all tokens of a document choose differently in evaluation.
         evaluation_loss = self._evaluated(drawn) if self.frame.whole else loss
         own, unit = None, abs(loss)
         if self.own is not None and not self.frame.is_alone(number):
@@ -180,7 +186,7 @@ class ReferenceModel:
         )
 
     def _evaluated(self, drawn: RandomBatch) -> float:
-        """Loss per token of forwards alone."""
+        """Return the loss per token of forward-only passes."""
         total = 0.0
         self.model.eval()
         with self._exactly(), torch.no_grad():
@@ -192,7 +198,7 @@ class ReferenceModel:
         return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
-        """Weighted losses [T] of every document alone, and gradients of their mean."""
+        """Return the weighted losses [T] of every document alone, and gradients of their mean."""
         sums, losses = Sums(model, drawn.loss_tokens), []
         for document in range(len(drawn.tokens)):
             tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
@@ -203,8 +209,7 @@ class ReferenceModel:
         return losses, self.gradients(model, sums)
 
     def gradients(self, model: Any, sums: "Sums") -> Gradients:
-        """The whole model's gradients by key, routers as Megatron's finalize_model_grads leaves
-        them."""
+        """Return the full model's gradients by key, with routers as finalize_model_grads does."""
         if model is self.model:
             self.routing.note_counts()
         config = get_model_config(model)
@@ -221,9 +226,18 @@ def token_losses(
     rows: int = 1,
     **besides: Tensor,
 ) -> Tensor:
-    """[T] of one document alone. ``mask`` of targets: where further tokens are predicted. Behind it
-    is padding up to a multiple of ``rows``, which no token before it sees. ``besides``: what else
-    the model's forward is given."""
+    """Return the losses of one document alone: [T].
+
+    It is padded to a multiple of ``rows``, which no earlier token sees.
+
+    Args:
+        model: The model.
+        tokens_1T: Tokens of the document.
+        labels_1T: Its labels.
+        mask_T: Mask of its targets, for MTP.
+        rows: Multiple of the padded rows.
+        **besides: Further arguments of the model's forward.
+    """
     length = tokens_1T.shape[1]
     missing = -length % rows
     places_T = torch.arange(length + missing)
@@ -233,7 +247,7 @@ def token_losses(
         torch.ones(1, 1, length + missing, length + missing, dtype=torch.bool).triu(1),
         labels=pad(labels_1T, (0, missing)),
         **({} if mask_T is None else {"loss_mask": pad(mask_T, (0, missing))[None].double()}),
-        # For routers, which would count it.
+        # Routers would count it.
         **({"padding_mask": (places_T >= length)[None]} if missing else {}),
         **besides,
     )
@@ -241,7 +255,7 @@ def token_losses(
 
 
 def quantised_keys(model: nn.Module) -> frozenset[str]:
-    """Keys of ``model``'s weights whose products are in fp8."""
+    """Return the keys of ``model``'s weights with GEMMs in fp8."""
     linears = {
         weight
         for module in filter(quantises, model.modules())
@@ -253,14 +267,15 @@ def quantised_keys(model: nn.Module) -> frozenset[str]:
 
 
 def off(losses: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The 2-norm of all differences."""
+    """Return the 2-norm of all differences."""
     pairs = zip(losses, expected, strict=True)
     return float(torch.cat([(a.double() - b).flatten() for a, b in pairs]).norm())
 
 
 class Sums:
-    """Gradients of ``model`` added up in float64, whatever format each backward leaves them in, and
-    divided by ``tokens`` in the end, as a trainer does: what is rounded on the way is not divided.
+    """Gradients of ``model``, accumulated in float64 from backwards in any dtype.
+
+    They are divided by ``tokens`` at the end, as in a trainer, so roundings are not divided.
     """
 
     def __init__(self, model: Any, tokens: int = 1):
@@ -268,6 +283,7 @@ class Sums:
         self._sums = {one: torch.zeros_like(one, dtype=torch.float64) for one in model.parameters()}
 
     def backward(self, loss: Tensor) -> None:
+        """Run the backward of ``loss`` and add its gradients."""
         loss.backward()
         for parameter in self._model.parameters():
             if parameter.grad is not None:
@@ -275,4 +291,5 @@ class Sums:
                 parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the accumulated gradient of ``parameter``, divided by the tokens."""
         return self._sums[parameter] / self._tokens

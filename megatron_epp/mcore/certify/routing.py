@@ -1,4 +1,4 @@
-"""Notes of what a model's routers leave beside gradients: tokens per expert, losses for the log."""
+"""Records of what a model's routers leave besides gradients: tokens per expert, logged losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from megatron_epp.mcore.kinds.moe.router import logged_number, moe_layers
 
 
 class RoutingNotes:
-    """Notes what the routers of ``models``, parts of one, leave, one iteration after the other."""
+    """Recorder of what the routers of ``models`` leave in each iteration."""
 
     def __init__(self, *models: Any):
         self.models = models
         self._counts: dict[int, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """``finalize``, Megatron's finalize_model_grads, with the counts noted that it resets."""
+        """Wrap Megatron's finalize_model_grads to record first the counts that it resets."""
 
         def noting(*args: Any, **others: Any) -> None:
             self.note_counts()
@@ -28,7 +28,7 @@ class RoutingNotes:
         return noting
 
     def note_counts(self) -> None:
-        """As they are now."""
+        """Record the current token counts."""
         self._counts = {
             logged_number(layer): layer.router.local_tokens_per_expert.double().cpu().numpy()
             for model in self.models
@@ -37,8 +37,10 @@ class RoutingNotes:
         }
 
     def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
-        """Routing noted since the last call; among its losses those of ``extra_losses`` tokens, as
-        a rank reports them, or as Megatron's log holds them."""
+        """Return the routing recorded since the last call.
+
+        Its losses include ``extra_losses``, as a rank reports them or as Megatron's log has them.
+        """
         tracker = get_moe_metrics_tracker()
         losses = {
             name: entry.values.cpu().numpy().copy()
@@ -51,8 +53,10 @@ class RoutingNotes:
 
 
 def _mtp_losses() -> dict[str, numpy.ndarray]:
-    """Losses of further tokens that Megatron has noted for its log since the last call, summed over
-    micro-batches, by their names there."""
+    """Return the MTP losses that Megatron has logged since the last call, by name.
+
+    They are summed over micro-batches.
+    """
     values = MTPLossLoggingHelper.tracker.get("loss_values", ())
     losses = {
         f"mtp_{depth} loss": value[None].cpu().numpy().copy()

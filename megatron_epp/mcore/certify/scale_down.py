@@ -1,8 +1,10 @@
-"""A model of the user's structure, small enough to be compared to the last bit.
+"""A model with the structure of the user's, small enough to be compared bit for bit.
 
-Kept: attention heads per key/value head, head size over hidden size, feed-forward over hidden size
-(at most 4), norms, activation, biases, ties, position embeddings, the layout over the stages, the
-degrees of parallelism. Scaled down: heads, head size, vocabulary, context, layers of a stage.
+Heads, head size, vocabulary, context and layers of a stage are reduced. The small model keeps:
+
+- attention heads per key/value head, head size and feed-forward size (at most 4) over hidden size;
+- norms, activation, biases, ties and position embeddings;
+- the layout over the stages and the parallel degrees.
 """
 
 from argparse import Namespace
@@ -23,16 +25,16 @@ from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.placing.requested import asked_placement, layers_of_placement, placed_values
 
 HEAD_SIZE = 8
-VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
-GROUPS_PER_RANK = 2  # key/value heads, and as many as make
+VOCABULARY = 61  # about: every tensor-parallel rank gets equally many rows
+GROUPS_PER_RANK = 2  # key/value heads
 LEAST_HEADS_PER_RANK = 4  # query heads
 MOST_HEADS_PER_GROUP = 8
-UNEVEN_LAYERS = 3  # at most, of a stage where the stages differ; else 2
-HALF_LAYERS = 6  # at most, of a stage of a HybridModel: each is about half of another's layer
+UNEVEN_LAYERS = 3  # limit per stage if the stages differ; else 2
+HALF_LAYERS = 6  # limit per stage of a HybridModel: each layer is about half of another model's
 
 
 def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
-    """Megatron's parsed ``args`` as it reads them where there is a pattern of layers."""
+    """Return Megatron's parsed ``args`` as it reads them with a layer pattern."""
     small = Namespace(**vars(args))
     small.num_layers = len(symbols_of_layers(pattern))
     small.hybrid_layer_pattern, small.hybrid_override_pattern = pattern, None
@@ -44,7 +46,7 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
 
 
 def fewer(counts: Sequence[int]) -> list[int]:
-    """Few layers for every stage: stages that differ stay different, empty ones stay empty."""
+    """Return few layers for every stage: different stages stay different, empty ones stay empty."""
     sizes = sorted({count for count in counts if count})
     if len(sizes) == 1:
         return [min(count, 2) for count in counts]
@@ -52,17 +54,29 @@ def fewer(counts: Sequence[int]) -> list[int]:
 
 
 def step_of(args: Namespace, tp: int) -> int:
-    """Rows and columns that a rank's part of a matrix is a multiple of: in fp8 what products take,
-    and where a matrix is split whole blocks, so that every part has the scales of the whole."""
+    """Return the multiple of rows and columns of a rank's shard of a matrix.
+
+    In fp8 it is what GEMMs need. If a matrix is split, it is a full block, so that every shard has
+    the scales of the full matrix.
+    """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
     return 32 if args.fp8_recipe == "mxfp8" else 16 if tp == 1 else 128
 
 
 def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
-    """(query heads, key/value heads): few of both, in the same ratio up to 8.
+    """Return (query heads, key/value heads): few of both, in the same ratio up to 8.
 
     Heads that do not divide over the context-parallel ranks stay as they are, to be refused.
+
+    Args:
+        query: Query heads of the user's model.
+        key: Its key/value heads.
+        tp: Tensor-parallel degree.
+        cp: Context-parallel degree.
+
+    Raises:
+        ValueError: The query heads are not a multiple of the key/value heads.
     """
     if query < 1 or key < 1 or query % key:
         raise ValueError(f"--num-attention-heads {query}: no multiple of --num-query-groups {key}")
@@ -77,7 +91,7 @@ def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
 
 
 def _divides(query: int, key: int, cp: int) -> bool:
-    """Whether a rank's heads do so over ``cp`` ranks that attend to some of them each."""
+    """Return whether query and key/value heads of a rank can be split over ``cp`` ranks."""
     return not query % cp and not (key % cp and cp % key)
 
 
@@ -90,7 +104,13 @@ class SmallModel:
 
 
 def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> SmallModel:
-    """The model of Megatron's parsed ``args``, scaled down. ValueError: one line."""
+    """Return the model of Megatron's parsed ``args``, scaled down.
+
+    ``layout`` is --pipeline-model-parallel-layout as symbols per stage.
+
+    Raises:
+        ValueError: Flags are missing or inconsistent.
+    """
     pattern = pattern_of(args)
     if pattern is not None:
         args = _of_pattern(args, pattern, degrees.pp)
@@ -118,7 +138,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     unit = tp * max(HEAD_SIZE, step)
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
     if args.ffn_hidden_size is None and args.swiglu:
-        ffn = 8 / 3  # what Megatron takes by default
+        ffn = 8 / 3  # Megatron's default
     parts = tp * len(stages) if vocabulary_parallel(args) else tp
     vocabulary = -(-VOCABULARY // parts) * parts
     changed = {
@@ -134,7 +154,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "max_position_embeddings": CONTEXT,
         "vocab_size": vocabulary,
         "padded_vocab_size": vocabulary,
-        # Queries and keys of about unit size: a softmax that is neither flat nor a maximum.
+        # Queries and keys of about unit size, so that the softmax is neither flat nor a maximum.
         "init_method_std": hidden**-0.5,
         "pipeline_model_parallel_size": degrees.pp,
         "tensor_model_parallel_size": tp,

@@ -1,7 +1,7 @@
-"""A model's tensors in the coordinates of the whole model, as Megatron's checkpoints know them.
+"""Tensors of a model in the coordinates of the full model, as in Megatron's checkpoints.
 
-Which part of which weight a rank holds is written once, in Megatron's ``sharded_state_dict``. Here
-it carries weights from the plain model to the ranks, and gradients back.
+Megatron's ``sharded_state_dict`` defines which part of a weight a rank has. Here it carries weights
+from the reference model to the ranks, and gradients back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,23 +18,27 @@ from megatron_epp.certify.compare import Shard
 
 
 def _sharded(model: Any) -> Iterator[ShardedTensor]:
-    """``model`` is one of Megatron's."""
+    """Return the sharded tensors of Megatron's ``model``."""
     state = model.sharded_state_dict()
     apply_factories(state)
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor))
 
 
 def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
-    """Where the rank's part lies in the whole: layers by their number, then ranges. (0.19 has
-    ``global_slice`` for it; later ones do not.)"""
+    """Return the place of the rank's shard in the full tensor: layers by number, then ranges.
+
+    0.19 has ``global_slice`` for it; later versions do not.
+    """
     offsets, layers = tensor.global_offset, tensor.prepend_axis_num
     starts = zip(offsets[layers:], tensor.local_shape, strict=True)
     return *offsets[:layers], *(slice(start, start + size) for start, size in starts)
 
 
 def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
-    """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut; in
-    float64, whatever it is in."""
+    """Return ``tensor_of`` every parameter, sharded as the parameter, in float64.
+
+    ``tensor_of`` returns the parameter itself, or its gradient.
+    """
     with _in_place_of_parameters(model, tensor_of):
         return [
             Shard(
@@ -49,8 +53,11 @@ def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
 
 @contextmanager
 def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Other parameters stand in the modules for a while: with data of another format in its place,
-    a parameter would lose the hooks that reduce its gradient."""
+    """Replace the parameters of the modules in this context.
+
+    If a parameter's data were replaced by data of another dtype, it would lose the hooks that
+    reduce its gradient.
+    """
     others: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
         other = tensor_of(parameter)
@@ -68,8 +75,10 @@ def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]
 
 
 def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Write the whole model's ``weights`` (numpy, by key) into this rank's parameters; those held
-    in fp8 have their main copy beside them (``certified_main``), as an optimizer's."""
+    """Write the full model's ``weights`` (numpy, by key) into this rank's parameters.
+
+    Parameters in fp8 have a main copy (``certified_main``), as in an optimizer.
+    """
     mains = {one: main_copy(one) for one in model.parameters() if is_float8tensor(one)}
     with torch.no_grad():
         with _in_place_of_parameters(model, lambda one: mains.get(one, one)):
@@ -81,6 +90,7 @@ def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def main_copy(parameter: Any) -> Tensor:
+    """Return the main copy of an fp8 ``parameter``, made at the first call."""
     if not hasattr(parameter, "certified_main"):
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         parameter.certified_main = torch.empty(shape, dtype=dtype, device=device)

@@ -1,1 +1,1 @@
-"""Choices that flags leave to ``auto``, made once per run before Megatron builds the model."""
+"""Choices for flags set to ``auto``, made once per run before Megatron builds the model."""

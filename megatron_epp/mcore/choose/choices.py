@@ -1,9 +1,9 @@
-"""Vocabulary parallelism, layers and placement of a run where their flags say ``auto``.
+"""Choice of vocabulary parallelism, layers and placement where their flags are ``auto``.
 
-They are chosen before Megatron builds the model, by the plans of the first batches
-(planner/choose). What is known then are the corpus's lengths, from its ``.idx`` files, and the cost
-model of --epp-cost-model, or the device's coefficients by name; every rank reads the same and
-computes the same. A run that resumes has its checkpoint's choices (kept.py).
+These are chosen before Megatron builds the model, from plans of the first batches (planner/choose).
+The inputs are the document lengths in the ``.idx`` files and the cost model: that of
+--epp-cost-model, or the device's coefficients by name. Every rank reads the same inputs and
+computes the same choice. A run that resumes takes its checkpoint's choices (kept.py).
 """
 
 import argparse
@@ -69,8 +69,9 @@ AMPLE_BYTES = 1e15
 class JobChoices:
     """Choices of a run.
 
-    lines       that rank 0 prints
-    placement   with the layers of its stages; None where Megatron's flags say them
+    Attributes:
+        lines: Printed by rank 0.
+        placement: With the layers of its stages; None if Megatron's flags decide them.
     """
 
     lines: tuple[str, ...]
@@ -78,14 +79,16 @@ class JobChoices:
 
 
 def choose(args: Any, parts: Any = None) -> JobChoices:
-    """Set on ``args``, which Megatron has validated, what their flags leave to ``auto``.
+    """Set on ``args``, after Megatron has validated them, the values of flags that are ``auto``.
 
-    ``parts``: replacements of parts of the trainer (setup.py: TrainerHooks), if there are any.
-    ValueError: a corpus, a cost model, --epp-plan, or what was kept next to the checkpoint cannot
-    be read.
+    ``parts`` replaces components of the trainer
+    (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
+
+    Raises:
+        ValueError: A corpus, a cost model, --epp-plan or the saved choices cannot be read.
     """
     blend = choose_blend(args)
-    rows = choose_row_multiple(args, parts)  # first: the others are made on padded chunks
+    rows = choose_row_multiple(args, parts)  # first: the other choices use padded chunks
     vocabulary = choose_vocabulary(args, parts)
     placement, line = choose_placement(args)
     lines = blend, vocabulary, line, rows, _overlong_line(args, parts)
@@ -93,9 +96,9 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
 
 
 def _overlong_line(args: Any, parts: Any) -> str | None:
-    """Return the line on a document of the first batches that is more than a replica's part.
+    """Return the warning about a document longer than a replica's part of a batch.
 
-    None: there is none, or no lengths or costs are known.
+    Returns None if there is no such document, or if lengths or costs are unknown.
     """
     from megatron_epp.planner.feasibility import overlong_for_replica
 
@@ -112,9 +115,9 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
 
 
 def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
-    """Set the multiple that a rank's rows come in; return the line on it, where it is not usual.
+    """Set the multiple of rows per rank; return the line to print if it is not the usual one.
 
-    Plans differ by it, results do not: a run that resumes chooses anew.
+    It changes plans but not results, so a run that resumes chooses again.
     """
     if not args.epp or args.epp_row_multiple is not None:
         return None
@@ -124,7 +127,7 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
     ranks = row_ranks(args)
     try:
         batches = first_batches(args)
-    except (OSError, ValueError):  # of lengths that nobody knows
+    except (OSError, ValueError):  # lengths are unknown
         return None
     stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
     args.epp_row_multiple = gpu_row_multiple(batches, stages, replicas, ranks)
@@ -137,9 +140,9 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
 
 
 def choose_blend(args: Any) -> str | None:
-    """Set --epp-blend to tokens or documents where it is auto; return the line on it, if any.
+    """Set --epp-blend to tokens or documents if it is auto; return the line to print, if any.
 
-    The order of the documents follows from it, so a run that resumes has its checkpoint's choice.
+    The order of the documents depends on it, so a run that resumes takes its checkpoint's choice.
     """
     begun = kept_blend(args) if args.epp and resumes(args) else None
     asked = args.epp_blend
@@ -157,17 +160,18 @@ def choose_blend(args: Any) -> str | None:
 
 
 def _weighted(args: Any) -> bool:
-    """Whether the data flags give weights to several corpora."""
+    """Return whether the data flags give weights to several corpora."""
     blend, per_split = blends_of(args)
     blends = filter(None, (blend, *(per_split or ())))
     return any(weights is not None and len(weights) > 1 for _, weights in blends)
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-vocab-parallel to on or off where it is auto; return the line on it, if any.
+    """Set --epp-vocab-parallel to on or off if it is auto; return the line to print, if any.
 
-    Weights load either way, but not the optimizer's states in every format, so a run that resumes
-    has its checkpoint's choice. What cannot run, or whose gain is not known, is off.
+    Weights load either way, but optimizer states do not in every format. A run that resumes
+    therefore takes its checkpoint's choice. Vocabulary parallelism is off if it cannot run or its
+    gain is unknown.
     """
     if args.epp_vocab_parallel != AUTO:
         return None
@@ -215,10 +219,10 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
 
 
 def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
-    """Set the layers of the stages where they are chosen; return the choice and the line on it.
+    """Set the layers of the stages if they are chosen by time; return the placement and its line.
 
-    They are chosen alone or with a placement, and lie in Megatron's layout, or in the | of the
-    pattern of a HybridModel.
+    The layers are chosen alone or together with a placement. They are written to Megatron's layout,
+    or as | into the pattern of a HybridModel.
     """
     if not (args.epp and layers_by_time(args)):
         return None, None
@@ -250,9 +254,9 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 
 
 def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
-    """Return the layers of the stages that take least, and why.
+    """Return the layers of the stages with the shortest simulated time, and the reason.
 
-    With --epp-placement auto they are those of the fastest placement.
+    With --epp-placement auto, return the fastest placement with its layers.
     """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 
@@ -284,15 +288,17 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
 
 
 def _source_of_costs(args: Any) -> str:
-    """Return the file of --epp-cost-model, or the device by whose figures costs are computed."""
+    """Return the file of --epp-cost-model, or the device whose coefficients give the costs."""
     measured = args.epp_cost_model not in (None, ANALYTIC)
     return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
 
 
 def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost with ``layers`` of the stages, and the options of its planner.
+    """Return the job's cost with ``layers`` per stage, and the options of its planner.
 
-    ValueError, OSError: the cost model cannot be read.
+    Raises:
+        OSError: The cost model cannot be read.
+        ValueError: The cost model is not valid.
     """
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
@@ -301,11 +307,11 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
-        # What is available differs from rank to rank, and the partition must not.
+        # The memory available differs between ranks; the partition must not.
         cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
     levers = training_levers(config.epp_levers, args)
     if config.epp_host_memory_gib is None:
-        levers -= {"offload"}  # so does the host's memory
+        levers -= {"offload"}  # host memory differs between ranks, too
     else:
         cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
     options = Options(args.seq_length, levers)
@@ -313,9 +319,13 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
 
 
 def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost, by the first cost model that can be read, and its planner's options.
+    """Return the job's cost from the first readable cost model, and its planner's options.
 
-    ``args`` name that cost model then. ValueError, OSError: none can.
+    ``args.epp_cost_model`` is that cost model then.
+
+    Raises:
+        OSError: No cost model can be read.
+        ValueError: No cost model is valid.
     """
     *better, last = cost_models(args)
     for source in better:
@@ -327,10 +337,7 @@ def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Op
 
 
 def cost_models(args: Any) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: what the checkpoint's run measured, then the user's.
-
-    Of that run the last refit comes first.
-    """
+    """Yield values of --epp-cost-model: the checkpoint's last refit and measurement, the user's."""
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
     if args.epp_cost_model is None and args.load:
@@ -340,9 +347,10 @@ def cost_models(args: Any) -> Iterator[str | None]:
 
 
 def first_batches(args: Any) -> list[list[int]]:
-    """Return the document lengths of the first global batches, on average over the corpora.
+    """Return the document lengths of the first global batches, an average sample of the corpora.
 
-    ValueError: there are none to read.
+    Raises:
+        ValueError: There are no lengths to read.
     """
     if args.sft or args.mock_data:
         raise ValueError(
@@ -360,7 +368,7 @@ def first_batches(args: Any) -> list[list[int]]:
     prefixes, weights = blend
     size = args.global_batch_size
     if getattr(args, "step_batch_size_schedule", None):
-        size = scheduled_sizes()(sys.maxsize)  # as large as they get
+        size = scheduled_sizes()(sys.maxsize)  # the largest size
     by_tokens = weights is not None and args.epp_blend == TOKENS
     parts = None if weights is None else tuple(weights)
     return _batches_of(tuple(prefixes), parts, by_tokens, args.seq_length, args.epp_overlong, size)
@@ -375,12 +383,12 @@ def _batches_of(
     overlong: str,
     size: int,
 ) -> list[list[int]]:
-    """Return the document lengths of the first global batches of ``size``.
+    """Return the document lengths of the first global batches of ``size`` documents.
 
-    Every choice asks for them, so they are read once.
+    Every choice needs them, so they are cached.
     """
     corpora = [open_corpus(f"{prefix}.idx", context, overlong) for prefix in prefixes]
-    # Without weights each corpus is read once.
+    # Without weights, each corpus is read once per epoch.
     parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
     means = [corpus.tokens / len(corpus) if by_tokens else 1.0 for corpus in corpora]
     fractions = document_weights(parts, means)

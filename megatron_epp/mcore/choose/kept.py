@@ -1,8 +1,8 @@
-"""A run's choices in one file next to its checkpoint; the run that resumes takes them from there.
+"""Saved choices of a run: one file next to its checkpoint, which the run that resumes reads.
 
-Weights and optimizer states lie in files by stage, so a choice belongs to the checkpoint. Where the
-file is absent, those of earlier versions are read: layers and placement had one, vocabulary
-parallelism another.
+Weights and optimizer states are stored by stage, so the choices belong to the checkpoint. Without
+the file, those of earlier versions are read: one for layers and placement, one for vocabulary
+parallelism.
 """
 
 import json
@@ -18,16 +18,16 @@ from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
-# "on" or "off"; layers by stage, or an object of PLACE and STAGE_LAYERS.
+# Contents: "on" or "off"; layers by stage, or an object with PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
 def resumes(args: Any) -> bool:
-    """Return whether the run continues another; one that only loads weights begins anew.
+    """Return whether the run continues another; a run that only loads weights is a new run.
 
-    Where checkpoints that are not persistent are asked for, the run that --load's choices are of
-    may have others than those of --load: on disks that only its ranks see.
+    With non-persistent checkpoints, the choices in the folder of --load suffice: the checkpoint
+    itself may be on disks that only its ranks see.
     """
     if not args.load or args.finetune:
         return False
@@ -38,9 +38,12 @@ def resumes(args: Any) -> bool:
 
 
 def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
-    """Write the choices next to the checkpoint to come, as Megatron's pre-wrap hook.
+    """Write the choices to the folder of --save and return ``models`` (Megatron's pre-wrap hook).
 
-    ``placement``: with layers, where these were chosen. OSError: the folder cannot be written.
+    ``placement`` includes the layers, if these were chosen.
+
+    Raises:
+        OSError: The folder cannot be written.
     """
     choices = {VOCABULARY_KEY: args.epp_vocab_parallel, BLEND_KEY: args.epp_blend}
     if placement is not None:
@@ -52,7 +55,7 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
 
 
 def resumable_line(args: Any) -> str:
-    """Return the line on the degrees that checkpoints of --save can be resumed with."""
+    """Return the line that says with which parallel degrees checkpoints of --save can resume."""
     flag, more = "--dist-ckpt-optim-fully-reshardable", ""
     if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
         degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
@@ -62,15 +65,16 @@ def resumable_line(args: Any) -> str:
         degrees = (
             "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
         )
-        if getattr(args, "non_persistent_ckpt_type", None) != "local":  # which does not know it
+        if getattr(args, "non_persistent_ckpt_type", None) != "local":  # which lacks it
             more = f"; with {flag}, given now, they resume with any"
     return f"--save {args.save}: checkpoints resume with {degrees}{more}"
 
 
 def kept_layout(args: Any) -> dict[str, Any] | None:
-    """Return the layout of the checkpoint's run, None where --epp-layouts did not choose it.
+    """Return the layout of the checkpoint's run; None if --epp-layouts did not choose it.
 
-    ValueError: the file is damaged.
+    Raises:
+        ValueError: The file is damaged.
     """
     path, choices = _kept(args, LAYOUT_KEY)
     layout = None if choices is None else choices.get(LAYOUT_KEY)
@@ -82,7 +86,7 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 def keeps_layout(args: Any) -> bool:
     """Return whether this start has the layout of the run that it resumes, on devices as slow.
 
-    Where --epp-layouts does not choose, flags say the layout, and what was kept has to fit them.
+    Without --epp-layouts, the flags decide the layout, and the saved choices must fit them.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
@@ -94,9 +98,10 @@ def keeps_layout(args: Any) -> bool:
 
 
 def kept_vocabulary(args: Any) -> bool:
-    """Return whether the checkpoint's run had vocabulary parallelism; False if it kept no choice.
+    """Return whether the checkpoint's run had vocabulary parallelism; False if none was saved.
 
-    ValueError: the file is damaged.
+    Raises:
+        ValueError: The file is damaged.
     """
     path, choices = _kept(args, VOCABULARY_KEY, EARLIER_VOCABULARY)
     choice = OFF if choices is None else choices.get(VOCABULARY_KEY)
@@ -106,10 +111,12 @@ def kept_vocabulary(args: Any) -> bool:
 
 
 def kept_blend(args: Any) -> str:
-    """Return what the weights of the checkpoint's run counted: tokens or documents.
+    """Return what the corpus weights of the checkpoint's run count: tokens or documents.
 
-    Where no choice was kept, a run with --epp counted documents; Megatron's own samples are tokens.
-    ValueError: the file is damaged.
+    If nothing was saved, a run with --epp counted documents; Megatron's own samples count tokens.
+
+    Raises:
+        ValueError: The file is damaged.
     """
     path, choices = _kept(args, BLEND_KEY)
     if choices is None:
@@ -120,9 +127,10 @@ def kept_blend(args: Any) -> str:
 
 
 def kept_placement(args: Any) -> Placement | None:
-    """Return the placement of the checkpoint's run with its layers, None where it kept none.
+    """Return the placement of the checkpoint's run with its layers; None if none was saved.
 
-    ValueError: the file is damaged, or this job has other layers or ranks.
+    Raises:
+        ValueError: The file is damaged, or this job has other layers or ranks.
     """
     path, choices = _kept(args, STAGE_LAYERS, EARLIER_PARTITION)
     if choices is None:
@@ -150,7 +158,7 @@ def kept_placement(args: Any) -> Placement | None:
 
 
 def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Return the file that has the choice ``key``, and all choices in it; None: no file has it.
+    """Return the file that has the choice ``key``, and all choices in it; None if no file has it.
 
     ``earlier`` names the file of earlier versions.
     """

@@ -27,7 +27,10 @@ DEGREES = "tp", "pp", "cp", "ep"
 
 @dataclass(frozen=True, slots=True)
 class AllowedLayout:
-    """A line of the file: degrees of parallelism, and layers by stage; none: as the flags say."""
+    """A line of the layouts file: degrees of parallelism, and the layers of each stage.
+
+    Empty ``layers``: Megatron's flags decide the layers.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -37,17 +40,20 @@ class AllowedLayout:
     line: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        """Return the line of a file."""
+        """Return the layout as a line of the file."""
         layers = f" layers {' '.join(map(str, self.layers))}" * bool(self.layers)
         return " ".join(f"{name} {getattr(self, name)}" for name in DEGREES) + layers
 
     def least_ranks(self, expert_tp: int | None) -> int:
-        """Return the least number of ranks, of which those of a job are a multiple."""
+        """Return the smallest number of ranks the layout can train on.
+
+        The number of ranks of a job is a multiple of it.
+        """
         stage = self.tp * self.cp
         return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
 
     def set_on(self, args: Any) -> None:
-        """Override the degrees of ``args``, which are not validated yet."""
+        """Override the degrees on ``args``, before Megatron validates them."""
         args.tensor_model_parallel_size, args.context_parallel_size = self.tp, self.cp
         args.pipeline_model_parallel_size, args.expert_model_parallel_size = self.pp, self.ep
         args.sequence_parallel = args.sequence_parallel and self.tp > 1
@@ -60,11 +66,11 @@ class AllowedLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """A layout for ``devices``, of which ``ranks`` train; the others are spares.
+    """A layout for ``devices`` ranks, of which ``ranks`` train; the others are spares.
 
-    ``seconds`` of an iteration are predicted; 0: lengths or costs are not known.
-    ``speeds``: how slow the device of each of torchrun's ranks is, where that is known; ``order``:
-    those ranks in the order that the job has them in, the spares last; none: as they are.
+    ``seconds`` is the predicted time of an iteration, 0 if lengths or costs are unknown. ``speeds``
+    is the slowness of each of torchrun's ranks, if known; ``order`` is these ranks in the order of
+    the job, spares last; if empty, torchrun's.
     """
 
     layout: AllowedLayout
@@ -76,12 +82,12 @@ class ChosenLayout:
 
     @property
     def has_spares(self) -> bool:
-        """Whether some ranks wait."""
+        """Whether some ranks do not train."""
         return self.ranks < self.devices
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what is kept next to the checkpoint."""
+        """Return the entries that are saved next to the checkpoint."""
         own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         if self.speeds:
@@ -107,7 +113,7 @@ class ChosenLayout:
         return tuple(worst[place] for place in sorted(worst))
 
     def line(self, path: str, how: str = "") -> str:
-        """Return what rank 0 prints; ``how`` the layout was found."""
+        """Return the line that rank 0 prints; ``path`` is the value of --epp-layouts."""
         waiting = [str(rank) for rank in self.in_order[self.ranks :]]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
@@ -127,12 +133,12 @@ class ChosenLayout:
         )
 
     def to_json(self) -> str:
-        """Return the text that :meth:`from_json` reads."""
+        """Return the JSON text that :meth:`from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "ChosenLayout":
-        """Read what rank 0 chose."""
+        """Parse the text of :meth:`to_json`, which rank 0 stores for the other ranks."""
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
@@ -140,7 +146,7 @@ class ChosenLayout:
         return cls(AllowedLayout(**of_layout, layers=layers), **entries, **several)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
-        """Have ``parser`` give this layout in the place of the degrees that were typed."""
+        """Make ``parser`` override the parsed degrees with this layout."""
         parse = parser.parse_args
 
         def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -157,11 +163,13 @@ class ChosenLayout:
 
 
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
-    """Return the layouts of a file, one a line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
+    """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    What a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
+    A degree that a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
 
-    ValueError: the line that is none, with its number.
+    Raises:
+        ValueError: A line is not a layout (the message has its number), or the number of layouts is
+            not between 1 and ``MOST_LAYOUTS``.
     """
     layouts = []
     text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
@@ -210,16 +218,17 @@ def choice(
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
     resumed_ep: int | None = None,
 ) -> ChosenLayout:
-    """Return the fastest layout that fits, of those that most of the ``devices`` fill.
+    """Return the fastest layout that fits, among those that use the most of the ``devices``.
 
     Args:
         wanted: Megatron's flags, not validated.
-        devices: the number of ranks that there are.
-        seconds_of: predicts an iteration of validated flags; None where plans do not fit.
-        resumed_ep: of the run that this one resumes; None: as its checkpoint says.
+        devices: Number of ranks available.
+        seconds_of: Predicts the seconds of an iteration from validated flags; None if plans do not
+            fit the memory.
+        resumed_ep: Expert-parallel size of the run to resume; None: as its checkpoint says.
 
     Raises:
-        ValueError: a line cannot be run at all, or no layout fits.
+        ValueError: A line cannot run at all, or no layout fits.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}
@@ -233,7 +242,7 @@ def choice(
         except ValueError as error:
             impossible[layout] = str(error)
     if len(set(impossible.values())) == 1 and len(impossible) == len(filled) > 1:
-        raise ValueError(next(iter(impossible.values())))  # of other flags
+        raise ValueError(next(iter(impossible.values())))  # the fault of other flags
     for layout, why in impossible.items():
         raise ValueError(f"--epp-layouts {path}:{layout.line}: {layout}: {why}")
     least = min(layout.least_ranks(expert_tp) for layout in filled)
@@ -263,7 +272,11 @@ def choice(
 
 
 def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
-    """Return the flags with ``layout`` as Megatron and --epp take them. ValueError: they do not."""
+    """Return the flags with ``layout``, validated by Megatron and by --epp for ``ranks`` ranks.
+
+    Raises:
+        ValueError: Megatron or --epp refuses the flags.
+    """
     from megatron.training.arguments import (
         core_transformer_config_from_args,
         parse_args,
@@ -288,12 +301,12 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
     with redirect_stdout(io.StringIO()), refusals_as_value_errors():
         args = parse_args(prepare)
         layout.set_on(args)
-        args.rank, args.world_size = 1, ranks  # rank 0 alone prints
+        args.rank, args.world_size = 1, ranks  # only rank 0 prints
         if sum(layout.layers) not in (0, args.num_layers):
             raise ValueError(f"layers of {args.num_layers} in all are expected")
         refusals.require_equal_stages(args)
         validate_args(args)
-        core_transformer_config_from_args(args)  # which checks heads and experts
+        core_transformer_config_from_args(args)  # checks heads and experts
         refusals.refuse(args)
         args.rank = 0
     return args
@@ -302,9 +315,9 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
 def resume_refusal(
     args: Namespace, layout: AllowedLayout, resumed_ep: int | None = None
 ) -> str | None:
-    """Return why the checkpoint, or one of ``resumed_ep``, does not load with ``layout``.
+    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can.
 
-    None: it does.
+    ``resumed_ep`` is the checkpoint's expert-parallel size, if the checkpoint is yet to come.
     """
     if resumed_ep is None and resumes(args):
         resumed_ep = (kept_layout(args) or {}).get("ep")
@@ -314,10 +327,10 @@ def resume_refusal(
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
-    """Return the seconds of the first batches' plans, on average; 0 where they are not known.
+    """Return the mean predicted seconds of the first batches; 0 if unknown, None if too large.
 
-    None: they need more memory than there is. Costs are those measured next to the checkpoint, else
-    of --epp-cost-model, else by the device's name.
+    None means that the plans need more memory than there is. The cost model is the one measured
+    next to the checkpoint, else --epp-cost-model, else the coefficients of the device.
     """
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
@@ -326,7 +339,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
 
     args = copy.copy(args)
-    if args.step_batch_size_schedule:  # as large as they get
+    if args.step_batch_size_schedule:  # the largest size
         sizes = (part.split(":")[1] for part in args.step_batch_size_schedule.split())
         args.global_batch_size, args.step_batch_size_schedule = max(map(int, sizes)), None
     stages = args.pipeline_model_parallel_size
@@ -353,7 +366,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
 
 
 def set_vocabulary_size(args: Namespace) -> None:
-    """Have ``args`` say how many words there are, as Megatron does when training begins."""
+    """Set the vocabulary size on ``args``, as Megatron does when training begins."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     with redirect_stdout(io.StringIO()):

@@ -1,7 +1,8 @@
-"""``--epp-layouts auto``: the layout that a survey finds fastest for the devices of a start.
+"""Search of ``--epp-layouts auto``: the fastest layout for the devices of a start.
 
-The survey is the one of ``megatron_epp tune``, by this job's flags, documents and measured cost
-model. Experts keep the degree of the flags, with which their optimizer's states load.
+It uses the survey of ``megatron_epp tune`` with this job's flags, documents and measured cost
+model. The expert-parallel degree stays that of the flags, because optimizer states of experts load
+with no other.
 """
 
 import copy
@@ -25,14 +26,15 @@ from megatron_epp.planner.tuning.survey import ELASTIC, Choice, survey
 
 
 def searched(wanted: Namespace, devices: int) -> ChosenLayout:
-    """Return the fastest layout of the most of the ``devices`` that one fills.
+    """Return the fastest layout, among those that use the most of the ``devices``.
 
     Args:
-        wanted: Megatron's flags, not validated; their degrees but that of experts do not count.
-        devices: the number of ranks that there are.
+        wanted: Megatron's flags, not validated. Of their degrees, only the expert-parallel one
+            counts.
+        devices: Number of ranks available.
 
     Raises:
-        ValueError: lengths are not known, or no layout fits.
+        ValueError: Document lengths are unknown, or no layout fits.
     """
     print(f"--epp-layouts {ALL_LAYOUTS}: searching layouts of {devices} devices ...", flush=True)
     search = _LayoutSearch(wanted)
@@ -50,7 +52,7 @@ def searched(wanted: Namespace, devices: int) -> ChosenLayout:
 
 
 class _LayoutSearch:
-    """Surveys of one job, on several numbers of devices."""
+    """Surveys of one job on different numbers of devices."""
 
     def __init__(self, wanted: Namespace):
         self.wanted = wanted
@@ -65,13 +67,13 @@ class _LayoutSearch:
         self.batches = first_batches(args)
 
     def allowed(self, layout: Layout) -> AllowedLayout:
-        """Return ``layout`` with even layers, said where Megatron would refuse them."""
+        """Return ``layout`` with even layers, stated where Megatron would refuse them."""
         uneven = self.layers % layout.pp > 0
         layers = even_layers(self.layers, layout.pp) if uneven else ()
         return AllowedLayout(layout.tp, layout.pp, layout.cp, self.ep, tuple(layers))
 
     def best_of(self, ranks: int) -> tuple[Choice | None, dict[Layout, str]]:
-        """Return the fastest layout that all of ``ranks`` fill, and why others cannot run."""
+        """Return the fastest layout that uses all ``ranks``, and why others cannot run."""
         node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         refused: dict[Layout, str] = {}
         costs: dict[Layout, Cost] = {}
@@ -95,7 +97,7 @@ class _LayoutSearch:
         return self.allowed(layout).least_ranks(self.wanted.expert_tensor_parallel_size)
 
     def _cost(self, layout: Layout, ranks: int) -> tuple[Cost, Options]:
-        """Return the costs of this job laid out so, by the first cost model that can be read."""
+        """Return the cost with ``layout``, from the first readable cost model, and the options."""
         args = copy.copy(validated_with(self.wanted, self.allowed(layout), ranks))
         args.epp_row_multiple, args.padded_vocab_size = args.epp_row_multiple or 1, self.vocabulary
         try:

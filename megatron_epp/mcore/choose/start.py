@@ -1,7 +1,7 @@
-"""Layout of a start: of those that --epp-layouts allows, the fastest for the devices that are left.
+"""Choice of the parallel layout at start: the fastest that --epp-layouts allows on the devices.
 
 Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks that the layout has no place for are spares: they join no process group, and wait until
+store. Ranks without a place in the layout are spares. They join no process group, and wait until
 the training ends or torchrun ends them.
 """
 
@@ -39,12 +39,14 @@ SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
-    Every rank of torchrun calls it, and those that train see their own number from then on.
+    Every rank that torchrun started calls it. It sets ``RANK`` to the rank's place in the layout's
+    order, and on the ranks that train ``WORLD_SIZE`` to their number.
 
-    ValueError: the file cannot be used, or no layout fits; nothing was written.
+    Raises:
+        ValueError: The file cannot be used, or no layout fits. Nothing was written.
     """
     if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
-        return None  # without reading all flags twice
+        return None  # do not parse all flags twice
     from megatron.training.arguments import parse_args
 
     with refusals_as_value_errors():
@@ -67,7 +69,7 @@ def choose_allowed_layout() -> ChosenLayout | None:
     else:
         store, began = meeting_store(), time.monotonic()
         while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the search may take longer than a store waits
+            time.sleep(SPARE_POLL_SECONDS)  # the search may outlast the timeout of the store
         answer = store.get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
@@ -80,9 +82,10 @@ def choose_allowed_layout() -> ChosenLayout | None:
 
 
 def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and how it was found where that is worth a word.
+    """Return the layout of this start, and what its line says on how it was found.
 
-    ValueError: the file cannot be used, or no layout fits.
+    Raises:
+        ValueError: The file cannot be used, or no layout fits.
     """
     from megatron_epp.mcore.choose.ahead import found_ahead
     from megatron_epp.mcore.choose.rank_order import ordered, speeds_of
@@ -114,11 +117,12 @@ def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str
 def as_before(
     wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
 ) -> ChosenLayout | None:
-    """Return the layout that the checkpoint's run had on as many ``devices`` of these ``speeds``.
+    """Return the layout of the checkpoint's run, if it had as many ``devices`` of these ``speeds``.
 
-    None: it had none, or the file does not allow it any more.
+    Returns None if no layout was saved, or if the file no longer allows it.
 
-    ValueError: the file cannot be used, or what was kept is damaged.
+    Raises:
+        ValueError: The file cannot be used, or the saved choices are damaged.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
@@ -138,10 +142,10 @@ def as_before(
 
 @cache
 def meeting_store() -> Any:
-    """Return the store at which all ranks of a start meet: torchrun's, or what rank 0 keeps.
+    """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
 
-    Where torchrun keeps none (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 has one at the port at
-    which the process group is going to ask for it, and gets the same.
+    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens one at
+    ``MASTER_PORT``. The process group later asks for a store at that port and gets the same one.
     """
     if os.environ.get(AGENT_STORE) == "True":
         return torchrun_store()
@@ -160,7 +164,7 @@ def meeting_store() -> Any:
 
 
 def wait_as_spare(chosen: ChosenLayout) -> None:
-    """Wait until the training of the other ranks ends."""
+    """Wait, on a spare rank, until the training of the other ranks ends."""
     rank = chosen.in_order[int(os.environ["RANK"])]
     print(
         f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
@@ -168,13 +172,13 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
         flush=True,
     )
     store, key = meeting_store(), _end_of(chosen)
-    with suppress(RuntimeError):  # a store that rank 0 keeps ends with it
+    with suppress(RuntimeError):  # the store on rank 0 ends with rank 0
         while not store.check([key]):
             time.sleep(SPARE_POLL_SECONDS)
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:
-    """Have spares end, on rank 0 of those that trained."""
+    """Let the spares end; only rank 0 of the training ranks writes the key."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
         meeting_store().set(_end_of(chosen), "ended")
 

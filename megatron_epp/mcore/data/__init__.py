@@ -1,1 +1,1 @@
-"""From Megatron's indexed datasets to the tensors of a chunk."""
+"""Data: from Megatron's indexed datasets to the tensors of a chunk."""

@@ -1,4 +1,4 @@
-"""Blends of corpora, built by Megatron's builder, whose weights count tokens or documents."""
+"""Blends of corpora, built by Megatron's builder, with weights that count tokens or documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from megatron_epp.mcore.data.documents import DocumentConfig
 
 
 class TokenBlend(BlendedDataset):
-    """Megatron's blend, with documents in the order that gives tokens by the weights."""
+    """Megatron's blend, with documents in an order whose tokens follow the weights."""
 
     def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         lengths = [part.first_lengths for part in self.datasets]
@@ -20,21 +20,21 @@ class TokenBlend(BlendedDataset):
 
 
 class DocumentBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron's builder, which makes a :class:`TokenBlend` where weights count tokens."""
+    """Megatron's builder, which makes a :class:`TokenBlend` if weights count tokens."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built: Callable[[], bool], *args: Any) -> Any:
-        """Build a data set; Megatron's first parameter is called ``cls``."""
+        """Build a dataset; Megatron's first parameter is called ``cls``."""
         if cls is BlendedDataset and _weighs_tokens(*args[1:]):
             cls = TokenBlend
         return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, is_built, *args)
 
 
 def _weighs_tokens(parts: list, weights: list, size: int | None, config: DocumentConfig) -> bool:
-    """Return whether the weights are the user's, and count tokens.
+    """Return whether the user has given weights, which count tokens.
 
-    Where the user has given none, they are the corpora's numbers of documents, which give each
-    corpus's tokens evenly.
+    Without weights, Megatron uses the corpora's numbers of documents, which mix their tokens
+    evenly.
     """
     blend = config.blend or config.blend_per_split[parts[0].index_split.value]
     return config.blend_by == TOKENS and size is not None and blend[1] is not None

@@ -1,8 +1,8 @@
-"""``--sft --data-path x.jsonl``: chat files are converted once, and kept in the data cache.
+"""Cache of chats (``--sft --data-path x.jsonl``): chat files are converted once to corpora.
 
-Rank 0 converts, into files that are named after all that decides what is in them: the chat file's
-bytes, the tokenizer's files and the chat format. The other ranks wait for it, for as long as it
-shows that it is at work.
+Rank 0 converts into files in the data cache. Their names are digests of all that determines their
+content: the chat file's bytes, the tokenizer's files and the chat format. The other ranks wait as
+long as rank 0 signals progress.
 """
 
 import hashlib
@@ -28,19 +28,21 @@ from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.runtime.consensus import require_same
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
-# Raise it when the same conversations become other files.
+# Increase it when the same conversations are converted to other files.
 _VERSION = 2
 _BLOCK_BYTES = 1 << 20
-# A tokenizer's folder may hold a model's weights as well.
+# A tokenizer's folder may also contain a model's weights.
 _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
-    """The corpus of every chat file of the data flags, blends and splits included: the prefix of
-    its files by the path that was given. Collective.
+    """Return the corpus of every chat file of the data flags, by the path given. Collective.
 
-    PlanError: on every rank alike, what is wrong with which line of which file
-    ValueError: a rank does not see what rank 0 has written
+    Blends and splits are included. A corpus is the prefix of its files.
+
+    Raises:
+        PlanError: On every rank: the error, with its file and line.
+        ValueError: A rank does not see what rank 0 has written.
     """
     paths = _chat_files(args)
     text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
@@ -51,7 +53,7 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
 
 
 def check_chat_flags(args: Any) -> None:
-    """Refuse with a ValueError what can be seen of ``--sft`` before anything is built or read."""
+    """Raise a ValueError for errors of ``--sft`` that are visible before a build or read."""
     if args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model:
         raise ValueError(
             "--sft needs --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER; or give a "
@@ -78,14 +80,14 @@ def check_chat_flags(args: Any) -> None:
 
 
 def _chat_files(args: Any) -> tuple[str, ...]:
-    """Files that the data flags name, without weights and splits."""
+    """Return the files that the data flags name, without weights and splits."""
     blend, blend_per_split = blends_of(args)
     blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
     return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
 
 
 def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[str]:
-    """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
+    """Return the prefixes of the corpora of ``paths``; convert those that the cache lacks."""
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
     files = tokenizer_files(args.tokenizer_model)
@@ -118,7 +120,7 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """Return the files that a tokenizer is read from; none where ``path`` is a name on a hub."""
+    """Return the files of a tokenizer; empty if ``path`` is a name on a hub."""
     place = Path(path)
     if place.is_file():
         return [place]
@@ -130,7 +132,10 @@ def tokenizer_files(path: str) -> list[Path]:
 def digest_of(
     files: Sequence[Path], beat: Callable[[], None] = lambda: None, text: str = ""
 ) -> str:
-    """Digest of ``text`` and of the names and bytes of ``files``; linear in them."""
+    """Return a digest of ``text`` and of the names and bytes of ``files``.
+
+    ``beat`` is called for every block read.
+    """
     digest = hashlib.sha256(text.encode())
     for file in files:
         digest.update(f"\0{file.name}\0".encode())

@@ -1,4 +1,4 @@
-"""The tensors of a plan's chunks: tokens, positions, labels and loss mask, where needed."""
+"""Tensors of a plan's chunks: tokens, positions, labels and loss mask, as each stage needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,18 +25,22 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Inputs of a forward step, this rank's t rows of a chunk: [1, t], None where not needed.
+    """Inputs of a forward step, this rank's t rows of a chunk: [1, t], None if not needed.
 
-    tokens      int64, first stage      labels      int64, last stage
-    positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
-    means            float64 [D, t], last stage: weights of depths' losses in their documents' means
-    documents        that begin in these rows
-    known_gradient   of every token's loss, where the LM head is fused with it (lm_head.fused_head)
-    hidden_only      whether the model ends behind its last norm, as the plan's H and G do the rest;
-                     labels and loss mask are then every stage's
+    With D MTP modules, labels and loss mask are [1 + D, t], and the mask's further rows are weights
+    (data.mtp_targets).
 
-    Where D further tokens are predicted labels and loss mask are [1 + D, t], and the mask's further
-    rows weights (data.mtp_tokens).
+    Attributes:
+        tokens: Int64, on the first stage.
+        positions: Int64, on every stage.
+        labels: Int64, on the last stage.
+        loss_mask: Float32, on the last stage; 0 on padding.
+        means: Float64 [D, t], on the last stage: weights of MTP losses in their documents' means.
+        documents: Number of documents that begin in these rows.
+        known_gradient: Gradient of every token's loss, if the LM head is fused with it
+            (lm_head.fused_head).
+        hidden_only: Whether the model ends after its final norm, because H and G do the rest; every
+            stage then has labels and loss mask.
     """
 
     tokens: Tensor | None
@@ -52,8 +56,10 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Contents of a batch that are read from the corpus. ``mtp_tokens`` [D, t]: tokens of the
-    depths, on the last stage."""
+    """Contents of a batch that are read from the corpus.
+
+    ``mtp_tokens`` [D, t] are the tokens of the MTP modules, on the last stage.
+    """
 
     tokens: Tensor | None
     positions: Tensor
@@ -65,7 +71,10 @@ class _Tensors:
 
 
 class ChunkBatchBuilder:
-    """Makes the batches of a plan's chunks. ``samples[d]`` is document d's place in the corpus."""
+    """Builder of the batches of a plan's chunks.
+
+    ``samples[d]`` is the sample number of document d.
+    """
 
     def __init__(
         self,
@@ -86,10 +95,11 @@ class ChunkBatchBuilder:
         self._ready: dict[int, _Tensors] = {}
 
     def rows(self, chunk: int) -> int:
-        """Rows of the chunk's tensors over all ranks: its tokens, padded."""
+        """Return the rows of the chunk's tensors over all ranks, including padding."""
         return self.row_shard.rows(self.plan.chunks[chunk])
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
+        """Return the batch of ``chunk``, with its tokens and its state."""
         recompute = self.plan.recompute[self.stage][chunk]
         row_shard, of_chunk = self.row_shard, self.plan.chunks[chunk]
         sharded = row_shard.sharded_rows(of_chunk)
@@ -119,13 +129,13 @@ class ChunkBatchBuilder:
         )
 
     def prepare(self, chunk: int) -> None:
-        """Read the tokens of ``chunk`` now: while a GPU computes what was asked before."""
+        """Read the tokens of ``chunk`` now, while a GPU computes earlier work."""
         self._ready[chunk] = self._tensors(chunk)
 
     def _tensors(self, chunk: int) -> _Tensors:
-        """Contents of this rank's rows."""
+        """Return the contents of this rank's rows."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
-        # Every stage that has words finds labels among them.
+        # With vocabulary parallelism, every stage has labels among its vocabulary rows.
         predicts = last or self.plan.vocabulary_parallel
         count, depths = self.rows(chunk) // self.row_shard.parts, self.predictions.depths
         positions = numpy.zeros((1, count), dtype=numpy.int64)
@@ -155,14 +165,14 @@ class ChunkBatchBuilder:
         )
 
     def _counts(self, sample: int, length: int) -> numpy.ndarray:
-        """Targets of a document at each depth, read once."""
+        """Return the targets of a document for each prediction, read once."""
         if sample not in self._target_counts:
             counts = target_counts(self.documents, sample, length, self.predictions)
             self._target_counts[sample] = counts
         return self._target_counts[sample]
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
-        """(rows of this rank, span, start, stop): which inputs of which document they hold."""
+        """Yield (rows of this rank, span, start, stop): the inputs of a document in these rows."""
         sharded = self.row_shard.sharded_rows(self.plan.chunks[chunk])
         own = slice(self.row_shard.part * sharded, (self.row_shard.part + 1) * sharded)
         for rows in chunk_rows(self.plan, self.slices, chunk):
@@ -175,5 +185,5 @@ class ChunkBatchBuilder:
             yield slice(sharded + rows.start, sharded + rows.stop), rows.span, 0, rows.span.stop
 
     def _tensor(self, array: numpy.ndarray) -> Tensor:
-        """From the host to the device; pinned first, so that no copy is waited for."""
+        """Copy an array to the device, from pinned memory, so that the copy is asynchronous."""
         return on_device(torch.from_numpy(array), self.device)

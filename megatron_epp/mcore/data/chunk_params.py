@@ -12,12 +12,12 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 @dataclass(kw_only=True)
 class ChunkParams(PackedSeqParams):
-    """Megatron hands this to every layer, in recomputation too.
+    """Parameters of a chunk that Megatron passes to every layer, also in recomputation.
 
-    To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
-    document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
-    rows in their documents, for the rotary embedding; ``mtp_tokens`` [D, t] the tokens that depths
-    behind the decoder read of them, None where none runs.
+    To Megatron, this rank's rows of the chunk are one sequence [0, t). ``state`` has the documents
+    of all rows of the chunk. ``positions`` [t] are the positions of this rank's rows in their
+    documents, for the rotary embedding. ``mtp_tokens`` [D, t] are the tokens that MTP modules read
+    for them, None without MTP.
     """
 
     state: ChunkState
@@ -28,8 +28,9 @@ class ChunkParams(PackedSeqParams):
     def of(
         cls, state: ChunkState, positions: Tensor, mtp_tokens: Tensor | None = None
     ) -> "ChunkParams":
-        # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
-        # for a device. The fused one wants it there (PositionedRotary).
+        """Return the parameters of a chunk with this state."""
+        # On the CPU: the unfused rotary embedding reads it with .tolist(), which must not wait for
+        # a device. The fused one needs it on the device (PositionedRotary).
         rows = positions.shape[0]
         boundaries = torch.tensor([0, rows], dtype=torch.int32)
         return cls(
@@ -44,11 +45,11 @@ class ChunkParams(PackedSeqParams):
         )
 
     def repeated(self, layers: int) -> "ChunkParams":
-        """Those of a repeated layer's run (:meth:`ChunkState.again`)."""
+        """Return the parameters of another run of a shared MTP layer (:meth:`ChunkState.again`)."""
         return replace(self, state=self.state.again(layers))
 
 
 def state_of(arguments: dict[str, Any]) -> ChunkState | None:
-    """The chunk's state among the ``arguments`` of a layer's forward; None: it is no chunk."""
+    """Return the chunk's state from ``arguments`` of a layer's forward; None without a chunk."""
     params = arguments.get("packed_seq_params")
     return params.state if isinstance(params, ChunkParams) else None

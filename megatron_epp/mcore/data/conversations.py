@@ -1,13 +1,12 @@
-"""Conversations become documents with loss masks: a chat ``.jsonl`` is written as a corpus.
+"""Conversations as documents with loss masks: a chat ``.jsonl`` is written as a corpus.
 
-A line is a JSON object whose ``messages`` are a list of {role, content}. As in Megatron's
-SFTDataset a line may hold several conversations, each of which begins with a message of the system;
-a conversation is a document. Its tokens, and which of them are targets, are what Megatron's
-SFTTokenizer makes of it in its chat format; its padding token is no target, as there, and nothing
-of a message that has the weight 0.
+A line is a JSON object with ``messages``, a list of {role, content}. As in Megatron's SFTDataset, a
+line may have several conversations, each of which begins with a system message. A conversation is a
+document. Megatron's SFTTokenizer makes its tokens and targets in its chat format. Its padding token
+is no target, as there, nor is a message with the weight 0.
 
     messages   system  user  assistant  user  assistant
-    targets                  ^^^^^^^^^        ^^^^^^^^^     of a format that masks
+    targets                  ^^^^^^^^^        ^^^^^^^^^     of a format with masks
 """
 
 import json
@@ -25,37 +24,38 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from megatron_epp.corpus.loss_mask import SUFFIX
 from megatron_epp.safe_files import bounded_lines
 
-# Chat formats of Megatron's SFTTokenizer, and those of them in which every token is a target.
+# Chat formats of Megatron's SFTTokenizer, and those in which every token is a target.
 FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
 WITHOUT_MASKS = ("identity", "default")
 READ_KEYS = ("role", "content", "weight")  # of a message
 ROLES = ("system", "user", "tool", "assistant")
-_IGNORED = -100  # SFTTokenizer's mark of a token that is no target
-_SHOWN = 200  # characters of another program's reason
+_IGNORED = -100  # SFTTokenizer's label of a token that is no target
+_SHOWN = 200  # characters of another program's message
 _SHOWN_KEYS, _SHOWN_KEY = 20, 40  # names, and characters of a name
 
 Message = Mapping[str, Any]
 
 
 class ChatTokenizer(Protocol):
-    """Megatron's SFTTokenizer, wrapped by its build_tokenizer or not: what is asked of it."""
+    """Interface of Megatron's SFTTokenizer, wrapped by its build_tokenizer or not."""
 
     vocab_size: int
     pad_id: int | None
 
     def tokenize_conversation(
         self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
-    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return the tokens and targets of a conversation: two [tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChats:
-    """Conversations of a chat file as tokens. ``lengths``: [conversations] int64 tokens of each."""
+    """Tokenized conversations of a chat file; ``lengths`` [conversations] int64 in tokens."""
 
     lines: int
     lengths: numpy.ndarray
     targets: int
-    untargeted: int  # conversations without any
+    untargeted: int  # conversations without targets
 
     def __str__(self) -> str:
         tokens = int(self.lengths.sum())
@@ -71,11 +71,14 @@ class TokenizedChats:
 def read_lines(
     path: Path, unread: set[tuple[str, str]] | None = None
 ) -> Iterator[tuple[int, list[Message]]]:
-    """(number from 1, messages) of every line that is not blank.
+    """Yield (number from 1, messages) of every line that is not blank.
 
-    ``unread`` receives the keys that nothing here reads: (key, "" of a line, " of messages").
-    ValueError: a line is too long, no JSON, or has no messages with roles and texts; with its
-    number
+    ``unread`` collects the keys that are not used: (key, "" of a line, " of messages").
+
+    Raises:
+        ValueError: A line is too long, not JSON, or has no messages with roles and texts. The
+            message
+            has its number.
     """
     unread = set() if unread is None else unread
     for number, raw in bounded_lines(path, "a line of JSON for each conversation"):
@@ -111,7 +114,7 @@ def read_lines(
 
 
 def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> str | None:
-    """Return the line on the keys that ``read_lines`` has collected; None where there is none.
+    """Return the warning about the keys that ``read_lines`` has collected; None if there are none.
 
     The tokenizer's own template (the format default) may read any key of a message.
     """
@@ -124,7 +127,7 @@ def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> s
 
 
 def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
-    """The conversations of a line: each message of the system begins one."""
+    """Return the conversations of a line: each system message begins one."""
     conversations: list[list[Message]] = []
     for message in messages:
         if not conversations or message["role"] == "system":
@@ -136,9 +139,10 @@ def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
 def encode(
     conversation: list[Message], tokenizer: ChatTokenizer, chat_format: str
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """(tokens int64, mask uint8) of a conversation: two [tokens].
+    """Return (tokens int64, mask uint8) of a conversation: two [tokens].
 
-    ValueError: turns that the format does not know, or that the tokenizer refuses
+    Raises:
+        ValueError: The format does not support the turns, or the tokenizer refuses them.
     """
     if chat_format not in WITHOUT_MASKS:
         _check_turns(conversation)
@@ -175,9 +179,10 @@ def _turn(
     tokenizer: ChatTokenizer,
     chat_format: str,
 ) -> slice:
-    """Return which tokens of a conversation are those of its message ``place``.
+    """Return the slice of a conversation's tokens that is its message ``place``.
 
-    ValueError: the format does not write messages one after the other
+    Raises:
+        ValueError: The format does not write messages one after the other.
     """
     ends = []
     for count in (place, place + 1):
@@ -193,7 +198,7 @@ def _turn(
 
 
 def _check_turns(conversation: Sequence[Message]) -> None:
-    """Raise a ValueError for turns that SFTTokenizer would meet with an assertion."""
+    """Raise a ValueError for turns on which SFTTokenizer would fail with an assertion."""
     before = ""
     for place, message in enumerate(conversation):
         role = message["role"].lower()
@@ -212,7 +217,17 @@ def _check_turns(conversation: Sequence[Message]) -> None:
 def encode_line(
     numbered: tuple[int, list[Message]], path: Path, tokenizer: ChatTokenizer, chat_format: str
 ) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-    """(tokens, mask) of every conversation of one of ``read_lines``; ValueError names the line."""
+    """Return (tokens, mask) of every conversation of a line from ``read_lines``.
+
+    Args:
+        numbered: Number and messages of the line.
+        path: The chat file, for messages.
+        tokenizer: The tokenizer.
+        chat_format: Its chat format.
+
+    Raises:
+        ValueError: The tokenizer refuses a conversation; the message has the line.
+    """
     number, messages = numbered
     try:
         return [encode(one, tokenizer, chat_format) for one in conversations_of(messages)]
@@ -227,19 +242,23 @@ def write_encoded(
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedChats:
-    """Write ``prefix.bin/.idx`` and the masks beside it: all four files, or none.
+    """Write ``prefix.bin/.idx`` and the masks next to them: all four files, or none.
 
-    lines        what ``encode_line`` made of each of ``source``
-    vocabulary   entries of the tokenizer
-    beat         is called behind every line
+    Args:
+        lines: Results of ``encode_line`` for each line of ``source``.
+        source: The chat file, for messages.
+        vocabulary: Entries of the tokenizer.
+        prefix: Path of the corpus without suffix.
+        beat: Called after every line.
 
-    ValueError: no line holds a target
+    Raises:
+        ValueError: No line has a target.
     """
     lengths: list[int] = []
     count = targets = untargeted = 0
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # In a folder of their own until they are whole, and the index last: what can be opened is
-    # complete.
+    # Written to a temporary folder, and moved when complete, the index last: an index that can be
+    # opened is complete.
     with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
         scratch = Path(folder, prefix.name)
         dtype = DType.optimal_dtype(vocabulary)
@@ -268,6 +287,6 @@ def write_encoded(
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what another program says, not too long; its kind where it says nothing."""
+    """Return another program's message as one short line; its type if there is no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

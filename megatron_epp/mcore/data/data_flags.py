@@ -1,9 +1,9 @@
-"""Megatron's data flags: which corpora they name, and what is wrong with them, in one line."""
+"""Megatron's data flags: the corpora that they name, and their errors in one line."""
 
 import math
 from typing import Any
 
-Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
+Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights if they have any
 
 _BLEND_FLAGS = ("data_path", "data_args_path")
 _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
@@ -12,9 +12,10 @@ _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_spl
 def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return the blend of --data-path, or those of training, validation and test, as Megatron does.
 
-    ValueError: a file that cannot be read, no corpus, weights that are no weights.
+    Raises:
+        ValueError: A file cannot be read, there is no corpus, or weights are invalid.
     """
-    # Here and not above: to read documents, no trainer need be imported.
+    # Imported here: reading documents needs no trainer.
     from megatron.training.utils import get_blend_and_blend_per_split
 
     where = _where(args)
@@ -48,7 +49,7 @@ def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def require_data_flags(args: Any) -> None:
-    """Raise a ValueError for what Megatron asserts of data flags when it builds, or later."""
+    """Raise a ValueError for what Megatron asserts about data flags when it builds, or later."""
     blend, per_split = blends_of(args)
     if blend is None and per_split is not None and args.split is not None:
         raise ValueError(
@@ -76,7 +77,7 @@ def require_data_flags(args: Any) -> None:
 
 
 def _require_split(args: Any) -> None:
-    """Raise a ValueError unless Megatron reads --split as fractions."""
+    """Raise a ValueError unless Megatron can read --split as fractions."""
     from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 
     expected = "expected fractions for training, validation and test, as 99,1,0"

@@ -1,22 +1,22 @@
-"""The documents of a Megatron corpus as a dataset in which one item is one document.
+"""Documents of a Megatron corpus as a dataset in which one item is one document.
 
-Megatron's own GPTDataset strings the documents together and cuts the string every ``seq_length``
-tokens. Here a sequence of the ``.idx`` stays whole: L tokens give L - 1 inputs ``tokens[:-1]``
-with the labels ``tokens[1:]``, and what the policy for overlong ones leaves is shuffled document
-by document. All lengths are known from the index, before any token is read.
+Megatron's own GPTDataset concatenates the documents and cuts the result every ``seq_length``
+tokens. Here a sequence of the ``.idx`` stays one document: L tokens give L - 1 inputs
+``tokens[:-1]`` with the labels ``tokens[1:]``. A policy handles overlong documents, and the result
+is shuffled by document. All lengths are known from the index, before any token is read.
 
     tokens    a b c d e f          of the sequence, 6
-    inputs    a b c d e            5 = what lengths count
+    inputs    a b c d e            5 = the length
     labels    b c d e f
     context 2, truncate            inputs a b
     context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
 
-Where ``PREFIX_mask.bin/.idx`` lie beside a corpus, only the tokens that they name count
-(corpus/loss_mask.py), and a document ends at the last of them.
+If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only the tokens that they mark have a loss
+(corpus/loss_mask.py). A document then ends at the last of them.
 
-Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of
-(seed, epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs to
-know only how many items were consumed.
+Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of (seed,
+epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs only the
+number of items consumed.
 """
 
 import argparse
@@ -55,31 +55,31 @@ from megatron_epp.runtime.consensus import agree, digest, gather
 
 logger = logging.getLogger(__name__)
 
-# Documents written anew that are kept because a later slice of them will be asked for.
+# Cached rewritten documents, because a later slice of them will be read.
 _CACHED_DOCUMENTS = 64
 
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
-    """Megatron's dataset configuration and what documents add; its parents are not frozen either.
+    """Megatron's dataset configuration with fields for documents; not frozen, as its parents.
 
     ``sequence_length`` is the context: the most inputs of a document that are kept.
     """
 
     overlong: str = "truncate"
-    """What becomes of documents with more inputs than the context: truncate, drop or split."""
+    """Policy for documents with more inputs than the context: truncate, drop or split."""
 
     blend_by: str = TOKENS
-    """What the weights of a blend count: tokens, as in Megatron's own data sets, or documents."""
+    """What the weights of a blend count: tokens, as in Megatron's own datasets, or documents."""
 
     vocabulary_size: int | None = None
-    """Rows of the embedding, padding included; tokens beyond are refused. None: not checked."""
+    """Rows of the embedding, including padding; larger tokens are refused. None: no check."""
 
     rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = field(default=None, repr=False)
-    """A document's tokens anew, as many, of them and its item; None: they stay as they are."""
+    """Rewrites a document from its tokens and item to as many tokens; None: no rewriting."""
 
     indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
-    """What ``check_corpora`` has found for each corpus and split, so that it is found once."""
+    """Results of ``check_corpora`` for each corpus and split, which are computed once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,9 +91,9 @@ class DocumentConfig(GPTDatasetConfig):
 
 
 class DocumentDataset(MegatronDataset):
-    """One split of one corpus, built by Megatron's builder: blends and splits work as usual.
+    """One split of one corpus, built by Megatron's builder, so blends and splits work as usual.
 
-    Its length is the number of samples asked for, over as many epochs as that takes, or one epoch.
+    Its length is the number of samples wanted, over several epochs if necessary, or one epoch.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DocumentDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         split = config.indices.get((dataset_path or "", index_split))
-        if split is None:  # in an object storage: Megatron has just fetched the index
+        if split is None:  # in object storage: Megatron has just fetched the index
             split = index_of_split(dataset.sequence_lengths, indices, config)
             refuse_empty(split.counts, dataset_path, index_split, num_samples, config)
         assert split.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
@@ -122,15 +122,17 @@ class DocumentDataset(MegatronDataset):
     def numel_low_level_dataset(
         low_level_dataset: IndexedDataset | MockGPTLowLevelDataset,
     ) -> int:
-        """Splits count sequences, as those of GPTDataset do."""
+        """Return the number of sequences, which splits count, as in GPTDataset."""
         return low_level_dataset.sequence_lengths.shape[0]
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: DocumentConfig
     ) -> IndexedDataset | MockGPTLowLevelDataset:
-        """Opens the corpus; damage is reported by ``check_corpora``, before. Of mock data makes
-        Megatron's, 100,000 documents of 1 to 4,095 tokens."""
+        """Open the corpus; ``check_corpora`` has reported damage before.
+
+        Mock data are Megatron's, 100,000 documents of 1 to 4,095 tokens.
+        """
         if dataset_path is None:
             return MockGPTDataset.build_low_level_dataset(None, config)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
@@ -141,13 +143,14 @@ class DocumentDataset(MegatronDataset):
 
     @property
     def counts(self) -> Counts:
+        """Counts of the split's documents."""
         return self.index.counts
 
     def __len__(self) -> int:
         return self.counts.documents if self.num_samples is None else self.num_samples
 
     def documents(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Index into ``self.index`` of each item's document: [n] -> [n] int64."""
+        """Return the index into ``self.index`` of each item's document: [n] -> [n] int64."""
         items = numpy.asarray(items, dtype=numpy.int64)
         count = self.counts.documents
         numbers = numpy.empty_like(items)
@@ -158,33 +161,36 @@ class DocumentDataset(MegatronDataset):
         return numbers
 
     def _order(self, epoch: int) -> numpy.ndarray:
-        """The permutation of ``epoch``: [documents]."""
+        """Return the permutation of ``epoch``: [documents]."""
         if epoch not in self._orders:
             order = epoch_order(self.counts.documents, self.config.random_seed, epoch)
-            # A global batch, and the one planned ahead, touch two epochs at most.
+            # A global batch, and the one planned ahead, span at most two epochs.
             self._orders = {k: v for k, v in self._orders.items() if abs(k - epoch) <= 1}
             self._orders[epoch] = order
         return self._orders[epoch]
 
     def lengths(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Inputs of each item, from the index alone: [n] -> [n] int64."""
+        """Return the inputs of each item, from the index alone: [n] -> [n] int64."""
         return self.index.inputs[self.documents(items)].astype(numpy.int64)
 
     def first_lengths(self, count: int) -> numpy.ndarray:
-        """Inputs of the first ``count`` items, however many epochs they take: [count] int64."""
+        """Return the inputs of the first ``count`` items, over several epochs: [count] int64."""
         epochs = range(-(-count // self.counts.documents))
         inputs = [self.index.inputs[self._order(epoch)] for epoch in epochs]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *inputs])[:count].astype(numpy.int64)
 
     def length(self, item: int) -> int:
-        """Inputs of one item."""
+        """Return the inputs of one item."""
         return int(self.lengths([item])[0])
 
     def tokens(self, item: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Tokens [start, stop) of an item that has ``length + 1``: int64.
+        """Return tokens [start, stop) of an item, which has ``length + 1``: int64.
 
-        Only they are read, but where documents are written anew. The inputs of a span [a, b) are
-        tokens [a, b), its labels tokens [a + 1, b + 1).
+        Only these are read, unless documents are rewritten. The inputs of a span [a, b) are tokens
+        [a, b), its labels tokens [a + 1, b + 1).
+
+        Raises:
+            ValueError: The item has fewer tokens.
         """
         document = int(self.documents([item])[0])
         tokens_there = int(self.index.inputs[document]) + 1
@@ -206,7 +212,7 @@ class DocumentDataset(MegatronDataset):
         return self.config.rewrite(stored, item)
 
     def _stored(self, document: int, start: int, stop: int) -> numpy.ndarray:
-        """Tokens [start, stop) of a document as the corpus has them: int64."""
+        """Return tokens [start, stop) of a document as stored in the corpus: int64."""
         read = self.dataset.get(
             int(self.index.sequences[document]),
             offset=int(self.index.starts[document]) + start,
@@ -217,11 +223,11 @@ class DocumentDataset(MegatronDataset):
         return read.astype(numpy.int64)
 
     def loss_mask(self, inputs: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
-        """1.0 where the label counts: float32, the rules of GPTDataset.
+        """Return 1.0 where the label has a loss: float32, by the rules of GPTDataset.
 
-        0 where the *input* is the end of a document, with --eod-mask-loss (what follows it belongs
-        to another document; the EOD itself is a target like any token), and where the label is the
-        tokenizer's own padding token.
+        It is 0 where the *input* is the end of a document, with --eod-mask-loss: what follows
+        belongs to another document, but the EOD itself is a target. It is also 0 where the label is
+        the tokenizer's own padding token.
         """
         mask = numpy.ones(len(inputs), numpy.float32)
         if self.config.eod_mask_loss:
@@ -230,9 +236,10 @@ class DocumentDataset(MegatronDataset):
         return mask
 
     def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """(labels int64, loss mask float32) of an item's inputs [start, stop); only they are read.
+        """Return (labels int64, loss mask float32) of an item's inputs [start, stop).
 
-        Labels were made before any cut: the last label of a span is the first input of the next.
+        Only these are read. Labels are made before any cut: the last label of a span is the first
+        input of the next.
         """
         tokens = self.tokens(item, start, stop + 1)
         mask = self.loss_mask(tokens[:-1], tokens[1:])
@@ -246,7 +253,7 @@ class DocumentDataset(MegatronDataset):
         return tokens[1:], mask
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        """The whole document under the keys of GPTDataset: for Megatron's own schedules."""
+        """Return the full document under the keys of GPTDataset, for Megatron's own schedules."""
         length = self.length(int(idx))
         labels, loss_mask = self.targets(int(idx), 0, length)
         return {
@@ -263,8 +270,14 @@ def index_of_split(
     config: DocumentConfig,
     masks: LossMasks | None = None,
 ) -> DocumentIndex:
-    """The documents of a split: of the consecutive ``sequences`` of a corpus, by their tokens, and
-    by their targets where there are ``masks``."""
+    """Return the index of a split's documents: the consecutive ``sequences`` of a corpus.
+
+    Args:
+        sequence_lengths: Tokens of every sequence of the corpus.
+        sequences: Numbers of the split's sequences.
+        config: The configuration, with context and policy for overlong documents.
+        masks: Loss masks; documents then end at their last target.
+    """
     first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
     if masks is not None:
         return masks.index(config.sequence_length, config.overlong, first, count)
@@ -279,7 +292,15 @@ def refuse_empty(
     num_samples: int | None,
     config: DocumentConfig,
 ) -> None:
-    """Refuses a split of which documents are wanted and none is left."""
+    """Raise a ValueError if documents of a split are wanted and none is left.
+
+    Args:
+        counts: Counts of the split.
+        prefix: Path of the corpus.
+        split: The split.
+        num_samples: Samples wanted; None is one epoch.
+        config: The configuration.
+    """
     if counts.documents or num_samples == 0:
         return
     why = f"{counts.sequences} sequences fall to it"
@@ -303,17 +324,19 @@ def config_from_args(
     chats: Mapping[str, str] | None = None,
     blend_by: str = TOKENS,
 ) -> DocumentConfig:
-    """The configuration that Megatron's data flags describe.
+    """Return the configuration that Megatron's data flags describe.
 
-    args              Megatron's parsed flags
-    tokenizer         a Megatron tokenizer
-    overlong          truncate, drop or split
-    vocabulary_size   rows of the embedding, or None for no check of the tokens
-    chats             the corpora to read in the place of chat files (chat_cache.py)
-    blend_by          what the weights of a blend count: tokens or documents
+    Args:
+        args: Megatron's parsed flags.
+        tokenizer: A Megatron tokenizer.
+        overlong: Policy for overlong documents: truncate, drop or split.
+        vocabulary_size: Rows of the embedding; None disables the check of the tokens.
+        chats: Corpora that replace chat files (chat_cache.py), by file.
+        blend_by: What the weights of a blend count: tokens or documents.
 
-    ValueError: a flag asks for a data path that has no documents; documents that cannot be written
-    anew as --fim-data says
+    Raises:
+        ValueError: A flag asks for a data path without documents, or --fim-data cannot rewrite the
+            documents.
     """
     for flag in (
         "dataloader_fast_cache_load",
@@ -335,7 +358,7 @@ def config_from_args(
         **dataset_fields(args, tokenizer),
         "blend": blend,
         "blend_per_split": blend_per_split,
-        # Every document is alone with its positions and its attention, whatever these two say.
+        # Every document has its own positions and attention, whatever these two flags say.
         "reset_position_ids": False,
         "reset_attention_mask": False,
         "create_attention_mask": False,
@@ -355,7 +378,7 @@ def config_from_args(
 
 
 def dataset_fields(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """Fields of Megatron's GPTDatasetConfig that its flags give to any dataset."""
+    """Return the fields of Megatron's GPTDatasetConfig that its flags set for any dataset."""
     return {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -378,14 +401,13 @@ def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
 
 
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
-    """Everything that can be wrong with the corpora, found before Megatron builds on them.
+    """Find all errors in the corpora before Megatron builds on them.
 
-    For every rank to call: Megatron builds on rank 0 first, and where only that fails the others
-    wait for it.
+    Every rank calls it: Megatron builds on rank 0 first, and if only that fails, the others block.
+    ``sizes`` are the samples wanted for training, validation and test; None is one epoch.
 
-    sizes   samples wanted of train, valid and test; None is one epoch
-
-    ValueError: damaged files, no usable document, tokens beyond the vocabulary
+    Raises:
+        ValueError: Files are damaged, no document is usable, or tokens are beyond the vocabulary.
     """
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
@@ -413,7 +435,7 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
                 )
         files, masks = examined[prefix]
         lengths = files.lengths
-        # The numbers that Megatron's builder gives to this split.
+        # The sequence numbers that Megatron's builder gives to this split.
         sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
         index = index_of_split(lengths, sequences, config, masks)
         refuse_empty(index.counts, prefix, split, size, config)
@@ -421,12 +443,13 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 
 
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
-    """Every rank of ``group`` cuts the same documents from the corpora; their tokens are not read.
+    """Require that every rank of ``group`` has the same documents. Collective, on the CPU.
 
-    Each node reads files of its own where they are no shared ones, and lengths that differ in the
-    thousandth iteration only would end the job there. Collective, on the host.
+    Tokens are not read. Without shared files, each node reads its own. Lengths that differ only in
+    the thousandth iteration would end the job there.
 
-    ValueError: what differs, and on which ranks
+    Raises:
+        ValueError: The difference, and the ranks that have it.
     """
     agree(
         repr([(prefix, split.name) for prefix, split in config.indices]),
@@ -458,7 +481,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
 def _shares(
     config: DocumentConfig, sizes: Sequence[int | None]
 ) -> Iterator[tuple[str, Split, tuple[float, float], int | None]]:
-    """(prefix, split, share of the corpus, samples wanted) of all that Megatron will build."""
+    """Yield (prefix, split, fraction of the corpus, samples wanted) of all that will be built."""
     for split in Split if not config.mock else ():
         if config.blend is not None:
             blend, split_range = config.blend, config.split_matrix[split.value]

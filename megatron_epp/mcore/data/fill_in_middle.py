@@ -1,13 +1,13 @@
-"""Documents written anew to fill in their middle (``--fim-data``), by Megatron's GPTFIMDataset.
+"""Documents rewritten to fill in the middle (``--fim-data``), by Megatron's GPTFIMDataset.
 
-    as it was    a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
-    PSM          P a b S f g h M    P, S, M are --fim-prefix-token and its kin
-    SPM          P S f g h M a b    what does not fit is cut; what lacks is --fim-pad-token
+    original     a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
+    PSM          P a b S f g h M    P, S, M are --fim-prefix-token and the like
+    SPM          P S f g h M a b    excess is cut; what is missing is --fim-pad-token
 
-So a document stays as long as its index says. Megatron's class draws from one stream of random
-numbers, and what becomes of a sample depends on all that were read before it. Here item i is what
-that class makes of the document as the first sample of a data set whose seed is ``--seed`` + i:
-every stage and replica, and a resumed run, read the same.
+So a document keeps the length of its index. Megatron's class draws from one stream of random
+numbers, so a sample depends on all samples read before it. Here item i is the result of that class
+for the document as the first sample of a dataset with the seed ``--seed`` + i. Every stage and
+replica, and a resumed run, read the same.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _SEEDS = 1 << 32  # of numpy's RandomState
 
 
 def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields that Megatron's GPTFIMDatasetConfig has beside GPTDatasetConfig's, of its flags."""
+    """Return the fields that GPTFIMDatasetConfig adds to GPTDatasetConfig's, from the flags."""
     return {
         "fim_rate": args.fim_rate,
         "fim_spm_rate": args.fim_spm_rate,
@@ -35,10 +35,14 @@ def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class FillInMiddle:
-    """A document's tokens anew: called with them and with its item, see ``DocumentConfig``.
+    """Rewriting of a document, called with its tokens and its item; see ``DocumentConfig``.
 
-    ``words``: rows of the embedding; None: not checked. ValueError: a tokenizer whose text cannot
-    be cut, tokens that it lacks, rates that are none.
+    ``words`` is the number of rows of the embedding; None disables the check.
+
+    Raises:
+        ValueError: The tokenizer cannot decode without special tokens, it lacks tokens, or rates
+            are
+            not between 0 and 1.
     """
 
     def __init__(self, config: GPTFIMDatasetConfig, words: int | None):
@@ -51,11 +55,11 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """As Megatron's flags say; ``fields``: those of its GPTDatasetConfig."""
+        """Return the rewriting of Megatron's flags; ``fields`` are GPTDatasetConfig's."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:
-        """[n] int64 in the place of the [n] ``tokens``."""
+        """Return the rewritten ``tokens``: [n] -> [n] int64."""
         sample = self._sample
         sample.dataset = _OneDocument(tokens)
         sample.sample_index = _bounds(tokens)
@@ -64,7 +68,7 @@ class FillInMiddle:
 
 
 class _OneDocument:
-    """A corpus, as far as GPTFIMDataset asks."""
+    """A corpus of one document, with the method that GPTFIMDataset calls."""
 
     def __init__(self, tokens: numpy.ndarray):
         self.tokens = tokens
@@ -74,19 +78,19 @@ class _OneDocument:
 
 
 class _OneSample(GPTFIMDataset):
-    """Megatron's data set, of one sample that is the one document of its corpus."""
+    """Megatron's dataset with one sample: the one document of its corpus."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[numpy.ndarray, ...]:
         return numpy.zeros(1, int), _bounds(self.dataset.tokens), numpy.zeros(1, int)
 
 
 def _bounds(tokens: numpy.ndarray) -> numpy.ndarray:
-    """(document, first token) and (document, last token) of the one sample: [2, 2] int64."""
+    """Return (document, first token) and (document, last token) of the sample: [2, 2] int64."""
     return numpy.array([[0, 0], [0, len(tokens) - 1]])
 
 
 def _require(config: GPTFIMDatasetConfig, words: int | None) -> None:
-    """Raise a ValueError, one line, where documents cannot be written anew."""
+    """Raise a ValueError if documents cannot be rewritten."""
     tokenizer = config.tokenizer
     library = getattr(tokenizer, "_tokenizer", tokenizer)
     if "remove_special_tokens" not in inspect.signature(library.ids_to_text).parameters:
@@ -106,7 +110,7 @@ def _require(config: GPTFIMDatasetConfig, words: int | None) -> None:
     for flag, token in special.items():
         try:
             (number,) = library.tokens_to_ids([token])
-        except KeyError:  # of tiktoken
+        except KeyError:  # tiktoken raises it
             number = None
         if number is None or (words is not None and number >= words):
             raise ValueError(

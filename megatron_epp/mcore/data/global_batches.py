@@ -1,8 +1,8 @@
-"""Global batches of documents: which ones, and how long, before a token is read.
+"""Global batches of documents: which documents, and their lengths, before a token is read.
 
-Sample s of a training set is document ``s``: of one corpus, or of a blend in its order (blend.py).
-Batch after batch takes the next ``size`` samples, as Megatron's sampler does; so what an iteration
-trains on follows from the number of samples consumed, whatever the parallel layout.
+Sample s of a training set is document ``s`` of one corpus, or of a blend in its order (blend.py).
+Each batch takes the next ``size`` samples, as Megatron's sampler does. So the documents of an
+iteration follow from the number of samples consumed, whatever the parallel layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,24 +27,26 @@ from megatron_epp.mcore.data.documents import (
 
 
 class TokenSource(Protocol):
-    """Any span of the documents' tokens; see :class:`Documents` for each method."""
+    """Source of any span of the documents' tokens; see :class:`Documents`."""
 
-    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray: ...
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        """Return inputs [start, stop) of a document: int64."""
 
-    def targets(
-        self, sample: int, start: int, stop: int
-    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
+    def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Return (labels int64, loss mask float32) of the inputs [start, stop)."""
 
 
 class DocumentSource(TokenSource, Protocol):
-    """Documents whose lengths are known, too, as batches are made of them."""
+    """Source of documents with known lengths, from which batches are made."""
 
     @property
-    def counts(self) -> Counts: ...
+    def counts(self) -> Counts:
+        """Counts of all documents."""
 
     def __len__(self) -> int: ...
 
-    def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray: ...
+    def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+        """Return the inputs of each sample's document: [n] -> [n] int64."""
 
 
 class Documents:
@@ -61,12 +63,12 @@ class Documents:
 
     @property
     def counts(self) -> Counts:
-        """Over all corpora: what one epoch of each holds."""
+        """Sum of the counts of all corpora, for one epoch of each."""
         return sum((part.counts for part in self.parts), Counts())
 
     @property
     def fractions(self) -> str | None:
-        """Which share of documents and tokens each corpus of a blend gives; None of one corpus."""
+        """Fractions of documents and tokens from each corpus of a blend; None for one corpus."""
         if not isinstance(self.dataset, BlendedDataset):
             return None
         documents, tokens = numpy.array(self._drawn).T
@@ -80,13 +82,13 @@ class Documents:
 
     @property
     def mean_length(self) -> float:
-        """Inputs of a document, on average over all samples."""
+        """Mean inputs of a document over all samples."""
         documents, tokens = numpy.array(self._drawn).sum(0)
         return tokens / documents
 
     @cached_property
     def _drawn(self) -> list[tuple[int, int]]:
-        """(documents, tokens) of each corpus over all samples."""
+        """Pairs (documents, tokens) of each corpus over all samples."""
         counts = [len(self)]
         if isinstance(self.dataset, BlendedDataset):
             counts = numpy.bincount(self.dataset.dataset_index, minlength=len(self.parts)).tolist()
@@ -96,7 +98,11 @@ class Documents:
         ]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """(corpus, item of its DocumentDataset) of each sample: two [n] int64."""
+        """Return (corpus, item of its DocumentDataset) of each sample: two [n] int64.
+
+        Raises:
+            ValueError: A sample is beyond the dataset.
+        """
         samples = numpy.asarray(samples, dtype=numpy.int64)
         if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
             raise ValueError(
@@ -110,7 +116,7 @@ class Documents:
         )
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Inputs of each sample's document, from the indices alone: [n] -> [n] int64."""
+        """Return the inputs of each sample's document, from the indices alone: [n] -> [n] int64."""
         corpora, items = self.locate(samples)
         lengths = numpy.empty_like(items)
         for corpus in numpy.unique(corpora):
@@ -123,18 +129,18 @@ class Documents:
         return self.parts[int(corpora[0])], int(items[0])
 
     def tokens(self, sample: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Tokens [start, stop) of a document, which has one more than inputs: int64."""
+        """Return tokens [start, stop) of a document, which has one more than inputs: int64."""
         part, item = self._item(sample)
         return part.tokens(item, start, stop)
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Inputs [start, stop) of a document: int64. All that a first stage reads."""
+        """Return inputs [start, stop) of a document: int64. A first stage reads only these."""
         return self.tokens(sample, start, stop)
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """(labels int64, loss mask float32) of the inputs [start, stop): what a last stage reads.
+        """Return (labels int64, loss mask float32) of the inputs [start, stop), for a last stage.
 
-        Labels were made before any cut: the last label of a span is the first input of the next.
+        Labels are made before any cut: the last label of a span is the first input of the next.
         """
         part, item = self._item(sample)
         return part.targets(item, start, stop)
@@ -142,15 +148,17 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A global batch: sample numbers and the inputs of their documents, one for one."""
+    """Global batch: sample numbers and the inputs of their documents."""
 
     samples: numpy.ndarray  # [size] int64
     lengths: numpy.ndarray  # [size] int64
 
 
 def scheduled_sizes() -> Callable[[int], int]:
-    """Samples of the training batch that comes behind so many, by Megatron's own calculator: the
-    same for every batch, or by --step-batch-size-schedule."""
+    """Return a function from consumed samples to the size of the next training batch.
+
+    It is Megatron's own calculator: one size, or that of --step-batch-size-schedule.
+    """
     calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
     def size(consumed: int) -> int:
@@ -161,7 +169,7 @@ def scheduled_sizes() -> Callable[[int], int]:
 
 
 def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
-    """Samples of so many iterations from the first on."""
+    """Return the samples of the first ``iterations`` iterations."""
     consumed = 0
     for _ in range(iterations):
         consumed += size_after(consumed)
@@ -169,9 +177,9 @@ def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
 
 
 class GlobalBatches:
-    """The global batches from ``consumed`` samples on; an iterator that can also look ahead.
+    """Iterator over the global batches from ``consumed`` samples on, which can look ahead.
 
-    ``size``: samples of each, or of the one that comes behind so many.
+    ``size`` is the number of samples of each, or a function of the samples consumed before.
     """
 
     def __init__(
@@ -199,7 +207,7 @@ class GlobalBatches:
         return batch
 
     def peek(self, ahead: int = 0) -> Batch | None:
-        """The batch ``ahead`` batches after the next, or None where the data set has ended."""
+        """Return the batch ``ahead`` batches after the next; None if the dataset has ended."""
         first = self.consumed
         for _ in range(ahead):
             first += self.size_after(first)
@@ -211,9 +219,9 @@ class GlobalBatches:
 
 
 class FullPasses(GlobalBatches):
-    """Passes over all documents, again and again, each in the same ``batches`` batches.
+    """Repeated passes over all documents, each in the same ``batches`` batches.
 
-    --full-validation: every pass has each document once, at most ``size`` in a batch.
+    For --full-validation: every pass has each document once, at most ``size`` in a batch.
     """
 
     def __init__(self, documents: DocumentSource, size: int) -> None:
@@ -240,12 +248,15 @@ def build_documents(
     sizes: Sequence[int | None],
     group: torch.distributed.ProcessGroup | None = None,
 ) -> list[Documents | None]:
-    """Documents of train, valid and test, checked and built; for every rank to call.
+    """Check and build the documents of training, validation and test. Every rank calls it.
 
-    sizes   samples wanted of each; None is one epoch
-    group   of all ranks, on the host, which must find the same documents; None: not compared
+    Args:
+        config: The configuration.
+        sizes: Samples wanted for each; None is one epoch.
+        group: Group of all ranks, on the CPU, whose documents are compared; None: no comparison.
 
-    ValueError: see ``check_corpora``; ranks that find other documents
+    Raises:
+        ValueError: As ``check_corpora``, or ranks have different documents.
     """
     check_corpora(config, sizes)
     if group is not None:

@@ -1,14 +1,14 @@
-"""Documents from a dataset of one's own: items whose lengths are known before they are read.
+"""Documents from a user's dataset: items with lengths that are known before they are read.
 
-An item is what the variable-length datasets of Megatron-LM's main branch give, a mapping of
+An item is a mapping, as in the variable-length datasets of Megatron-LM's main branch:
 
     tokens             [rows] int, the inputs
-    labels             [rows] int, already shifted: what each row predicts
-    loss_mask          [rows] 0 or 1: which of these predictions count
-    original_seq_len   how many of the rows are the document; what stands behind them is padding
+    labels             [rows] int, already shifted: the prediction of each row
+    loss_mask          [rows] 0 or 1: which of these predictions have a loss
+    original_seq_len   number of rows of the document; the rows after them are padding
 
-and item i of the dataset is document i, in its own order, epoch after epoch. A plan needs lengths
-first, so the dataset says the ``original_seq_len`` of all its items ahead.
+Item i of the dataset is document i, in its own order, epoch after epoch. A plan needs lengths
+first, so the dataset has the ``original_seq_len`` of all its items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from megatron_epp.corpus.idx_file import check_vocabulary
 from megatron_epp.corpus.lengths import MOST_LENGTH
 from megatron_epp.corpus.overlong import Counts, apply_context
 
-# Items that are kept because a later slice of them will be asked for.
+# Cached items, because a later slice of them will be read.
 _CACHED_ITEMS = 16
 
 
 class VarlenItems(Protocol):
-    """A dataset of variable-length items; ``original_seq_lens``: [items], of each of them."""
+    """Dataset of variable-length items; ``original_seq_lens`` [items] has their lengths."""
 
     original_seq_lens: Sequence[int]
 
@@ -36,13 +36,15 @@ class VarlenItems(Protocol):
 
 
 class ItemDocuments:
-    """``items`` as training asks for documents: see global_batches.Documents, whose place it takes.
+    """Documents of ``items``; has the interface of global_batches.Documents.
 
-    context      the most inputs of a document; ``overlong`` says what becomes of longer ones
-    wanted       samples that training takes; None is one epoch
-    vocabulary   rows of the embedding; tokens and labels beyond are refused
+    Attributes:
+        context: Most inputs of a document; ``overlong`` is the policy for longer ones.
+        wanted: Samples that training takes; None is one epoch.
+        vocabulary: Rows of the embedding; tokens and labels beyond are refused.
 
-    ValueError: lengths that are none; on reading, an item that is not as long as was said
+    Raises:
+        ValueError: Lengths are invalid; when reading, an item has another length than announced.
     """
 
     def __init__(
@@ -74,23 +76,24 @@ class ItemDocuments:
 
     @property
     def counts(self) -> Counts:
+        """Counts of the documents."""
         return self._index.counts
 
     def __len__(self) -> int:
         return self._samples
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Inputs of each sample's document: [n] -> [n] int64; no item is read."""
+        """Return the inputs of each sample's document: [n] -> [n] int64; no item is read."""
         places = numpy.asarray(samples, numpy.int64) % self.counts.documents
         return self._index.inputs[places].astype(numpy.int64)
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Inputs [start, stop) of a document: int64."""
+        """Return inputs [start, stop) of a document: int64."""
         tokens, _, _, offset = self._rows(sample)
         return tokens[offset + start : offset + stop]
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """(labels int64, loss mask float32) of a document's inputs [start, stop)."""
+        """Return (labels int64, loss mask float32) of a document's inputs [start, stop)."""
         _, labels, mask, offset = self._rows(sample)
         return labels[offset + start : offset + stop], mask[offset + start : offset + stop]
 
@@ -100,7 +103,7 @@ class ItemDocuments:
         return *rows, int(self._index.starts[place])
 
     def _read_item(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """(tokens, labels, loss mask) of an item without its padding."""
+        """Return (tokens, labels, loss mask) of an item without its padding."""
         item, announced = self._items[number], int(self._said[number])
         where = f"item {number} of {type(self._items).__name__}"
         columns = []
@@ -128,7 +131,7 @@ class ItemDocuments:
         )
         if not numpy.isin(mask, (0.0, 1.0)).all():
             raise ValueError(f"{where}: loss_mask holds other numbers than 0 and 1")
-        # What does not count may be marked by a label that is no token, as -100.
+        # Rows without a loss may have a label that is no token, such as -100.
         labels = numpy.where(mask == 1, labels, 0)
         for column in (tokens, labels):
             check_vocabulary(column, self._vocabulary, where)

@@ -1,14 +1,14 @@
-"""Targets of a chunk's rows where further tokens are predicted, from the corpus's rows.
+"""Targets of a chunk's rows for multi-token prediction, read from the corpus.
 
     document            a b c d e f          inputs a to e
-    depth 0, as ever    input  a b c d e     label  b c d e f
-    depth 1             token  b c d e 0     label  c d e f -
-    depth 2             token  c d e 0 0     label  d e f - -
+    next token          input  a b c d e     label  b c d e f
+    MTP module 1        token  b c d e 0     label  c d e f -
+    MTP module 2        token  c d e 0 0     label  d e f - -
 
-A depth reads the token and predicts the label; - carries no loss. So a slice's rows have what
-stands behind its border, and none has another document's.
+An MTP module reads the token and predicts the label; - has no loss. The rows of a slice use tokens
+after its boundary, but none of another document.
 
-D depths, t rows of this rank
+D MTP modules, t rows of this rank
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from megatron_epp.mcore.data.global_batches import TokenSource
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Tokens that are predicted of each row: the next, and one at each of ``depths``.
+    """Tokens predicted for each row: the next, and one by each of ``depths`` MTP modules.
 
-    scale   of the loss of all depths together (--mtp-loss-scaling-factor)
+    ``scale`` is that of the losses of all MTP modules together (--mtp-loss-scaling-factor).
     """
 
     depths: int = 0
@@ -32,26 +32,29 @@ class Predictions:
 
     @classmethod
     def of(cls, config: Any, training: bool) -> "Predictions":
-        """Those of Megatron's ``config`` (TransformerConfig); an evaluation reports the next
-        token's alone."""
+        """Return the predictions of Megatron's ``config`` (TransformerConfig).
+
+        An evaluation predicts the next token only.
+        """
         depths = getattr(config, "mtp_num_layers", None) or 0
         return cls(depths, config.mtp_loss_scaling_factor) if depths and training else cls()
 
     @property
     def each(self) -> int:
-        """Tokens predicted of a row."""
+        """Number of tokens predicted for a row."""
         return 1 + self.depths
 
 
 class TargetRows:
     """Arrays for ``count`` rows of this rank, filled span by span.
 
-    labels      [1 + D, t] int64
-    weights     [1 + D, t] float32 (float64 with depths) of the labels' losses: 0 on padding, and
-                where a label carries none. The loss of a depth is a document's mean, as often as
-                the document has targets: Megatron's, where the document is a micro-batch
-    means       [D, t] float64 weights in a document's mean, for the log
-    documents   that begin in these rows
+    Attributes:
+        labels: [1 + D, t] int64.
+        weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses, 0 on padding
+            and where a label has none. The loss of an MTP module is a document's mean times the
+            number of its targets, as in Megatron with the document as a micro-batch.
+        means: [D, t] float64: weights in a document's mean, for the log.
+        documents: Number of documents that begin in these rows.
     """
 
     def __init__(self, predictions: Predictions, count: int):
@@ -71,8 +74,16 @@ class TargetRows:
         length: int,
         counts: Callable[[], numpy.ndarray],
     ) -> None:
-        """``rows`` hold inputs ``span`` of a document of ``length`` inputs; ``counts``: the targets
-        that it has at each depth (:func:`target_counts`), where there are any."""
+        """Fill ``rows`` with the targets of inputs ``span`` of a document.
+
+        Args:
+            rows: Rows of this rank.
+            documents: Source of the tokens.
+            sample: Sample number of the document.
+            span: Inputs [start, stop) of the document.
+            length: Inputs of the document.
+            counts: Returns the targets of each MTP module (:func:`target_counts`).
+        """
         start, stop = span
         depths = self.predictions.depths
         labels, mask = documents.targets(sample, start, min(stop + depths, length))
@@ -93,7 +104,16 @@ class TargetRows:
 def target_counts(
     documents: TokenSource, sample: int, length: int, predictions: Predictions
 ) -> numpy.ndarray:
-    """[1 + D] targets of a document at each depth; it is read from end to end, masks and all."""
+    """Return the number of targets of a document for each prediction: [1 + D].
+
+    It reads the labels and loss mask of the full document.
+
+    Args:
+        documents: Source of the tokens.
+        sample: Sample number of the document.
+        length: Inputs of the document.
+        predictions: The predictions of each row.
+    """
     _, mask = documents.targets(sample, 0, length)
     return numpy.array([mask[depth:].sum(dtype=numpy.float64) for depth in range(predictions.each)])
 
@@ -101,8 +121,17 @@ def target_counts(
 def mtp_tokens(
     documents: TokenSource, sample: int, span: tuple[int, int], length: int, depths: int
 ) -> numpy.ndarray:
-    """[D, stop - start] tokens that the depths read of inputs ``span`` of a document of ``length``
-    inputs; 0 behind its end, as Megatron has it."""
+    """Return the tokens that the MTP modules read for a span: [D, stop - start].
+
+    After the end of the document they are 0, as in Megatron.
+
+    Args:
+        documents: Source of the tokens.
+        sample: Sample number of the document.
+        span: Inputs [start, stop) of the document.
+        length: Inputs of the document.
+        depths: Number of MTP modules.
+    """
     start, stop = span
     read = documents.inputs(sample, start + 1, max(start + 1, min(stop + depths, length)))
     result = numpy.zeros((depths, stop - start), dtype=numpy.int64)

@@ -1,4 +1,4 @@
-"""Rows of a chunk that a rank holds outside attention."""
+"""Shard of a chunk's rows that a rank holds outside attention."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -12,13 +12,12 @@ from megatron_epp.planner.padding import GPU_ROWS
 
 
 def row_block(args: Any) -> int:
-    """Return what the rows of a rank come in multiples of; of Megatron's args or configuration.
+    """Return the multiple of a rank's rows, from Megatron's args or configuration.
 
-    On a GPU Transformer Engine's tuned norms want a multiple of 4 (the others are slower, and from
-    4096 columns on cooperative), and Triton compiles another kernel for sizes that 16 does not
-    divide. In fp8, products over rows want 16 of them; a scale of MXFP8 has 32, which it does not
-    pad. Blocks of 128 are padded, but rows are gathered in fp8 over tensor-parallel ranks by whole
-    ones only.
+    On a GPU, Transformer Engine's tuned norms need a multiple of 4 (the others are slower, and from
+    4096 columns on cooperative). Triton compiles another kernel for sizes that 16 does not divide.
+    In fp8, GEMMs need 16 rows; a scale of MXFP8 covers 32, which it does not pad. Blocks of 128 are
+    padded, but with sequence parallelism, an all-gather in fp8 needs full ones.
     """
     block: int | None = getattr(args, "epp_row_multiple", None)
     if block is None:
@@ -33,22 +32,22 @@ def row_block(args: Any) -> int:
 
 
 def row_ranks(args: Any) -> int:
-    """Return the number of ranks that the rows of a chunk are sharded over."""
+    """Return the number of ranks over which the rows of a chunk are sharded."""
     tensor = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return args.context_parallel_size * tensor
 
 
 def chunk_multiple(args: Any) -> int:
-    """Return what the rows of a chunk come in multiples of."""
+    """Return the multiple of a chunk's rows."""
     return row_ranks(args) * row_block(args)
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;
-    with sequence parallelism a part's rows are split over ``splits`` tensor-parallel ranks between
-    the linear layers. So rows are padded to a multiple of both, and of the ``block`` that a rank's
-    come in.
+    """Sharding of a chunk's rows into ``parts``, one per context-parallel rank; ``part`` is ours.
+
+    With sequence parallelism, a part's rows are sharded over ``splits`` tensor-parallel ranks
+    between the linear layers. Rows are padded to a multiple of both, and of a rank's ``block``.
     """
 
     parts: int = 1
@@ -61,7 +60,7 @@ class RowShard:
 
     @classmethod
     def of(cls, args: Any) -> "RowShard":
-        """This rank's share in a job with Megatron's ``args``, once its groups are made."""
+        """Return this rank's shard in a job with Megatron's ``args``; its groups must exist."""
         return cls(
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
@@ -71,29 +70,34 @@ class RowShard:
 
     @property
     def multiple(self) -> int:
+        """Multiple to which a chunk's rows are padded."""
         return self.parts * self.splits * self.block
 
     def padded(self, tokens: int) -> int:
-        """Rows of a chunk of ``tokens``, over all ranks; one each of an empty chunk, as Megatron's
-        routers take no tensor without rows."""
+        """Return the padded rows of a chunk of ``tokens``, over all ranks.
+
+        An empty chunk has one row per rank: Megatron's routers accept no tensor without rows.
+        """
         return -(-max(1, tokens) // self.multiple) * self.multiple
 
     def rows(self, chunk: Chunk) -> int:
-        """Rows of a chunk's tensors over all ranks, padding included."""
+        """Return the rows of a chunk's tensors over all ranks, including padding."""
         return self.padded(chunk.rows(self.parts))
 
     def sharded_rows(self, chunk: Chunk) -> int:
-        """The first of a rank's rows of a chunk: its share of what is local to none. Behind them
-        are those local to it."""
+        """Return the number of a rank's rows from documents that are sharded over all ranks.
+
+        They come first; the rows of documents computed by this rank alone follow.
+        """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)
         return self.rows(chunk) // self.parts
 
     def local(self, rows: int) -> slice:
-        """This rank's of a chunk's padded ``rows``, one behind the other."""
+        """Return this rank's contiguous slice of a chunk's padded ``rows``."""
         count = rows // self.parts
         return slice(self.part * count, (self.part + 1) * count)
 
     def message(self, rows: int) -> int:
-        """How many of a chunk's padded ``rows`` this rank hands to the next stage."""
+        """Return the number of a chunk's padded ``rows`` that this rank sends to the next stage."""
         return rows // (self.parts * self.splits)

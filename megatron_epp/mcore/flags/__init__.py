@@ -1,1 +1,1 @@
-"""Meaning of the ``--epp`` flags, and which of Megatron's flags a plan replaces."""
+"""Definition of the ``--epp`` flags, and Megatron's flags that a plan replaces."""

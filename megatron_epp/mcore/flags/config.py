@@ -1,4 +1,4 @@
-"""Every ``--epp`` flag: one field, with its type, default, unit and help; the parser follows."""
+"""The ``--epp`` flags: one field each, with type, default, unit and help; the parser follows."""
 
 import argparse
 import dataclasses
@@ -17,17 +17,17 @@ from megatron_epp.planner.options import MOST_EFFORT
 from megatron_epp.planner.padding import FEWER_GPU_ROWS, GPU_ROWS, MOST_PADDING, MOST_ROWS
 from megatron_epp.planner.settings import shared_setting
 
-# On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
-# although gradient_accumulation_fusion is off.
+# Attribute of Megatron's args, not a flag: Transformer Engine's linears accumulate their gradients
+# themselves, although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
 # Likewise, and kept next to the checkpoint: what --epp-layouts chose; in it, where that is known,
 # how slow every pipeline rank of every replica is.
 LAYOUT_KEY, SLOWNESS = "epp_layout", "slowness"
 PARTITION_AUTO = "auto"
-PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual pipelines say
-PLACEMENT_AUTO = "auto"  # by the corpus's lengths, together with the partition
+PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual stages
+PLACEMENT_AUTO = "auto"  # by document lengths, together with the partition
 ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
-# Megatron's flags that place layers on stages, by destination, and what each is where it does not.
+# Megatron's flags that place layers on stages, by destination, with their neutral values.
 PLACING_FLAGS: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -45,8 +45,10 @@ AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The user's settings of elastic pipelines. On Megatron's args the values are plain, so that
-    checkpoints can hold them."""
+    """The user's settings of elastic pipelines.
+
+    On Megatron's args the values are plain types, so that checkpoints can save them.
+    """
 
     TITLE: ClassVar = "elastic pipeline parallelism"
 
@@ -182,20 +184,22 @@ class Config:
                 "the trainer give --no-epp-plan-ahead"
             )
         if self.epp_effort is not None and not 0 <= self.epp_effort <= MOST_EFFORT:
-            # Not the number: it may have thousands of digits.
+            # The message omits the number, which may have thousands of digits.
             raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":
-        """The values on Megatron's ``args``."""
+        """Return the settings on Megatron's ``args``."""
         values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | several)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of :class:`Config`, as a group of Megatron's parser, which with --epp takes out
-    those of its own whose job a plan does (replaced.py)."""
+    """Add the flags of :class:`Config` to Megatron's parser, and return it.
+
+    With --epp, the parser removes Megatron's flags that a plan replaces (replaced.py).
+    """
     add_flags(parser, Config)
     modelopt_flags.add_arguments(parser)
     _fix_help(parser)
@@ -204,17 +208,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def placement_by_time(args: Any) -> bool:
-    """Whether the placement is chosen, and with it the layers of the stages."""
+    """Return whether the placement is chosen, including the layers of the stages."""
     return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
 
 
 def layers_by_time(args: Any) -> bool:
-    """Whether the layers of the stages are chosen, alone or with a placement."""
+    """Return whether the layers of the stages are chosen, alone or with a placement."""
     return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
 def _fix_help(parser: argparse.ArgumentParser) -> None:
-    """Some of Megatron's help texts (0.19) hold a bare %, at which --help breaks off."""
+    """Escape a bare % in Megatron's help texts (0.19), at which --help fails."""
     for action in parser._actions:
         try:
             (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -223,27 +227,27 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Megatron's flags that ``--epp`` implies, as parser defaults; ``wanted`` is what was typed.
+    """Return Megatron's flags that ``--epp`` implies, as parser defaults; ``wanted``: as typed.
 
     A global batch is --global-batch-size documents, so a "micro-batch" of Megatron's counters is
-    one document; the loss is a sum over tokens with one divisor for the whole batch.
+    one document. The loss is a sum over tokens with one divisor for the whole batch.
     """
     defaults = {
         "calculate_per_token_loss": True,
         "micro_batch_size": 1,
         "dataloader_type": "external",
     }
-    if wanted.transformer_impl != "transformer_engine":  # whose kernel it is
+    if wanted.transformer_impl != "transformer_engine":  # the fused kernel is Transformer Engine's
         defaults["apply_rope_fusion"] = False
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
-        # The output layer's kernel is apex's, and Megatron builds none that asks for it in vain.
-        # Transformer Engine's linears have their own (elastic_layers.py: fuse_weight_gradients).
+        # The output layer's kernel is apex's, and Megatron cannot build one without it. Transformer
+        # Engine's linears have their own (elastic_layers.py: fuse_weight_gradients).
         defaults["gradient_accumulation_fusion"] = False
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
     if getattr(wanted, "epp_vocab_parallel", OFF) == ON:
-        # Every stage has as many words as any other; auto pads none.
+        # All stages need equally many vocabulary rows; auto pads none.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
     if wanted.max_position_embeddings is None:

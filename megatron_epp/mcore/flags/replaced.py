@@ -1,9 +1,9 @@
-"""Megatron's flags whose job a plan does: taken out with one warning, not refused.
+"""Megatron's flags that a plan replaces: removed with one warning, not refused.
 
 Scripts written for Megatron's schedules say how to save memory and how to fill the pipeline. A plan
-decides both, for every iteration anew, and computes the same loss. So with --epp such a flag is
-read, set back to what Megatron takes without it before Megatron's own checks, and named once by
-rank 0 together with what does its job. What would change results is refused (capabilities/).
+decides both for every iteration, and computes the same loss. So with --epp such a flag is read and
+reset to its neutral value before Megatron's own checks. Rank 0 names it once, with its replacement.
+Flags that would change results are refused (capabilities/).
 """
 
 import argparse
@@ -15,18 +15,24 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# On Megatron's args, not a flag: what was taken out, a line each, to be said by rank 0.
+# Attribute of Megatron's args, not a flag: the removed flags, a line each, which rank 0 prints.
 TAKEN = "epp_replaced"
 NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplacedFlags:
-    """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
-    passed over. ``by``: what does the job. ``neutral``: of ``args`` as they are given, values to
-    set where they are not the parser's defaults. ``same``: whether ``args`` ask for what gives the
-    same results. ``default_too``: whether the parser's own defaults are taken out; ``untyped``:
-    they alone, where the user typed nothing."""
+    """Flags that a plan replaces.
+
+    Attributes:
+        names: Destinations of Megatron's parser, separated by blanks; those that a version lacks
+            are skipped.
+        by: The replacement.
+        neutral: Returns, from ``args`` as typed, neutral values other than the parser's defaults.
+        same: Whether the results with the flags of ``args`` are the same; else they are refused.
+        default_too: Whether the parser's own defaults are also removed.
+        untyped: Whether only these are removed, if the user typed nothing.
+    """
 
     names: str
     by: str
@@ -78,7 +84,7 @@ REPLACED = (
         "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
         "equally many tokens is, too",
         neutral=lambda args: {"calculate_per_token_loss": True},
-        # With masked tokens Megatron's micro-batches weigh them differently: refused.
+        # With masked tokens, Megatron's micro-batches weight them differently: refused.
         same=lambda args: not args.eod_mask_loss,
     ),
     ReplacedFlags(
@@ -116,9 +122,9 @@ REPLACED = (
 def watch(
     parser: argparse.ArgumentParser, rows: Sequence[ReplacedFlags] = REPLACED
 ) -> argparse.ArgumentParser:
-    """Have ``parser`` take these flags out where --epp is among what it parses; the parser.
+    """Make ``parser`` remove these flags if --epp is among the parsed ones, and return it.
 
-    It also learns to be told --no-calculate-per-token-loss, as frameworks around Megatron are.
+    The parser also accepts --no-calculate-per-token-loss, which frameworks around Megatron pass.
     """
     known = {option for action in parser._actions for option in action.option_strings}
     if "--calculate-per-token-loss" in known and NO_TOKEN_LOSS not in known:
@@ -147,7 +153,14 @@ def take_out(
     words: Sequence[str],
     rows: Sequence[ReplacedFlags],
 ) -> None:
-    """Set these flags of ``args`` back; what was taken is noted there. ``words``: as typed."""
+    """Reset these flags of ``args`` and record them there.
+
+    Args:
+        args: The parsed flags.
+        parser: Megatron's parser.
+        words: The command line as typed.
+        rows: Flags to remove.
+    """
     options: dict[str, list[str]] = {}
     for action in parser._actions:
         options.setdefault(action.dest, []).extend(action.option_strings)
@@ -171,7 +184,7 @@ def take_out(
 
 
 def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
-    """The flag as the user wrote it, with its value where it has one."""
+    """Return the flag as the user typed it, with its value if it has one."""
     name = next((option for option in options if option in typed), options[0])
     if isinstance(value, bool):
         return name
@@ -180,7 +193,7 @@ def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
 
 
 def warning(args: argparse.Namespace) -> str | None:
-    """The one line about what was taken out of ``args``; None where nothing was."""
+    """Return the line on the flags removed from ``args``; None if there are none."""
     taken = getattr(args, TAKEN, None)
     if not taken:
         return None
@@ -188,6 +201,6 @@ def warning(args: argparse.Namespace) -> str | None:
 
 
 def warn(args: argparse.Namespace) -> None:
-    """Say it, once in a job: on rank 0."""
+    """Log the line of :func:`warning` on rank 0."""
     if args.rank == 0 and (line := warning(args)) is not None:
         logger.warning("%s", line)

@@ -1,8 +1,8 @@
-"""What Megatron's flags that count samples count with ``--epp``, where a sample is a document.
+"""Units of Megatron's flags that count samples, with ``--epp``, where a sample is a document.
 
-A sample of Megatron's own data sets has --seq-length tokens; a document has its own length.
-docs/guides/data.md has the table, which a test compares; a job whose flags count samples says so at
-start.
+A sample of Megatron's own datasets has --seq-length tokens; a document has its own length.
+docs/guides/data.md has the table, which a test compares. A job with flags that count samples prints
+a line at start.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ UNITS = {
     "--override-ckpt-iteration": "iterations of `--global-batch-size` documents",
     "--log-progress": "its tokens: documents times `--seq-length`; the log has the true ones",
 }
-# In Megatron numbers of samples, or tokens by their number: said at start where they are given.
+# Flags that count samples in Megatron, or tokens by their number; reported at start if given.
 _SAID = (
     "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples step_batch_size_schedule"
 )
 
 
 def units_line(args: Any, mean_length: float) -> str | None:
-    """Return the line on flags of ``args`` that count documents; None where there are none.
+    """Return the line on flags of ``args`` that count documents; None if there are none.
 
-    ``mean_length``: tokens of a document, on average.
+    ``mean_length`` is the mean number of tokens of a document.
     """
     values = {name: getattr(args, name, None) for name in _SAID.split()}
     shown = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]

@@ -1,1 +1,1 @@
-"""Megatron's HybridModel: layers that are attention or MLP alone, in the order of a pattern."""
+"""Layer patterns of Megatron's HybridModel: a layer is attention, an MLP or another mixer."""

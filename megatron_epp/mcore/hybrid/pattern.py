@@ -1,10 +1,10 @@
-"""The pattern that Megatron's HybridModel is built from (--hybrid-layer-pattern).
+"""The layer pattern of Megatron's HybridModel (--hybrid-layer-pattern).
 
-A letter for each layer, which is half of a transformer layer or another kind of mixer, and ``|``
-between the stages of a pipeline; without any, stages have equally many layers, or as the flags of
-the first and the last stage say.
+It has a symbol per layer, which is half of a transformer layer or another mixer, and ``|`` between
+the stages of a pipeline. Without ``|``, stages have equally many layers, or as the flags of the
+first and the last stage say.
 
-    *-*-|*E*-      two stages: attention, MLP, attention, MLP; attention, experts, attention, MLP
+    *-*-|*E*-      two stages: attention, MLP, attention, MLP; attention, MoE, attention, MLP
 """
 
 from argparse import Namespace
@@ -13,36 +13,42 @@ from itertools import islice
 
 from megatron_epp.mcore.flags.config import layers_by_time
 
-BOUNDARY, MTP_SEPARATOR = "|", "/"  # between stages; in front of layers that predict further tokens
+BOUNDARY, MTP_SEPARATOR = "|", "/"  # between stages; before each MTP module
 FLAG = "--hybrid-layer-pattern"
 
 
 def pattern_of(args: Namespace) -> str | None:
-    """Pattern of flags as they are given; None: the model is no HybridModel.
-    (--hybrid-override-pattern is Megatron's old name of the flag.)"""
+    """Return the pattern of flags as typed; None if the model is no HybridModel.
+
+    --hybrid-override-pattern is Megatron's former name of the flag.
+    """
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
 def symbols_of_layers(pattern: str) -> str:
-    """Letters of all layers, first to last."""
+    """Return the symbols of all decoder layers, first to last."""
     return pattern.partition(MTP_SEPARATOR)[0].replace(BOUNDARY, "")
 
 
 def mtp_part_of(pattern: str) -> str:
-    """Letters behind the layers, of those that predict further tokens; mostly none. For each
-    depth the same stand behind a / of their own."""
+    """Return the symbols of MTP modules after the layers; "" without MTP.
+
+    Each module repeats the same symbols after a / of its own.
+    """
     return "".join(pattern.partition(MTP_SEPARATOR)[1:])
 
 
 def mtp_symbols(pattern: str) -> str:
-    """Letters of the layers of one depth; none where no further tokens are predicted."""
+    """Return the symbols of the layers of one MTP module; "" without MTP."""
     return pattern.partition(MTP_SEPARATOR)[2].partition(MTP_SEPARATOR)[0]
 
 
 def placed_by_time(args: Namespace) -> bool:
-    """Whether --epp-partition auto, or --epp-placement auto, is to find where the stages of the
-    pattern end."""
+    """Return whether the ends of the pattern's stages are chosen by the planner.
+
+    That is so with --epp-partition auto or --epp-placement auto, without | in the pattern.
+    """
     pattern = pattern_of(args)
     if pattern is None or not layers_by_time(args):
         return False
@@ -50,8 +56,11 @@ def placed_by_time(args: Namespace) -> bool:
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
-    """Layers of every stage, or of every segment where there are several for a stage. ValueError:
-    the layers of the pattern do not fit the stages."""
+    """Return the layers of every stage, or of every segment if stages have several.
+
+    Raises:
+        ValueError: The layers of the pattern do not fit the stages.
+    """
     pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
     assert pattern is not None, "asked of a HybridModel"
     segments = pattern.partition(MTP_SEPARATOR)[0].split(BOUNDARY)
@@ -83,11 +92,11 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 
 
 def joined(segments: Sequence[str]) -> str:
-    """The pattern of stages with these layers."""
+    """Return the pattern of stages with these layers."""
     return BOUNDARY.join(segments)
 
 
 def with_boundaries(pattern: str, layers: Sequence[int]) -> str:
-    """``pattern`` with so many layers on each stage, wherever its stages ended."""
+    """Return ``pattern`` with ``layers`` on each stage, wherever its stages ended."""
     symbols = iter(symbols_of_layers(pattern))
     return joined(["".join(islice(symbols, count)) for count in layers]) + mtp_part_of(pattern)

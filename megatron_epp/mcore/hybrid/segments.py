@@ -1,7 +1,7 @@
-"""Segments of interleaved pipelines: with --epp those of a stage are one.
+"""Segments of interleaved pipelines: with --epp, those of a stage are joined.
 
-Megatron's texts of where layers lie may have several segments for a stage, in turns over the
-stages. Here stages get as many of them, next to each other, and compute them as one.
+Megatron's layouts may have several segments per stage, assigned round-robin. Here a stage gets as
+many of them, next to each other, and computes them as one.
 
     Et|tt|tt|tL on two stages      Ettt|tttL
 """
@@ -22,8 +22,11 @@ _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def layout_symbols(text: str) -> list[str]:
-    """Letters of every segment of a --pipeline-model-parallel-layout, its repetitions written out.
-    ValueError: it is none."""
+    """Return the symbols of every segment of a --pipeline-model-parallel-layout, expanded.
+
+    Raises:
+        ValueError: The layout is invalid.
+    """
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     try:
@@ -34,8 +37,10 @@ def layout_symbols(text: str) -> list[str]:
 
 
 def _one_a_stage(segments: Sequence[str], stages: int) -> str | None:
-    """The text of as many segments as there are ``stages``; None: it is that already, or they do
-    not divide over them."""
+    """Return the text with segments joined to ``stages``.
+
+    None means that there are as many already, or that they do not divide over the stages.
+    """
     each, rest = divmod(len(segments), stages)
     if rest or each == 1:
         return None

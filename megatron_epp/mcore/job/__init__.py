@@ -1,1 +1,1 @@
-"""This job: its flags as read, process groups, Megatron's own model and data, and how it exits."""
+"""Foundations of a job: flags, process groups, cost, Megatron's model and data, exit."""

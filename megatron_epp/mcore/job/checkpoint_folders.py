@@ -1,7 +1,7 @@
-"""Checkpoint folders as a killed job leaves them: what a start loads, and what is half written.
+"""Checkpoint folders of a killed job: what a start loads, and what is incomplete.
 
-Megatron writes ``metadata.json`` into ``iter_N`` when all data of the checkpoint is there, and the
-tracker's number after that. Nothing here loads, writes or removes anything.
+Megatron writes ``metadata.json`` into ``iter_N`` once all data of the checkpoint is written, and
+then the number into the tracker. This module only reads.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,14 @@ from typing import Any
 from megatron_epp.safe_files import bounded_text
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
-RELEASE = "release"  # in a tracker: weights of no iteration
-_LAST, _COMMON = "metadata.json", "common.pt"  # of --ckpt-format torch_dist: its last and first
-_TORCH, _DCP = "mp_rank_*", ".metadata"  # of other formats
+RELEASE = "release"  # in a tracker: weights without an iteration
+# --ckpt-format torch_dist: its last and its first file.
+_LAST, _COMMON = "metadata.json", "common.pt"
+_TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 
 
 def folders_of(args: Any) -> dict[str, Path]:
-    """Return the folders of iterations that a start looks into, by the flag that names each.
+    """Return the folders of iterations that a start reads, by the flag that names each.
 
     Folders of ``--non-persistent-ckpt-type local`` are left out: each rank has its own.
     """
@@ -34,7 +35,7 @@ def folders_of(args: Any) -> dict[str, Path]:
 
 
 def require_local(args: Any) -> None:
-    """Raise a ValueError where Megatron would refuse local checkpoints when it saves the first."""
+    """Raise a ValueError if Megatron would refuse local checkpoints at the first save."""
     if getattr(args, "non_persistent_ckpt_type", None) != "local":
         return
     if getattr(args, "dist_ckpt_optim_fully_reshardable", False):
@@ -46,7 +47,7 @@ def require_local(args: Any) -> None:
 
 
 def require_complete(args: Any) -> None:
-    """Raise a ValueError where the checkpoint that a start would load is absent or half written."""
+    """Raise a ValueError if the checkpoint that a start would load is missing or incomplete."""
     step, elsewhere = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
@@ -74,7 +75,7 @@ def require_complete(args: Any) -> None:
 
 
 def leftover_lines(args: Any) -> Iterator[str]:
-    """Yield a line on what a killed job left in each of the folders that a start looks into."""
+    """Yield a line on what a killed job left in each of the folders that a start reads."""
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
         latest = int(tracked) if tracked is not None and _is_iteration(tracked) else -1
@@ -93,7 +94,7 @@ def leftover_lines(args: Any) -> Iterator[str]:
 
 
 def tracked_iteration(folder: Path) -> str | None:
-    """Return what the tracker of ``folder`` says, its beginning, or None where none can be read."""
+    """Return the first 80 characters of the tracker of ``folder``; None if it cannot be read."""
     try:
         return bounded_text(folder / TRACKER, "a checkpoint's tracker", "replace").strip()[:80]
     except (OSError, ValueError):
@@ -101,7 +102,7 @@ def tracked_iteration(folder: Path) -> str | None:
 
 
 def complete_iterations(folder: Path) -> list[int]:
-    """Return the iterations whose checkpoints in ``folder`` are complete, in their order."""
+    """Return the iterations with complete checkpoints in ``folder``, in ascending order."""
     return [number for number, path in _iterations(folder) if _is_complete(path)]
 
 

@@ -1,9 +1,9 @@
-"""Emergency exits of a rank: none cuts a checkpoint short, and none leaves child processes.
+"""Emergency exits of a rank: none truncates a checkpoint, and none leaves child processes.
 
-An emergency is a launcher that is gone, SIGTERM, or a rank that hangs. Megatron's own state says
-whether a checkpoint is being written: the timers around a save, the queue of asynchronous saves,
-and the handler of --exit-signal, which a save follows. Imports no torch: a rank watches its
-launcher from its first line on.
+An emergency is a dead launcher, SIGTERM, or a rank that hangs. Megatron's own state shows whether a
+checkpoint is being written: the timers around a save, the queue of asynchronous saves, and the
+handler of --exit-signal, which triggers a save. This module imports no torch, because a rank
+watches its launcher from its first line on.
 """
 
 import contextlib
@@ -13,26 +13,27 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-# How long an emergency exit waits for a save: at least so many seconds, or so many times the last.
+# An emergency exit waits for a save at least LEAST_SECONDS, or this multiple of the last save.
 LEAST_SECONDS, TIMES_THE_LAST = 60.0, 3
 _LOOK_SECONDS = 0.1
 _TIMERS = ("save-checkpoint", "save-checkpoint-non-persistent")
 
 
 class Saves:
-    """This rank's saves of checkpoints.
+    """Checkpoint saves of this rank.
 
-    last_seconds   what the last one took, as far as :meth:`look` has seen it
-    first_line     what the first one is to print, on the rank that says it
+    Attributes:
+        last_seconds: Duration of the latest save that :meth:`look` has seen.
+        first_line: Line to print after the first save; empty on ranks that print nothing.
     """
 
     def __init__(self) -> None:
-        """Begin with no save seen."""
+        """Start without any save seen."""
         self.last_seconds, self.first_line = 0.0, ""
         self._seen = dict.fromkeys(_TIMERS, 0.0)  # seconds of all saves, by timer
 
     def look(self) -> None:
-        """Note what a save took that has ended since the last look."""
+        """Record the duration of a save that ended since the last call."""
         for name, timer in _timers():
             seconds = timer.active_time()
             if seconds > self._seen[name]:
@@ -42,7 +43,7 @@ class Saves:
                     print(line, flush=True)
 
     def under_way(self) -> bool:
-        """Return whether a checkpoint is being written, or will be as a signal has asked for it."""
+        """Return whether a checkpoint is being written, or will be because of a signal."""
         handler = _of_megatron("global_vars", "_GLOBAL_SIGNAL_HANDLER")
         return (
             any(timer._started for _, timer in _timers())
@@ -51,21 +52,22 @@ class Saves:
         )
 
     def pending(self) -> bool:
-        """Return whether asynchronous saves wait to be finished by all ranks together."""
+        """Return whether asynchronous saves wait for all ranks to finalise them."""
         queue = _of_megatron("async_utils", "_async_calls_queue")
         return queue is not None and queue.get_num_unfinalized_calls() > 0
 
     def ask(self) -> None:
-        """Have the trainer save and end as at --exit-signal, where --exit-signal-handler is given.
+        """Make the trainer save and exit as --exit-signal does, if --exit-signal-handler is given.
 
-        Not by the signal itself, whose handler waits for the main thread to leave a collective.
+        The flag is set directly, because the signal's handler runs only when the main thread leaves
+        a collective.
         """
         handler = _of_megatron("global_vars", "_GLOBAL_SIGNAL_HANDLER")
         if getattr(handler, "_signal_received", None) is False:
             handler._signal_received = True
 
     def wait(self) -> None:
-        """Wait while a checkpoint is being written, within the bound."""
+        """Wait until no checkpoint is being written, at most the time described above."""
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)
         while self.under_way() and time.monotonic() < end:
@@ -76,20 +78,20 @@ SAVES = Saves()
 
 
 def leave(status: int) -> NoReturn:
-    """End this process and its children as soon as no checkpoint is being written."""
+    """End this process and its children once no checkpoint is being written."""
     SAVES.wait()
     end_now(status)
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process and its children."""
+    """End this process and its children immediately."""
     end_children()
     os._exit(status)
 
 
 def end_children() -> None:
-    """Kill all processes that this one has started."""
-    with contextlib.suppress(ImportError):  # loops of frameworks may lack it
+    """Kill all descendants of this process."""
+    with contextlib.suppress(ImportError):  # external training loops may lack psutil
         import psutil
 
         for child in psutil.Process().children(recursive=True):
@@ -98,11 +100,11 @@ def end_children() -> None:
 
 
 def _timers() -> Iterator[tuple[str, Any]]:
-    """Yield the timers around saves that there are, by name."""
+    """Yield the existing timers around saves, by name."""
     timers = getattr(_of_megatron("global_vars", "_GLOBAL_TIMERS"), "_timers", {})
     return ((name, timers[name]) for name in _TIMERS if name in timers)
 
 
 def _of_megatron(module: str, name: str) -> Any:
-    """Return a global of Megatron's trainer; None: the trainer is not imported, or has none."""
+    """Return a global of Megatron's trainer; None if the trainer is not imported or has none."""
     return getattr(sys.modules.get(f"megatron.training.{module}"), name, None)

@@ -1,5 +1,4 @@
-"""Inputs of planning in a job: the cost of its model on its devices, its levers, its memory
-budget."""
+"""Inputs of planning in a job: the cost of its model on its devices, levers, memory budget."""
 
 import json
 import logging
@@ -40,14 +39,14 @@ from megatron_epp.safe_files import bounded_text
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
-DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, there, too
+DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, next to the checkpoint
+DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, next to the checkpoint
 CPU_FRACTION = 0.8  # of the available memory, for chunks
-UNBROKEN = 0.97  # of a GPU's: the rest lies in pieces between blocks
-# Of the available memory, for what is offloaded: pinned memory cannot be swapped out, and data,
-# planner and checkpoints need theirs. Without a GPU it comes out of the memory of chunks' own host.
+UNBROKEN = 0.97  # of a GPU's memory: the rest is lost to fragmentation
+# Fractions of the available memory for offloading. Pinned memory cannot be swapped out, and data,
+# planner and checkpoints need memory, too. A CPU-only host takes it from the memory of chunks.
 HOST_FRACTION, CPU_HOST_FRACTION = 0.5, 0.15
-HOST_PLANNED = 0.95  # of the budget; copies lie in blocks, and predictions are a little off
+HOST_PLANNED = 0.95  # of the budget: allocations are rounded up, and predictions are inexact
 
 
 def make_planning(
@@ -58,11 +57,24 @@ def make_planning(
     groups: Groups,
     profile: Profile,
 ) -> PlannedSteps:
-    """The job's planner, within budgets that are rank 0's on every rank. Collective."""
+    """Return the job's planner, with rank 0's memory budgets on every rank. Collective.
+
+    Args:
+        args: Megatron's arguments.
+        config: The configuration of --epp.
+        layers: Layers of every stage.
+        multiple: Multiple of rows that chunks are padded to.
+        groups: The job's process groups.
+        profile: The measured or analytic cost coefficients.
+
+    Raises:
+        ValueError: The planner or a lever cannot run this job's pipelines, or a saved budget is
+            damaged.
+    """
     from megatron_epp.planner import Options, planner_of
 
     full_documents = sees_full_documents(args)
-    # Refuses what this job's pipelines cannot run.
+    # Refuses planners that cannot run this job's pipelines.
     planner = planner_of(config.epp_planner, full_documents)
     options = Options(
         context=args.seq_length,
@@ -84,8 +96,8 @@ def make_planning(
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile).replace(multiple=multiple)
     planner.require_place(cost.layout.placement.place)
-    # What is available differs between hosts and moments: rank 0's is everybody's, but of devices
-    # that go by other names.
+    # Available memory differs between hosts and moments, so all ranks take rank 0's, except for
+    # devices of another name.
     unlike: tuple[float, ...] = ()
     if config.epp_memory_budget_gib is None:
         own = (groups.pipeline_rank, device_name(), cost.device_budget_bytes[0])
@@ -124,11 +136,13 @@ def make_planning(
 
 
 def training_levers(text: str, args: Any) -> frozenset[str]:
-    """The levers that --epp-levers ``text`` stands for in this job.
+    """Return the levers that ``text``, the value of --epp-levers, selects in this job.
 
-    What the job cannot run is left out of default and all; a ValueError where it is named itself.
-    Left out of both, too, but run where it is named: the split backward of Transformer Engine's
-    linears (planner/options.py).
+    ``default`` and ``all`` omit levers that the job cannot run. They also omit the split backward
+    of Transformer Engine's linears (planner/options.py), which runs only if it is named.
+
+    Raises:
+        ValueError: A lever that the job cannot run is named.
     """
     from megatron_epp.planner.options import (
         SIMULATION_ONLY,
@@ -137,7 +151,7 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
         parse_levers,
     )
 
-    # Of a host with GPUs the memory is known (host_budget_bytes); of others it is the chunks' own.
+    # A GPU host's memory is measured (host_budget_bytes); on others it is that of the chunks.
     offload = {"offload"} if cpu_host.has_gpu() else frozenset()
     levers = parse_levers(text, TRAINING_LEVERS | offload)
     unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
@@ -150,9 +164,11 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
 
 
 def unusable_levers(args: Any) -> dict[str, str]:
-    """Levers that plans of this job's layers must do without, each with the reason: fused gradient
-    accumulation of Megatron's linears has no W (mcore/model/split_backward.py); a document that
-    routers see all of is spread over all ranks."""
+    """Return the levers that this job's layers cannot use, with the reasons.
+
+    Fused gradient accumulation of Megatron's linears has no W (mcore/model/split_backward.py). A
+    document whose routers see all its tokens is sharded over all ranks.
+    """
     unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
         unusable["wsplit"] = "fused gradient accumulation runs no I and W"
@@ -165,14 +181,14 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 
 def analytic(args: Any) -> Profile:
-    """Profile of --epp-cost-model analytic: the model's shape on the device's name."""
+    """Return the profile of --epp-cost-model analytic: the model's shape on the named device."""
     early = fused_head(args)
     profile = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(
         profile,
         stores_last_slice=attention.stores_last_slice,
-        # A block of this rank's rows, of which each context-parallel rank takes one at a time.
+        # A block of this rank's rows; each context-parallel rank computes one block at a time.
         last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
         if early
         else 0.0,
@@ -197,7 +213,17 @@ def on_these_devices(args: Any, profile: Profile) -> Profile:
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
-    """The cost of this job's chunks; on a CPU the budget covers what chunks hold and no states."""
+    """Return the cost of this job's chunks.
+
+    On a CPU, the memory budget covers what chunks hold but no weights, gradients or optimizer
+    states.
+
+    Args:
+        args: Megatron's arguments.
+        config: The configuration of --epp.
+        layers: Layers of every stage.
+        profile: The measured or analytic cost coefficients.
+    """
     if cpu_host.has_gpu():
         profile = replace(profile, states=training_states(args))
     else:
@@ -225,8 +251,10 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
 
 
 def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
-    """Default bytes of every pipeline rank, the least of its devices', where devices go by
-    different names; none where all have one. ``every`` rank: its pipeline rank, name, bytes."""
+    """Return the least default bytes of every pipeline rank; () if all devices have one name.
+
+    ``every`` has (pipeline rank, device name, bytes) of every rank.
+    """
     if len({name for _, name, _ in every}) == 1:
         return ()
     least: dict[int, float] = {}
@@ -236,14 +264,17 @@ def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]
 
 
 def training_states(args: Any) -> States:
-    """Bytes per parameter that Megatron's ``args`` hold between iterations: the weight, its place
-    in a gradient bucket, and the optimizer's, of which a replica holds its part or the whole."""
+    """Return the bytes per parameter that Megatron's ``args`` hold between iterations.
+
+    They count the weight, its entry in a gradient bucket, and the optimizer states, of which a
+    replica holds its shard or all.
+    """
     weight = args.params_dtype.itemsize
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
-    optimizer = 0.0 if weight == 4 else args.main_params_dtype.itemsize  # the weight in full
+    optimizer = 0.0 if weight == 4 else args.main_params_dtype.itemsize  # the fp32 master weight
     if args.optimizer == "sgd":
         optimizer += 4 if args.sgd_momentum else 0
-    else:  # Adam's two; others keep no more
+    else:  # Adam's two; other optimizers have no more
         optimizer += args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     if args.optimizer_cpu_offload:
         optimizer *= 1 - args.optimizer_offload_fraction
@@ -255,8 +286,8 @@ def training_states(args: Any) -> States:
 def device_name() -> str:
     """Return the catalogue's name of the device that this process trains on.
 
-    It is found by its chip's name, or, where the catalogue has none of the chip that takes as
-    little memory, by memory and compute capability.
+    It is found by the name of its chip. A chip that is not in the catalogue, or not with this
+    little memory, is found by memory and compute capability.
     """
     if not cpu_host.has_gpu():
         return "cpu"
@@ -266,8 +297,11 @@ def device_name() -> str:
 
 
 def default_budget_bytes(args: Any) -> float:
-    """On a GPU what its name's budget is, or what context, communicators (all have spoken) and
-    other processes leave of it; on a CPU a share of the memory, for a rank's chunks."""
+    """Return the default memory budget of this device in bytes.
+
+    On a GPU it is the catalogue's budget, or what the context, the initialised communicators and
+    other processes leave. On a CPU it is a fraction of the memory for each rank's chunks.
+    """
     if cpu_host.has_gpu():
         free, _ = torch.cuda.mem_get_info()
         there = free + torch.cuda.memory_reserved()
@@ -276,8 +310,13 @@ def default_budget_bytes(args: Any) -> float:
 
 
 def host_budget_bytes(config: Config) -> float:
-    """Bytes of the host's memory for what this rank offloads: --epp-host-memory-gib, or a share of
-    what is available now. ValueError: the host has not as much for each of its ranks."""
+    """Return the bytes of host memory for what this rank offloads.
+
+    It is --epp-host-memory-gib, or a fraction of the memory available now.
+
+    Raises:
+        ValueError: The host does not have as much for each of its ranks.
+    """
     wanted = config.epp_host_memory_gib
     if wanted is None:
         fraction = HOST_FRACTION if cpu_host.has_gpu() else CPU_HOST_FRACTION
@@ -292,17 +331,16 @@ def host_budget_bytes(config: Config) -> float:
 
 
 def planner_cores(settings: Any) -> int:
-    """Cores of this host for planner processes, by ``settings``; 0 where the trainer plans."""
+    """Return this host's cores for planner processes; 0 if the trainer itself plans."""
     if not settings.epp_plan_ahead:
         return 0
     return settings.epp_plan_cores or default_cores(_local_ranks())
 
 
 def _available_bytes(settings: Any) -> float:
-    """Available bytes of the host's memory less what planner processes take, for each local rank.
+    """Return the available host memory without that of planner processes, per local rank.
 
-    Args:
-        settings: with the flags of planner processes.
+    ``settings`` has the flags of planner processes.
     """
     available = psutil.virtual_memory().available
     return _of_each_rank(max(0.0, available - PROCESS_BYTES * planner_cores(settings)))
@@ -320,7 +358,7 @@ def _local_ranks() -> int:
 
 
 def _require_rate(profile: Profile, config: Config) -> None:
-    """A ValueError where the lever offload was asked for and could never be used."""
+    """Raise a ValueError if the lever offload is named but could never be used."""
     if not profile.host_bytes_per_second:
         raise ValueError(
             f"--epp-levers {config.epp_levers}: the cost model of {profile.provenance.device} has "
@@ -330,11 +368,14 @@ def _require_rate(profile: Profile, config: Config) -> None:
 
 
 def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
-    """Return the default budget of every pipeline rank's device in the run that is resumed: its
-    plans were made within them. None where it had another number of stages.
+    """Return the default budget of every pipeline rank's device in the run that is resumed.
 
-    ``rank_of``: the pipeline rank of every stage; the file names each rank's budget for every
-    stage. ValueError: the file is damaged.
+    The plans of that run were made within them. Returns None if it had another number of stages.
+    ``rank_of`` is the pipeline rank of every stage; the file lists its rank's budget for every
+    stage.
+
+    Raises:
+        ValueError: The file is damaged.
     """
     budgets = _bytes_in_file(args, DEFAULT_BUDGETS)
     if budgets is None or len(budgets) != len(rank_of):
@@ -343,7 +384,7 @@ def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None
 
 
 def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
-    """The list of bytes in the file ``name`` beside the checkpoint that is loaded, if any."""
+    """Return the list of bytes in the file ``name`` next to the loaded checkpoint, if any."""
     path = Path(args.load or "") / name
     if not args.load or not path.exists():
         return None

@@ -1,10 +1,9 @@
-"""How a job ends: done, refused for what the user gave, or without a neighbour.
+"""End of a job: done, refused because of the user's input, or after the loss of a neighbour.
 
-A rank whose link is lost says so in one line, too, and leaves with status 1: nobody's input was
-bad. Refused means: one line from one rank, and status 2 from every rank. torchrun ends the other
-ranks as soon as one has failed, so the ranks meet before they leave; the meeting place is the
-key-value store, which needs nobody's cooperation, unlike a collective, which a rank that is busy
-elsewhere would never join.
+A rank that loses a link prints one line and exits with status 1: no input was wrong. A refusal
+means one line from one rank, and status 2 from every rank. torchrun ends the other ranks as soon as
+one has failed, so the ranks meet before they exit. They meet in the key-value store. A collective
+would need every rank, and one that is busy elsewhere would never join.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from megatron_epp.runtime.executor import LinkLost
 logger = logging.getLogger(__name__)
 
 BAD_INPUT, FAILED = 2, 1
-# What may be a refusal: the last two are no Exception.
+# Exceptions that may be a refusal; the last two are no Exception.
 ENDINGS = (Exception, SystemExit, CheckpointException)
-# How long to wait for the other ranks. Before there is a process group all read the same flags, so
-# all will come, as slowly as they import; afterwards those in mid-collective never will.
+# How long to wait for the other ranks. Before there is a process group, all ranks read the same
+# flags and will come, as slowly as they import. Afterwards, a rank in a collective never comes.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# What Megatron says, in part, and what to do in the place of what it asks for.
+# Part of Megatron's message, and the advice that replaces Megatron's.
 _REMEDIES = {
     "sharding type": "The optimizer's states were saved for one layout; save with "
     "--dist-ckpt-optim-fully-reshardable to resume with other degrees, and resume this checkpoint "
@@ -50,30 +49,30 @@ _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
 def finish() -> None:
-    """Leave the process groups together, after the last collective of a job that is done.
+    """Leave the process groups together, after the last collective of a finished job.
 
-    A gloo worker thread that is still clearing away its last operation when Python shuts down wants
-    the interpreter's lock, gets its thread ended instead, and aborts the process: one run of some
-    fifteen ended with status -6 after everything was trained and saved.
+    Python must not shut down while a gloo worker thread still cleans up its last operation. The
+    thread then waits for the interpreter's lock, is ended instead, and aborts the process: about
+    one run in fifteen ended with status -6 after everything was trained and saved.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    SAVES.look()  # at the one behind the last iteration
+    SAVES.look()  # the save after the last iteration
     distributed.barrier()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
     distributed.destroy_process_group()
-    # Modules and optimizers hold groups in cycles; a group joins its threads when it goes.
+    # Modules and optimizers hold groups in reference cycles; a group joins its threads when freed.
     gc.collect()
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Whether ``error`` is about what the user gave, and not a bug.
+    """Return whether ``error`` is about the user's input, and not a bug.
 
-    It is if this package's own code raised it as a ValueError or as one of this package's errors;
-    a ValueError that comes out of torch or Megatron keeps its traceback.
+    It is if this package's own code raised it as a ValueError or as one of this package's errors. A
+    ValueError from torch or Megatron keeps its traceback.
     """
     from_package = type(error).__module__.startswith("megatron_epp.")
     if not (from_package or isinstance(error, ValueError)):
@@ -86,12 +85,12 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 def refused_by_megatron(error: BaseException) -> ValueError | None:
-    """Return the refusal of what the user gave that an exception of Megatron's is, or None.
+    """Return Megatron's exception as a ValueError if it refuses the user's input, else None.
 
-    It is one where Megatron raises it on purpose (an assert or a raise) before it trains, and did
-    not come to it through a function of this package, which may have called it wrongly. Megatron
-    judges many flags when it builds what they are about, and ends where it cannot read a
-    checkpoint without an exception, with status 0.
+    It does if Megatron raises it on purpose (an assert or a raise) before training. An exception in
+    a call from this package does not count: the call could be wrong. Megatron checks many flags
+    only when it builds the component. If it cannot read a checkpoint, it exits without an
+    exception, with status 0.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -120,7 +119,7 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 
 
 def reason(error: BaseException) -> str:
-    """One line for an exception of Megatron's; the place and condition if it says nothing."""
+    """Return one line for an exception of Megatron's: its message, else its place and condition."""
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
         return message
@@ -133,10 +132,10 @@ def reason(error: BaseException) -> str:
 
 
 def refuse_and_exit(error: BaseException) -> NoReturn:
-    """End this rank with status 2 (a lost link: 1); one of the ranks that end so prints the line.
+    """End this rank with status 2 (a lost link: 1); one of the ranks prints the line.
 
-    The process ends here and now: whoever waits in a collective would keep an orderly shutdown
-    waiting. What it started, the planner's process above all, ends with it.
+    The process ends immediately, because ranks in a collective would block an orderly shutdown. Its
+    child processes, such as the planner's, end with it.
     """
     logger.debug("where the refusal came from", exc_info=error)
     status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
@@ -155,7 +154,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
 
 
 def _finish_saves() -> None:
-    """Finish asynchronous saves, which takes all ranks: where all are refused, and have met."""
+    """Finalise asynchronous saves if all ranks are refused and have met: it takes all of them."""
     _, ranks = rank_of()
     if SAVES.pending() and (ranks <= 1 or _meeting_place().add(_REFUSED, 0) >= ranks):
         from megatron.training.async_utils import maybe_finalize_async_save
@@ -164,9 +163,9 @@ def _finish_saves() -> None:
 
 
 def require_launcher() -> None:
-    """End this rank in one line where torchrun, which keeps the store, is gone already.
+    """End this rank with one line if torchrun, which keeps the store, has already ended.
 
-    The thread that watches it (launcher.py) cannot know that it was there before.
+    The thread that watches torchrun (launcher.py) cannot see that it existed before.
     """
     if os.environ.get(AGENT_STORE) != "True":
         return
@@ -183,16 +182,16 @@ def require_launcher() -> None:
 
 
 def _may_report() -> tuple[bool, bool]:
-    """Wait for the others; return whether this rank reports, and whether others are not refused.
+    """Wait for the other ranks; return whether this rank reports, and whether any is not refused.
 
-    Rank 0 reports, or, if it is not refused, the first that is.
+    Rank 0 reports, or, if it is not refused, the first rank that is.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
         return True, False
     try:
         store = _meeting_place()
-        # Rank 0 takes the word before it is counted: whoever counts all finds it taken.
+        # Rank 0 sets the key before it is counted, so a rank that counts all ranks finds it set.
         is_first = rank == 0 and store.add(_REPORTED, 1) == 1
         order = store.add(_REFUSED, 1)
         started = torch.distributed.is_initialized()
@@ -204,12 +203,12 @@ def _may_report() -> tuple[bool, bool]:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
         return is_first, store.add(_REFUSED, 0) < ranks
     except Exception:
-        # No store, or it went with rank 0, which then has spoken; whatever it is, the job ends.
+        # There is no store, or it ended with rank 0, which has reported then; the job ends anyway.
         return rank == 0, False
 
 
 def _meeting_place() -> Any:
-    """The process group's store; before there is one, the store that torchrun keeps."""
+    """Return the process group's store; before there is one, torchrun's store."""
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
@@ -217,7 +216,11 @@ def _meeting_place() -> Any:
 
 
 def torchrun_store() -> Any:
-    """Return the store that torchrun keeps. RuntimeError: there is none."""
+    """Return the store that torchrun keeps.
+
+    Raises:
+        RuntimeError: torchrun did not start this process, or its store does not answer.
+    """
     distributed = torch.distributed
     if os.environ.get(AGENT_STORE) != "True":
         raise RuntimeError("not started by torchrun: there is no store yet")

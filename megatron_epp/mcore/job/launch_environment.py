@@ -1,4 +1,4 @@
-"""Variables of the environment by which a launcher tells a process its rank, checked once."""
+"""Environment variables with which a launcher tells a process its rank, checked once."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def require_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a ValueError that names the first variable that no launcher would set so."""
+    """Raise a ValueError that names the first variable with a value that no launcher sets."""
     numbers = {name: _number(name, environ[name]) for name in _NUMBERS if name in environ}
     if "RANK" not in numbers and numbers.get("WORLD_SIZE", 1) > 1:
         raise _bad("WORLD_SIZE", environ["WORLD_SIZE"], "RANK as well, or neither")
@@ -35,7 +35,7 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the line on tasks of Slurm that each train alone; None where there are none."""
+    """Return the warning about Slurm tasks that each train alone; None if there are none."""
     tasks = environ.get(_TASKS, "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
         return None
@@ -46,7 +46,7 @@ def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return (rank, ranks) as far as the environment says them, whatever it holds; never raises."""
+    """Return (rank, world size) from the environment; invalid values count as (0, 1)."""
     numbers = []
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1)):
         try:

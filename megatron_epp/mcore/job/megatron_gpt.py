@@ -1,8 +1,7 @@
 """Megatron's own way of training a GPT: its datasets, batches, forward step and loss.
 
-This is the path without ``--epp``. The wheel of megatron-core has the trainer but not the
-script that defines these four, so they are here, and compute what Megatron-LM's script computes to
-the last bit.
+This is the path without ``--epp``. The megatron-core wheel has the trainer but not the script that
+defines these four. The functions here compute what Megatron-LM's script computes, bit for bit.
 
     B samples of a micro-batch, S tokens of a sample (the context), C documents in a packed batch
 """
@@ -45,7 +44,7 @@ from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.requested import place_of
 from megatron_epp.safe_files import bounded_text
 
-# What a batch may hold; a dataset leaves out what it does not make.
+# All keys of a batch; a dataset omits those that it does not produce.
 BATCH_TENSORS = (
     "attention_mask",
     "cu_seqlens",
@@ -68,10 +67,10 @@ SPIKE_FACTOR = 10
 def forward_step(
     data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """One micro-batch through this stage: its output, and the loss function for the last stage.
+    """Run one micro-batch through this stage; return its output and the last stage's loss function.
 
-    With ``return_schedule_plan`` (Megatron's overlap of expert communication) the model's own plan
-    of the micro-batch is returned in place of its output.
+    With ``return_schedule_plan`` (Megatron's overlap of expert communication) the first value is
+    the model's schedule plan of the micro-batch.
     """
     args, timers, straggler = get_args(), get_timers(), StragglerDetector()
     timers("batch-generator", log_level=2).start()
@@ -93,7 +92,7 @@ def forward_step(
 def loss(
     loss_mask_BS: torch.Tensor, token_losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss summed over the unmasked tokens, their number, and both as the log wants them."""
+    """Return the loss summed over the unmasked tokens, their number, and both for the log."""
     args = get_args()
     mask = loss_mask_BS.view(-1).float()
     total = torch.sum(token_losses_BS.view(-1).float() * mask)
@@ -103,7 +102,7 @@ def loss(
 
 
 def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
-    """Show the loss to Megatron's re-run machine, which replays an iteration that it rejects.
+    """Validate the loss with Megatron's re-run machine, which replays a rejected iteration.
 
     The forward pass is deterministic, so a replay has to agree exactly.
     """
@@ -133,11 +132,11 @@ def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """Tensors that this rank needs of the next micro-batch: every key of BATCH_TENSORS, None if
-    not.
+    """Return the tensors of the next micro-batch that this rank needs, None for other keys.
 
-    Tensor-parallel rank 0 reads it and broadcasts; stages in the middle of the pipeline need only
-    the borders of packed documents; context-parallel ranks keep their part of the tokens.
+    Tensor-parallel rank 0 reads the batch and broadcasts it. Stages between the first and the last
+    need only the boundaries of packed documents. Each context-parallel rank keeps its shard of the
+    tokens.
     """
     args = get_args()
     at_an_end = is_first_or_last_pipeline_stage(vp_stage)
@@ -183,10 +182,10 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
 
 
 def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
-    """Where the documents of a packed batch begin and end; None if it is not packed.
+    """Return the boundaries of the documents of a packed batch; None if it is not packed.
 
-    The true borders go to the count of floating-point operations. The attention gets the padded
-    ones where there are any: 0.19 does not tell padded from true borders there.
+    The count of floating-point operations uses the true boundaries. The attention uses the padded
+    ones if there are any: Megatron 0.19 does not distinguish the two there.
     """
     if batch["cu_seqlens"] is None:
         return None
@@ -212,7 +211,7 @@ def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeq
 
 
 def _holds_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
-    """Whether this stage predicts more than the next token (Megatron's multi-token prediction)."""
+    """Return whether this stage has MTP layers."""
     config = core_transformer_config_from_args(args)
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
@@ -226,9 +225,10 @@ def _holds_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
 
 
 def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test sets, with at least ``samples`` samples each (0: None).
+    """Return the training, validation and test sets with at least ``samples`` samples; None for 0.
 
-    ValueError: a corpus file is missing or cut short.
+    Raises:
+        ValueError: A corpus file is missing or truncated.
     """
     args = get_args()
     _examine_corpus(args)
@@ -243,13 +243,18 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
     return tuple(built)
 
 
-# Every rank calls it, so that each builds what it needs; Megatron looks for this attribute.
+# Every rank calls it and builds what it needs; Megatron looks for this attribute.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def require_validation(args: argparse.Namespace, there: bool) -> None:
-    """Refuse a job that is to evaluate and has nothing to evaluate on (ValueError): Megatron finds
-    out in its first evaluation. ``there``: whether a part of the corpus is for validation."""
+    """Refuse a job that evaluates without validation data, which Megatron notices only later.
+
+    ``there`` says whether part of the corpus is for validation.
+
+    Raises:
+        ValueError: There is no validation data.
+    """
     if not there and (args.eval_iters or args.full_validation):
         raise ValueError(
             "--eval-iters: there is nothing to evaluate on, as no part of the corpus is for "
@@ -258,10 +263,13 @@ def require_validation(args: argparse.Namespace, there: bool) -> None:
 
 
 def _examine_corpus(args: argparse.Namespace) -> None:
-    """Refuse a damaged corpus before Megatron opens it behind a barrier.
+    """Refuse a damaged corpus before Megatron opens it.
 
-    There an error on one rank leaves the others waiting; here all ranks find it alike. ValueError:
-    what is wrong with which file.
+    Megatron opens it around a barrier, where an error on one rank blocks the others. Here all ranks
+    find the error.
+
+    Raises:
+        ValueError: The file, and what is wrong with it.
     """
     if args.mock_data or args.sft or args.object_storage_cache_path is not None:
         return
@@ -281,7 +289,7 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 
 
 def _reads_data(vp_stage: int | None = None) -> bool:
-    """Whether this rank builds the datasets: one of each stage that needs tokens or borders."""
+    """Return whether this rank builds the datasets: tensor-parallel rank 0 if they are needed."""
     args = get_args()
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
@@ -289,7 +297,11 @@ def _reads_data(vp_stage: int | None = None) -> bool:
 
 
 def _sequences_of(path: str) -> Any:
-    """Return what --per-dataset-sequences-path says. ValueError: the file cannot be read."""
+    """Return the contents of --per-dataset-sequences-path.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     try:
         return json.loads(bounded_text(path, "a number of sequences for every corpus, in JSON"))
     except (OSError, ValueError, RecursionError) as error:
@@ -297,7 +309,7 @@ def _sequences_of(path: str) -> Any:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Megatron's dataset configuration from its flags."""
+    """Return Megatron's dataset configuration for its flags."""
     blend, blend_per_split = blends_of(args)
     path = args.per_dataset_sequences_path
     fields: dict[str, Any] = {
@@ -328,13 +340,16 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold a word embedding: the first stage's, the last if tied,
-    those of MTP."""
+    """Return the ranks of a pipeline that hold a word embedding.
+
+    These are the rank of the first stage, that of the last if embeddings are tied, and those of
+    MTP.
+    """
     args = get_args()
     first, *_ = place_of(args) or (0,)
     holders = {pipeline_ranks[first]}
     if len(pipeline_ranks) > 1:
-        # Over an output layer on all stages lm_head/tied.py keeps the copies alike.
+        # With vocabulary parallelism, lm_head/tied.py keeps the copies equal.
         tied = not args.untie_embeddings_and_output_weights
         if tied and not vocabulary_parallel(args):
             holders.add(pipeline_ranks[-1])
@@ -343,7 +358,11 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse by name what Megatron-LM's script can do and this one cannot (ValueError)."""
+    """Refuse a feature that Megatron-LM's script has and this one lacks.
+
+    Raises:
+        ValueError: The flag of the feature is given.
+    """
     if args.logits_load_dir is not None:
         raise ValueError(
             "--logits-load-dir: distillation from cached logits is not supported here; "

@@ -1,4 +1,4 @@
-"""The process groups of elastic pipelines, made from Megatron's."""
+"""Process groups of elastic pipeline parallelism, derived from Megatron's."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,8 @@ from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
 
-# Blocks of a GPU that a message may hold, those that wait for their other end included. Four carry
-# some 90 GB/s within a node; NCCL takes up to 32 of 132, on which nothing is computed meanwhile.
+# Thread blocks of a message's kernel, including those that wait for the other end. Four reach some
+# 90 GB/s within a node. NCCL would take up to 32 of 132, which then compute nothing.
 MESSAGE_BLOCKS = 4
 
 
@@ -27,16 +27,20 @@ def make_groups(
     place: Sequence[int] = (),
     check: Callable[[dist.ProcessGroup], None] = lambda group: None,
 ) -> Groups:
-    """Collective: every rank calls it once, after Megatron has made its groups. ``place``: the rank
-    of every stage; none where stage i lies on rank i. ``check`` compares, over the control group,
-    what ranks know alone and make the other groups by.
+    """Make the process groups. Collective: every rank calls it once, after Megatron's groups exist.
 
-    Who waits in them for another rank fails after as long as in Megatron's groups. Those of
-    messages span the world, so there are three with the control group however large it is: a
-    message names both its ends, and NCCL makes a communicator for each pair of ranks that speak.
-    The ranks that are planned for together have a group, on the host.
+    Waits in these groups have Megatron's timeout. Together with the control group, three groups
+    span the world, whatever its size. A message names both its ends, and NCCL makes a communicator
+    for each pair of ranks that communicate. Replicas that are planned together have a group on the
+    CPU.
+
+    Args:
+        device: Device of this rank.
+        place: The rank of every stage; empty if stage i lies on rank i.
+        check: Compares, over the control group, the local values from which ranks make the other
+            groups.
     """
-    # Here, not above: loops of others need messages, and have another trainer than Megatron's.
+    # Imported here: external training loops use this module with another trainer.
     from megatron.training import get_args
 
     args = get_args()
@@ -46,7 +50,7 @@ def make_groups(
     payload = message_groups(device, timeout, vocabulary_parallel(args), place)
     together, lockstep = mpu.get_tensor_and_context_parallel_group(), lockstep_of(args)
     if lockstep > 1:
-        # The ranks that share a layer's experts are all those of the block's replicas.
+        # The ranks that share the experts of a layer are all ranks of the lockstep group.
         together = mpu.get_expert_tensor_and_model_parallel_group()
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
@@ -78,12 +82,12 @@ def block_group(
     """Make the group of the replicas that are planned together. Collective over ``control``.
 
     Args:
-        number: of this rank's block: its replica, or those in lockstep with it.
-        control: all ranks, on the host.
-        timeout: after which who waits for another rank fails.
+        number: Number of this rank's lockstep group, or its replica.
+        control: Group of all ranks, on the CPU.
+        timeout: Limit for waits in the group.
 
     Returns:
-        The group; its rank that plans; how many ranks of this host do.
+        The group, the group's rank that plans, and the number of planning ranks on this host.
     """
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, (socket.gethostname(), number), group=control)
@@ -92,7 +96,7 @@ def block_group(
     here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
     group, planner = None, 0
     for block in planners:
-        # Every rank makes every block's group, in one order, as Megatron makes its own.
+        # Every rank makes every group, in one order, as Megatron does.
         ranks = [rank for rank, other in enumerate(blocks) if other == block]
         new = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
         if block == number:
@@ -102,15 +106,19 @@ def block_group(
 
 
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
-    """This rank's groups that all layers speak in; and those of some kinds of layers, of the model
-    of ``holder``, flags or a configuration."""
+    """Return this rank's groups that layers communicate in.
+
+    ``holder``, flags or a configuration, describes the model; some layer kinds add groups.
+    """
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]
 
 
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
-    """This rank's groups that an iteration of Megatron's trainer speaks in, outside of layers: to
-    add up gradients, their norm and tokens. All ranks have theirs in one order."""
+    """Yield this rank's groups in which Megatron's trainer communicates outside of layers.
+
+    It sums gradients, their norm and tokens in them. All ranks yield theirs in one order.
+    """
     yield mpu.get_data_parallel_group(with_context_parallel=True)
     yield mpu.get_pipeline_model_parallel_group()
     yield mpu.get_model_parallel_group()
@@ -120,7 +128,7 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
         yield mpu.get_intra_distributed_optimizer_instance_group()
     embedding = mpu.get_embedding_group(check_initialized=False)
     if not args.untie_embeddings_and_output_weights and embedding is not None:
-        yield embedding  # only the ranks of such a group know of it
+        yield embedding  # only the ranks of such a group know it
     for part in LAYER_KINDS:
         yield from part.trainer_groups(args)
 
@@ -128,12 +136,21 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 def message_groups(
     device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
-    """A group that spans the world for each direction of messages, every link of which has spoken
-    once; none where there is one stage. Collective over the world.
+    """Make a group that spans the world for each direction of messages. Collective over the world.
 
-    ``of_head``: with one for messages of H. ``place``: the rank of every stage.
+    Every link is initialised once. With one stage there are no groups.
 
-    ValueError: torch.distributed was initialised in a way in which pipelines stand still.
+    Args:
+        device: Device of this rank.
+        timeout: Limit for waits in the groups.
+        of_head: Whether to add a group for messages of H (vocabulary parallelism).
+        place: The rank of every stage; empty if stage i lies on rank i.
+
+    Returns:
+        The groups by direction.
+
+    Raises:
+        ValueError: torch.distributed was initialised in a way that blocks pipelines.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     groups: dict[Payload, dist.ProcessGroup] = {}
@@ -154,24 +171,28 @@ def message_groups(
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:
-    """How NCCL carries the messages of one direction; None where it does not: on a host without a
-    GPU, and where ranks share one."""
-    # Of a mixed world ("cpu:gloo,cuda:nccl") dist.get_backend() gives the whole name.
+    """Return NCCL's options for the messages of one direction.
+
+    Returns None on a CPU-only host and where ranks share a GPU: NCCL does not carry messages there.
+    """
+    # For a mixed world ("cpu:gloo,cuda:nccl"), dist.get_backend() returns the whole name.
     world = speaking(dist.distributed_c10d._get_default_group())
     if device.type != "cuda" or world._get_backend(device).name() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
-    # Blocks of a message's kernel do not queue behind waiting blocks of attention and norms.
+    # With high priority, a message's thread blocks do not queue after those of attention and norms.
     options.is_high_priority_stream = True
-    options._timeout = timeout  # torch warns where it is not the group's own
+    options._timeout = timeout  # torch warns if it differs from the group's
     options.config.max_ctas = MESSAGE_BLOCKS
     options.config.min_ctas = 1
     return options
 
 
 def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> None:
-    """NCCL makes a communicator when a group first speaks, which may wait for the device and for
-    all ranks of the group: not in the midst of an iteration, where receives are posted, nor at its
-    end, when torch holds the memory that it needs."""
+    """Run one all-reduce in ``group``, so that NCCL makes its communicator now.
+
+    Making it may wait for the device and for all ranks of the group. That must not happen during an
+    iteration, where receives are posted, nor at its end, when torch holds the memory that it needs.
+    """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

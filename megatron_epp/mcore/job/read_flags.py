@@ -1,6 +1,6 @@
-"""Megatron's flags and ours: read once, refused in one line.
+"""Flags of Megatron and of --epp: read once, refused in one line.
 
-Whatever Megatron raises while it reads flags counts as the user's mistake.
+Any exception that Megatron raises while it reads flags counts as the user's mistake.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def _as_typed(parser: ArgumentParser) -> ArgumentParser:
 
 
 def read_flags(watch: Watch = _as_typed) -> Namespace:
-    """Megatron's flags and ours, validated and made Megatron's global arguments.
+    """Return the validated flags of Megatron and --epp, and set Megatron's global arguments.
 
-    ``watch``: has the parser give other values than those that were typed.
+    ``watch`` may make the parser return other values than those typed.
 
-    ValueError: a flag that is unknown, or that Megatron or this host refuses.
+    Raises:
+        ValueError: A flag is unknown, or Megatron or this host refuses it.
     """
     from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -48,7 +49,7 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
     from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
-        # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
+        # First pass, before Megatron's own checks, to name features that the CPU lacks.
         wanted = parse_args(lambda parser: watch(prepare_parser(parser)))
         if cpu_host.is_cpu_host():
             refusals.refuse_gpu_flags(wanted)
@@ -67,12 +68,12 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
                 undivided_evaluation(parser)
             return parser
 
-        # Megatron warns of a default that is overridden, so only where it will be used.
+        # Megatron warns about an overridden default, so set only defaults that will be used.
         defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
         try:
             args = parse_and_validate_args(prepare, args_defaults=defaults)
         except Exception:
-            if wanted.epp:  # what --epp does not run at all comes before what it would have to be
+            if wanted.epp:  # --epp's refusals of a feature come before Megatron's conditions on it
                 refusals.refuse_by_name(parse_args(prepare))
             raise
         if args.epp:
@@ -80,8 +81,8 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
         require_data_flags(args)
         require_local(args)
         require_complete(args)
-        # Later Megatrons (#7418) leave tokenizer, timers and writers to the caller, who may build
-        # the configuration before: here it needs the vocabulary's size.
+        # Later versions of Megatron (#7418) leave tokenizer, timers and writers to the caller, who
+        # may build the configuration first; this needs the vocabulary size.
         start = getattr(global_vars, "initialize_runtime_services", None)
         if start is not None:
             start(args)
@@ -91,7 +92,7 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     """Add --epp's flags and this host's defaults to Megatron's parser; it raises, never exits."""
     with_our_flags(parser)
-    # Megatron divides by --eval-interval even where nothing is evaluated (training.py:4481).
+    # Megatron divides by --eval-interval even without evaluation (training.py:4481).
     parser.set_defaults(eval_interval=1000)
     if cpu_host.is_cpu_host():
         parser.set_defaults(**cpu_host.cpu_defaults())
@@ -105,15 +106,20 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
-    segments of interleaved pipelines are taken out, too."""
+    """Return Megatron's ``parser`` with --epp's flags.
+
+    With --epp, it also removes flags that layer kinds replace, and segments of interleaved
+    pipelines.
+    """
     extended = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
     return replaced.watch(extended, (*replaced_by_kinds(), *SEGMENTS))
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``read``, such as of a pattern of layers ("[0]*1+[1]*3"), which Megatron has Python evaluate:
-    what Python says of the text becomes an error that argparse names the flag of."""
+    """Wrap a type function so that an exception in Megatron's ``eval`` becomes an argparse error.
+
+    argparse then names the flag. An example is a pattern of layers, "[0]*1+[1]*3".
+    """
 
     @wraps(read)
     def reading(text: str) -> Any:
@@ -131,9 +137,9 @@ def _refuse(message: str) -> NoReturn:
 
 @contextmanager
 def refusals_as_value_errors() -> Iterator[None]:
-    """Turn what Megatron raises while it reads flags into a ValueError that says why.
+    """Convert exceptions that Megatron raises while it reads flags to ValueErrors with a reason.
 
-    Many of its checks are bare asserts: then the asserted condition is the message.
+    Many of its checks are bare asserts; the message is then the asserted condition.
     """
     try:
         yield
@@ -150,7 +156,7 @@ def refusals_as_value_errors() -> Iterator[None]:
 
 
 def be_the_only_process() -> None:
-    """Set what torchrun would set for a single process, for a start without it."""
+    """Set the variables that torchrun would set for a single process, for a start without it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -160,4 +166,5 @@ def be_the_only_process() -> None:
 
 
 def rank() -> int:
+    """Return this process's rank in the world, 0 without a launcher."""
     return rank_of()[0]

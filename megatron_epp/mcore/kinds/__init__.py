@@ -1,1 +1,1 @@
-"""Kinds of layers in Megatron: what each part of a layer does there (registry.py)."""
+"""Layer kinds in Megatron: flags, modules and certificates of each (registry.py)."""

@@ -1,9 +1,9 @@
-"""A layer kind of Megatron's models: what its flags say, and how its modules compute chunks.
+"""Base classes of a layer kind: its meaning in Megatron's flags, and its modules on chunks.
 
-``LayerKind`` reads flags and configurations, before Megatron is imported: it imports Megatron
-inside of methods at most. ``KindModule`` acts on Megatron's modules. A kind overrides what it has:
-by default a hook has nothing to say. What a kind costs is a class of
-:mod:`megatron_epp.cost.kinds`; what a certificate needs of it, :mod:`.certificate_base`.
+``LayerKind`` reads flags and configurations before Megatron is imported; only methods may import
+it. ``KindModule`` acts on Megatron's modules. A kind overrides the methods that concern it; the
+defaults do nothing. The cost of a kind is a class of :mod:`megatron_epp.cost.kinds`, its
+certificate one of :mod:`.certificate_base`.
 """
 
 from __future__ import annotations
@@ -27,73 +27,55 @@ if TYPE_CHECKING:
 
 
 class LayerKind:
-    """A layer kind, by Megatron's parsed ``args``.
+    """A layer kind, by Megatron's parsed ``args``."""
 
-    PRICED    its class in cost/kinds; None: it changes what another kind costs
-    NAME      of layers that it is all of
-    SYMBOL    symbol of such layers in a HybridModel's pattern; none: there are none
-    SYMBOLS   symbols of all layers there that have it, if of others, too
-    VARIANTS  values of --experimental-attention-variant that ask for it; none: there are none
-    SLICED    whether slices of external training loops compute it
-    ABSENT    fields of LayerShape of a layer without it
-    NUMBERED  whether an MTP layer has it as the decoder's layer of its number, not as the last
-    SLOT      attribute of Megatron's layer that holds its module; none: it has none of its own
-    TIMED     attributes of Megatron's layer that hold modules of it which selective recompute runs
-              again, by the name that recompute has of them
-    STACK     field of Megatron's HybridStackSubmodules that describes such layers
-    FLAGS     fields of args that ask for it, with what they are where it is not asked for
-    LIMITS    what it does not run
-    REPLACED  flags whose job is done otherwise
-    """
-
-    PRICED: type[Part] | None = None
-    NAME: str = ""
-    SYMBOL: str = ""
-    SYMBOLS: str = ""
-    VARIANTS: tuple[str, ...] = ()
-    SLICED: bool = True
-    ABSENT: ClassVar[dict[str, Any]] = {}
-    NUMBERED: bool = False
-    SLOT: str = ""
-    TIMED: ClassVar[dict[str, str]] = {}
-    STACK: str = ""
-    FLAGS: ClassVar[dict[str, Any]] = {}
-    LIMITS: tuple[Limit, ...] = ()
-    REPLACED: tuple[ReplacedFlags, ...] = ()
+    PRICED: type[Part] | None = None  # class in cost/kinds; None: it changes another kind's cost
+    NAME: str = ""  # of layers that consist of it
+    SYMBOL: str = ""  # of its layers in a HybridModel's pattern; "": there are none
+    SYMBOLS: str = ""  # of all layers there that have it, if other layers do, too
+    VARIANTS: tuple[str, ...] = ()  # values of --experimental-attention-variant that ask for it
+    SLICED: bool = True  # whether slices of external training loops support it
+    ABSENT: ClassVar[dict[str, Any]] = {}  # fields of LayerShape for a layer without it
+    NUMBERED: bool = False  # an MTP layer has it as the decoder's layer of its number, not the last
+    SLOT: str = ""  # attribute of Megatron's layer with its module; "": it has none
+    TIMED: ClassVar[dict[str, str]] = {}  # {name in selective recompute: attribute of the layer}
+    STACK: str = ""  # field of Megatron's HybridStackSubmodules for its layers
+    FLAGS: ClassVar[dict[str, Any]] = {}  # fields of args that ask for it, with neutral values
+    LIMITS: tuple[Limit, ...] = ()  # what it does not run
+    REPLACED: tuple[ReplacedFlags, ...] = ()  # flags that it replaces
 
     # -------------------------------------------------------------- the model
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of the layers that have it: those of its letters; all of a GPTModel."""
+        """Return the mask of the layers that have it: those of its symbols; all of a GPTModel."""
         return layers_with(args, self.SYMBOLS or self.SYMBOL)
 
     def sizes(self, args: Any) -> dict[str, Any]:
-        """Return the fields of LayerShape of a layer that has it."""
+        """Return the fields of LayerShape for a layer that has it."""
         return {}
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
-        """Return the fields of the cost model's Model that it knows of."""
+        """Return the fields of the cost model's Model that depend on it."""
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        """Return values by destination with which the layers of ``mask`` have it, and no others."""
+        """Return values by destination with which exactly the layers of ``mask`` have it."""
         return {}
 
     def words(self, args: Any) -> list[str]:
-        """Return words that tell a profile of such a model from others'."""
+        """Return words that distinguish the profile of such a model from others."""
         return []
 
     def active(self, config: Any) -> int:
-        """Return how many such modules of a layer a token goes through."""
+        """Return the number of such modules of a layer that a token passes."""
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the heads that a rank attends with, one of ``context``; None: it does not say."""
+        """Return the heads of one of ``context`` ranks; None without attention."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
-        """Return the views of queries in layers of a model of ``config``, one of each kind: how
-        many tokens before each (None: all), and whether sinks. None of them: it has no say."""
+        """Return (window, has sinks) of every attention variant in the model; () without."""
         return ()
 
     # -------------------------------------------------------------- flags
@@ -103,75 +85,73 @@ class LayerKind:
         return {}
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError where flags as they are given make no sense over ``tp`` ranks."""
+        """Raise a ValueError if flags as typed are inconsistent on ``tp`` tensor-parallel ranks."""
 
     def refuse(self, args: Any) -> None:
-        """Raise a ValueError where --epp cannot run what LIMITS do not name."""
+        """Raise a ValueError for what --epp cannot run and LIMITS do not name."""
 
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
-        """Return why layers of these ``symbols`` are no model of ``args``; None: they may be."""
+        """Return the reason why layers of ``symbols`` do not fit ``args``; None if they do."""
         return None
 
     def needs_full_documents(self, args: Any) -> bool:
-        """Return whether training must not cut documents: it compares all tokens of one."""
+        """Return whether training compares all tokens of a document, so must not cut it."""
         return False
 
     def unshared(self, holder: Any) -> str:
-        """Return the name of what cannot be computed once for documents that begin alike, as it
-        follows from a whole document; "": nothing. ``holder``: flags, or a model's configuration.
-        """
+        """Return the name of what cannot be computed once for a shared prefix; "" if nothing."""
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether what it records in forwards is replayed by others in their order."""
+        """Return whether later passes replay, in order, what it records in forwards."""
         return False
 
     # -------------------------------------------------------------- ranks
 
     def expert_ranks(self, args: Any) -> int:
-        """Return the ranks that hold one layer together beside the tensor-parallel ones; 1: there
-        are none. Where they are more than a replica's, replicas run in lockstep."""
+        """Return the number of ranks that share a layer's experts, lockstep replicas' included."""
         return 1
 
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
-        """Return this rank's groups that its layers communicate in, beside the tensor- and
-        context-parallel ones; ``holder``: flags or configuration of the model."""
+        """Return this rank's groups for its layers, besides tensor- and context-parallel ones."""
         return []
 
     def trainer_groups(self, args: Any) -> list[ProcessGroup]:
-        """Return this rank's groups that an iteration of Megatron's trainer communicates in for its
-        sake."""
+        """Return this rank's groups in which Megatron's trainer communicates for it."""
         return []
 
 
 class OpenChoice(Protocol):
-    """A flag of a kind that may be left open (AUTO) until the model is built.
+    """Flag of a kind that may stay AUTO until the model is built.
 
-    flag     field of args
-    values   what it can be
+    Attributes:
+        flag: Field of args.
+        values: Its possible values.
     """
 
     flag: str
     values: tuple[str, ...]
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return the values that this rank's ``model`` cannot have, each with the reason."""
+        """Return the values that this rank's ``model`` does not support, with the reasons."""
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return the value that kinds of layers were measured with."""
+        """Return the value with which layer kinds were measured."""
 
     def settle(self, attention: Attention, value: str) -> None:
-        """Tell ``attention`` the value."""
+        """Set the value on ``attention``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a kind is installed: Megatron's ``layer``, number ``index`` of its stage.
+    """Place where a kind is installed: Megatron's ``layer``, number ``index`` of its stage.
 
-    context     the most tokens of a document
-    attention   that the job computes with
-    dropped     what the layer drops, to be recomputed in backward
-    in_loop     whether the model also computes for an external training loop what is no chunk
+    Attributes:
+        context: Most tokens of a document.
+        attention: The attention of the job.
+        dropped: Outputs that the layer drops, to be recomputed in the backward.
+        in_loop: Whether the model also runs inputs of an external training loop that are not
+            chunks.
     """
 
     layer: Any
@@ -185,31 +165,34 @@ class LayerPlace:
 class KindModule:
     """A layer kind in Megatron's modules.
 
-    KIND     its flags
-    CHOICES  flags of it that may be left open
+    Attributes:
+        KIND: Its flags.
+        CHOICES: Its flags that may stay AUTO until the model is built.
     """
 
     KIND: LayerKind
     CHOICES: tuple[OpenChoice, ...] = ()
 
     def holds(self, module: Any) -> bool:
-        """Return whether ``module``, in its slot, is of this kind."""
+        """Return whether ``module``, in the kind's slot, is of this kind."""
         return False
 
     def prepare(self, config: Any) -> None:
-        """Prepare, on every stage, what Megatron logs of a model of ``config``."""
+        """Prepare, on every stage, what Megatron logs for a model of ``config``."""
 
     def install(self, place: LayerPlace) -> None:
-        """Make it compute chunks."""
+        """Make the module compute chunks."""
         raise NotImplementedError
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
-        """Return what earlier slices, of ``context`` tokens, leave in the store, on this rank.
-        Asked of a layer that computes chunks."""
+        """Return the shapes of what earlier slices of ``context`` tokens store on this rank.
+
+        ``layer`` must compute chunks already.
+        """
         return KeptShapes()
 
     def changed(self, model: Any) -> list[Tensor]:
-        """Return the tensors that an iteration changes beside weights and gradients."""
+        """Return the tensors that an iteration changes besides weights and gradients."""
         return []
 
     # -------------------------------------------------------------- on CPU-only hosts
@@ -219,18 +202,22 @@ class KindModule:
         raise NotImplementedError
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        """Return the spec of a stage's layers of a GPTModel, of Megatron's local modules; None: it
-        has its own."""
+        """Return the spec of a stage's layers of a GPTModel, of Megatron's local modules.
+
+        None means that Megatron's own spec is used.
+        """
         return None
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Give ``layer``, the submodules that describe one of Megatron's, what local ones lack."""
+        """Complete ``layer``, the submodules of a local layer of Megatron's."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptShapes:
-    """Shapes of what slices leave in the store: two tensors, or none. ``last``: whether last slices
-    leave them, too."""
+    """Shapes of what slices leave in the store: two tensors, or none.
+
+    ``last`` says whether a document's last slice leaves them, too.
+    """
 
     shapes: tuple[tuple[int, ...], ...] = ()
     last: bool = False
@@ -244,7 +231,11 @@ def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
 
 
 def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:
-    """Return the mask of all layers as ``flag`` gives it. ValueError: it names more or fewer."""
+    """Return ``values`` of ``flag`` as a mask of all layers.
+
+    Raises:
+        ValueError: There are more or fewer than ``layers`` values.
+    """
     if len(values) != layers:
         raise ValueError(f"{flag}: {len(values)} layers; expected --num-layers, {layers}")
     return tuple(map(bool, values))

@@ -1,4 +1,4 @@
-"""A layer kind in certificates: how it is made small, and what the reference model does for it."""
+"""Base class of a layer kind in certificates: its small model, and fixes of the reference model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class LayerCertificate:
-    """A layer kind in a certificate. By default a hook has nothing to say.
+    """A layer kind in a certificate; by default its methods do nothing.
 
-    KIND         its flags
-    COLLECTIVES  that its layers issue
+    Attributes:
+        KIND: Its flags.
+        COLLECTIVES: Collectives that its layers issue.
     """
 
     KIND: LayerKind
@@ -27,48 +28,58 @@ class LayerCertificate:
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
-        """Return values by destination that make it small. ``step``: a rank's part of a matrix has
-        a multiple of it of rows and columns. ValueError: one line."""
+        """Return values by destination that make the model small.
+
+        Args:
+            args: Megatron's arguments of the full model.
+            hidden: Hidden size of the small model.
+            tp: Tensor-parallel ranks.
+            head_size: Size of a head of the small model.
+            step: Rows and columns of a rank's matrix must be a multiple of it.
+
+        Raises:
+            ValueError: The sizes are inconsistent.
+        """
         return {}
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Return changes to values by destination of the ``small`` model with which no rounding
-        decides what it computes."""
+        """Return changes of ``small`` after which rounding decides no discrete choice."""
         return {}
 
     def small_words(self, args: Any) -> list[str]:
-        """Return words on it for readers of a certificate."""
+        """Return words on the kind for readers of a certificate."""
         return []
 
     def read_pattern(self, args: Any, symbols: str) -> None:
-        """Set in ``args`` what Megatron takes from the pattern."""
+        """Set on ``args`` what Megatron derives from the pattern."""
 
     def splits(self, args: Any) -> bool:
         """Return whether plans may split the backward of its layers."""
         return True
 
     def shrink_blocks(self) -> None:
-        """Make blocks of rows that are computed at a time as small as the small model wants."""
+        """Reduce the blocks of rows that are computed at a time to the small model's size."""
 
     # -------------------------------------------------------------- the reference model
 
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
-        """Fix Megatron's ``layer`` where it computes wrongly, and, ``by_engine``, has other keys
-        than Transformer Engine's."""
+        """Fix errors of Megatron's ``layer``; ``by_engine``: give it Transformer Engine's keys."""
 
     def make_double(self, args: Any) -> None:
-        """Have what Megatron casts to float32 by name compute in float64."""
+        """Make what Megatron casts to float32 by name compute in float64."""
 
     def adds_losses(self, holder: Any) -> bool:
-        """Return whether its layers add losses of their own, of all that is computed together;
-        ``holder``: flags, or a model's configuration."""
+        """Return whether its layers add losses that depend on all that is computed together.
+
+        ``holder`` is the flags or the model's configuration.
+        """
         return False
 
     def weigh_losses(self, scale: Tensor) -> None:
-        """Have the losses that its layers add count ``scale`` times."""
+        """Multiply the losses that its layers add by ``scale``."""
 
     def forget_losses(self) -> None:
-        """Forget the losses of its layers that Megatron's log holds."""
+        """Clear the losses of its layers in Megatron's log."""
 
     def finish_reference(self, model: Any, config: Any) -> None:
         """Do for the reference ``model`` what finalize_model_grads does after an iteration."""

@@ -1,4 +1,4 @@
-"""Heads of keys and values that Megatron's flags ask for."""
+"""Numbers of key and value heads in Megatron's flags."""
 
 from typing import Any
 

@@ -11,14 +11,16 @@ Reason = Callable[[Any], str | None]
 class Limit:
     """A feature that some places do not run.
 
-    what      it in words, with its flags
-    instead   what to do
-    epp       whether flags ask for it, which --epp then refuses
-    slices    text on a loop's model that asks for it, which `attach` then refuses; True: the row's
-    calls     text on a loop's call that asks for it, which Megatron's own schedule then runs
-    no_gpu    text on flags that ask for it, which hosts without a GPU refuse
-    typed     whether --epp refuses its flags where they are typed; else they are taken out there
-              with a warning (replaced.py), and refused where they come another way
+    Attributes:
+        what: Description with its flags.
+        instead: What to do.
+        epp: Whether flags ask for it; --epp then refuses.
+        slices: Reason if a loop's model asks for it, True for the row's own text; `attach` then
+            refuses.
+        calls: Reason if a loop's call asks for it; Megatron's own schedule then runs the call.
+        no_gpu: Reason if flags ask for it; CPU-only hosts then refuse.
+        typed: Whether --epp refuses its flags if typed; else they are removed with a warning
+            (replaced.py), and refused if they come another way.
     """
 
     what: str
@@ -31,7 +33,7 @@ class Limit:
 
 
 def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
-    """Whether one of the flags has a value other than None, False and the harmless ones."""
+    """Return a test for flags with a value other than None, False and ``harmless``."""
 
     def asked(args: Any) -> bool:
         values = [getattr(args, name, None) for name in names]
@@ -41,7 +43,10 @@ def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]
 
 
 def settings(before: str = "", **words: str) -> Reason:
-    """Text on the first of these settings that the configuration of a model, or a call, has."""
+    """Return a function that names the first of these settings that a configuration has.
+
+    It takes a model or a call of a loop.
+    """
 
     def reason(holder: Any) -> str | None:
         for name, what in words.items():
@@ -53,10 +58,10 @@ def settings(before: str = "", **words: str) -> Reason:
 
 
 def not_computed(**words: str) -> Reason:
-    """Text on the first of these settings with which slices would compute something else."""
+    """Return a function that names the first of these settings that slices do not support."""
     return settings("slices do not compute ", **words)
 
 
 def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """The same asked of a loop's model, whose configuration has the flags' names."""
+    """Return ``asked`` for a loop's model; its configuration has the flags' names."""
     return lambda model: bool(asked(model.config))

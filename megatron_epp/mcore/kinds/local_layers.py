@@ -1,11 +1,10 @@
-"""Megatron's local modules in layers, on hosts without a GPU: what they lack beside Transformer
-Engine's, or would refuse when they are built.
+"""Megatron's local modules on CPU-only hosts, with what they lack compared to Transformer Engine's.
 
-    context parallelism    local attention refuses it; ours takes its place before it ever runs
+    context parallelism    local attention refuses it; ours replaces it before it runs
     norms of Q and K without weights (--qk-l2-norm)    are not passed on by Megatron's trainer
-    layers of a HybridModel    are of Transformer Engine's modules alone
+    layers of a HybridModel    exist only with Transformer Engine's modules
 
-Checkpoints have the keys that Transformer Engine's layers give them.
+Checkpoints have the keys of Transformer Engine's layers.
 """
 
 import copy
@@ -35,7 +34,7 @@ NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodules:
-    """Submodules of a layer of attention and an MLP."""
+    """Return the submodules of a layer with attention and an MLP."""
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=mla,
@@ -47,8 +46,14 @@ def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodul
 def local_attention(
     config: Any, attention: Any = None, keys: Mapping[str, str] = NORM_OF_QKV, mla: bool = False
 ) -> ModuleSpec:
-    """Description of a layer of ``attention``, by default over heads, with the ``keys`` that
-    checkpoints have for its norm."""
+    """Return the spec of a layer of ``attention``, by default multi-head.
+
+    Args:
+        config: The TransformerConfig.
+        attention: Spec of the attention.
+        keys: Keys of checkpoints for its norm.
+        mla: Whether the default attention is MLA.
+    """
     layer = local_submodules(config, mla)
     submodules = TransformerLayerSubmodules(
         input_layernorm=layer.input_layernorm,
@@ -60,7 +65,7 @@ def local_attention(
 
 
 def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules:
-    """Submodules of a layer of an MLP, or of ``experts``, whose norm has a name of its own."""
+    """Return the submodules of a layer with an MLP, or with ``experts`` and a separate norm."""
     layer = local_submodules(config)
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm,
@@ -75,8 +80,10 @@ def block_with(
     vp_stage: int | None,
     changed: Callable[[int, TransformerLayerSubmodules], dict[str, Any]],
 ) -> Any:
-    """Description of a stage's layers of a GPTModel with another attention variant: plain ones, but
-    for what is ``changed`` in the submodules of each, by its number in the model, from 0 on."""
+    """Return the spec of a stage's layers of a GPTModel with another attention variant.
+
+    ``changed`` returns the changed submodules of a layer by its number in the model, from 0 on.
+    """
     copied = copy.copy(config)
     copied.experimental_attention_variant = None
     block = copy.deepcopy(
@@ -105,7 +112,7 @@ def block_with(
 
 
 def fix_local_attention(layer: Any, config: Any) -> None:
-    """Make the attention over heads in ``layer``, submodules that describe one, as is wanted."""
+    """Complete the local multi-head attention in ``layer``, the submodules of a layer."""
     attention = local_attention_of(layer, mla=False)
     if attention is None:
         return
@@ -116,8 +123,10 @@ def fix_local_attention(layer: Any, config: Any) -> None:
 
 
 def norm_as_engines(layer: Any) -> None:
-    """Give the norm in front of experts the key that it has in Transformer Engine's layers: local
-    ones write it under that of a dense layer."""
+    """Give the norm before an MoE its key in Transformer Engine's layers.
+
+    Local layers save it under the key of a dense layer.
+    """
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
     kept = {
         local_name: engine for local_name, engine in names.items() if local_name not in NORM_OF_MLP
@@ -127,7 +136,7 @@ def norm_as_engines(layer: Any) -> None:
 
 
 def local_attention_of(layer: Any, mla: bool) -> Any:
-    """Submodules of the local attention that ``layer`` describes, with latents or without."""
+    """Return the submodules of ``layer``'s local attention, MLA or not; None if it is another."""
     own = layer.self_attention
     submodules = getattr(own, "submodules", None)
     if getattr(submodules, "core_attention", None) is not DotProductAttention:

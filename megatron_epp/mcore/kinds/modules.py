@@ -1,4 +1,4 @@
-"""Registry of the layer kinds in Megatron's modules: imported once Megatron is.
+"""Registry of the layer kinds in Megatron's modules: imported after Megatron.
 
 Modules of Megatron's layers that no kind holds are refused.
 """
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.moe.module import MoEModule
 from megatron_epp.mcore.kinds.registry import SYMBOLS
 from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, KDAModule, MambaModule
 
-# The most special first: of several that hold a module the first is asked.
+# Most specific first: the first kind that holds a module is used.
 KIND_MODULES: tuple[KindModule, ...] = (
     MLPModule(),
     MoEModule(),
@@ -29,12 +29,16 @@ KIND_MODULES: tuple[KindModule, ...] = (
     AttentionModule(),
     KDAModule(),
 )
-# Attributes of Megatron's layers that hold what computes.
+# Attributes of Megatron's layers with the modules that compute.
 _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
 
 def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
-    """Return the kinds that a layer of Megatron's has. ValueError: it has a module of no kind."""
+    """Return the kinds of a layer of Megatron's.
+
+    Raises:
+        ValueError: The layer has a module of no kind.
+    """
     kinds = []
     for slot in _SLOTS:
         module = getattr(layer, slot, None)
@@ -51,7 +55,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Return the modules of ``layer`` whose forward is timed alone, by recompute's name of them."""
+    """Return the modules of ``layer`` that are timed alone, by their name in recompute."""
     modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():
@@ -60,5 +64,5 @@ def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
 
 
 def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor, copy) of what an iteration changes beside weights and gradients."""
+    """Return (tensor, copy) of what an iteration changes besides weights and gradients."""
     return [(one, one.clone()) for kind in KIND_MODULES for one in kind.changed(model)]

@@ -1,4 +1,4 @@
-"""The rotary embedding of rows that stand anywhere in their documents."""
+"""Rotary embedding of rows at arbitrary positions of their documents."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 
 class PositionedRotary(nn.Module):
-    """The rotary embedding of each row's own position instead of rows 0, 1, 2, ...
+    """Rotary embedding by each row's own position, instead of rows 0, 1, 2, ...
 
-    Wraps Megatron's, whose table is made once for the whole context: its cache is keyed by length.
-    The rows are one sequence to Megatron, with a table of their own, so a kernel that counts
-    positions from 0 in every sequence (``fused``) finds the right ones, too. What is no chunk has
-    Megatron's own.
+    It wraps Megatron's, whose table is made once for the whole context: its cache is keyed by
+    length. Megatron sees the rows as one sequence with a table of their own. So a kernel that
+    counts positions from 0 in every sequence (``fused``) finds the right ones, too. Inputs that are
+    not chunks use Megatron's own.
 
-    ``computed``: the chunk that a model computes which may never ask for its length here. It gets
-    the whole table, and what it makes of that is replaced before the layers see it.
+    ``computed`` is the chunk of a model that may never ask for its length here. It gets the full
+    table, and its result is replaced before the layers read it.
     """
 
     def __init__(self, rotary: Any, context: int, fused: bool):
@@ -28,10 +28,11 @@ class PositionedRotary(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Frequencies, which models of others read."""
+        """Frequencies, which models of frameworks read."""
         return self.rotary.inv_freq
 
     def get_rotary_seq_len(self, *args: Any) -> int:
+        """Return the context for a chunk, and remember its positions; else Megatron's length."""
         self._positions = None
         params = args[-1] if args else None
         if not isinstance(params, ChunkParams):
@@ -41,18 +42,19 @@ class PositionedRotary(nn.Module):
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
+        """Return the table rows of the chunk's positions, with YaRN's factor if there is one."""
         positions, self._positions = self._positions, None
         if positions is None and self.computed is None:
             return self.rotary(length, *args, **others)
-        # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
+        # packed_seq: the full table; Megatron's context parallelism would take a part of it.
         table = self.rotary(self.context, packed_seq=True)
         if positions is None:
             return table
-        self.computed = None  # the layers see what they must
+        self.computed = None  # the layers get the right rows
         return _rows_of(table, positions)
 
     def replaced(self, table: Any) -> Any:
-        """The embedding for the layers, where a model hands them ``table``."""
+        """Return the rotary embedding for the layers, in place of a model's ``table``."""
         params, self.computed = self.computed, None
         if params is None or table is None:
             return table

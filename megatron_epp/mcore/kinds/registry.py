@@ -1,7 +1,7 @@
-"""Registry of the layer kinds: nothing else of mcore knows which there are.
+"""Registry of the layer kinds; the rest of mcore does not depend on which there are.
 
-A new kind of layer is a class here beside one of :mod:`megatron_epp.cost.kinds.layer`; whatever of
-Megatron's layers no class holds is refused.
+A new layer kind is a class here and one of :mod:`megatron_epp.cost.kinds.layer`. Modules of
+Megatron's layers that no class holds are refused.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ LAYER_KINDS: tuple[LayerKind, ...] = (
     WindowKind(),
     MTPKind(),
 )
-# Flags of what attends otherwise than attention over heads, with what they are without it.
+# Flags of kinds that replace multi-head attention, with their values without the kind.
 MIXER_FLAGS = {
     name: neutral
     for part in LAYER_KINDS
     if part.PRICED is None or part.PRICED.MIXER
     for name, neutral in part.FLAGS.items()
 }
-# Letters of a HybridModel's layers that --epp runs.
+# Symbols of a HybridModel's layers that --epp runs.
 SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
@@ -62,7 +62,7 @@ SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
 def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
-    """Fields of LayerShape of a layer that has the parts ``there``."""
+    """Return the fields of LayerShape for a layer that has the kinds ``there``."""
     sizes: dict[str, Any] = {}
     for part in LAYER_KINDS:
         sizes |= part.sizes(args) if part in there else part.ABSENT
@@ -70,59 +70,63 @@ def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
 
 
 def model_sizes(args: Any) -> dict[str, Any]:
-    """Fields of the cost model's Model that the parts know of."""
+    """Return the fields of the cost model's Model that depend on the kinds."""
     return {name: size for part in LAYER_KINDS for name, size in part.model_sizes(args).items()}
 
 
 def expert_ranks_of(args: Any) -> int:
-    """Return the ranks that hold a layer's experts; 1: there are none, or one rank has them all."""
+    """Return the number of ranks that share a layer's experts; 1 if one rank has them all."""
     return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
-    """Megatron's flags whose job the parts do otherwise with --epp."""
+    """Return Megatron's flags that the kinds replace with --epp."""
     return tuple(row for part in LAYER_KINDS for row in part.REPLACED)
 
 
 def kind_defaults(wanted: Any) -> dict[str, Any]:
-    """Megatron's flags that the parts imply with --epp."""
+    """Return Megatron's flags that the kinds imply with --epp."""
     return {name: value for part in LAYER_KINDS for name, value in part.defaults(wanted).items()}
 
 
 def lockstep_of(args: Any) -> int:
-    """Return the replicas whose ranks hold one layer together, neighbours that run in lockstep, as
-    Megatron spreads experts over the ranks of a stage in order; 1: each replica has all of it."""
+    """Return the number of neighbouring replicas whose ranks share a layer, so run in lockstep.
+
+    Megatron places experts on the ranks of a stage in order. 1: each replica has all experts.
+    """
     if (ranks := expert_ranks_of(args)) == 1:
         return 1
     return max(1, ranks // (args.tensor_model_parallel_size * args.context_parallel_size))
 
 
 def modes_of_kinds(args: Any) -> str:
-    """Recompute letters of the model that only layers with some part have."""
+    """Return the recompute modes that only layers of some kinds have."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
 
 
 def sees_full_documents(args: Any) -> bool:
-    """Whether the model trains on whole documents only."""
+    """Return whether the model trains on unsliced documents only."""
     return any(part.needs_full_documents(args) for part in LAYER_KINDS)
 
 
 def require_shared(holder: Any, what: str) -> None:
-    """ValueError: a part of a layer needs every document whole, so that ``what`` cannot be."""
+    """Raise a ValueError if a kind needs every document in full, so that ``what`` is impossible."""
     refused = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
     if refused:
         raise ValueError(f"{what}: not with {refused}; expected a model without")
 
 
 def limits_of_kinds() -> tuple[Limit, ...]:
-    """Everything that layers do not run."""
+    """Return all limits of the kinds."""
     return tuple(limit for part in LAYER_KINDS for limit in part.LIMITS)
 
 
 def require_pattern(args: Namespace) -> None:
-    """Raise a ValueError unless the pattern of ``args``, flags as they are given, is one of
-    Megatron's, with segments that its pipeline's stages can share."""
+    """Raise a ValueError unless the pattern of ``args`` is valid and fits the pipeline.
+
+    ``args`` are flags as typed.
+    """
     pattern = pattern_of(args)
     if pattern is None:
         return
@@ -149,14 +153,15 @@ def require_pattern(args: Namespace) -> None:
 
 
 def heads_of(config: Any, context: int | None = None) -> Heads:
-    """Heads of a rank, sharded over tensor- and context-parallel ranks; ``context``: these, if
-    other than the configuration's."""
+    """Return the heads of a rank, sharded over tensor- and context-parallel ranks.
+
+    ``context`` replaces the configuration's number of context-parallel ranks.
+    """
     ranks = config.context_parallel_size if context is None else context
     known = (part.heads(config, ranks) for part in reversed(LAYER_KINDS))
     return next(heads for heads in known if heads is not None)
 
 
 def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
-    """Views of queries in the layers of a model of ``config``, of each kind one: so many inputs in
-    front of each (None: all), and whether sinks."""
+    """Return (window, has sinks) of every attention variant in the layers of the model."""
     return next(filter(None, (part.layers_see(config) for part in LAYER_KINDS)))

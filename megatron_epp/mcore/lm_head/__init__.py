@@ -1,1 +1,1 @@
-"""The output layer with its words over the stages: shards, messages, and the ops H and G."""
+"""LM head: fused head and loss, vocabulary parallelism (shards, messages, the ops H and G)."""

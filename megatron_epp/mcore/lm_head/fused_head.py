@@ -17,14 +17,14 @@ from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.lm_head.fused_loss import Losses, fused_backward
 from megatron_epp.mcore.patching import cpu_host
 
-# Rows whose logits live at once without a GPU, where no launch has to pay for itself.
+# Rows with logits at once on a CPU, where there is no launch overhead.
 CPU_BLOCK_TOKENS = 1024
 
 
 def fused_head(args: Any) -> bool:
-    """Whether the last stage's head may run its backward early.
+    """Return whether the last stage's head may run its backward in F.
 
-    Where hooks start the overlapped reduction during the stage's last backward, the output layer's
+    If hooks start the overlapped reduction during the stage's last backward, the output layer's
     gradient must come there, with the others.
     """
     hooks_reduce = args.pipeline_model_parallel_size == 1 or not args.align_grad_reduce
@@ -32,32 +32,36 @@ def fused_head(args: Any) -> bool:
 
 
 def block_tokens(args: Any) -> int:
-    """Rows that the head takes at a time."""
+    """Return the rows that the head processes at a time."""
     words = args.padded_vocab_size // args.tensor_model_parallel_size
     return rows_at_once(words, cpu_host.has_gpu())
 
 
 def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
-    """Rows whose logits are held at once. ``words``: vocabulary rows of this rank, 1/stages of
-    those of its tensor-parallel rank with vocabulary parallelism."""
+    """Return the rows with logits held at once.
+
+    ``words`` are the vocabulary rows of this rank: with vocabulary parallelism 1 / ``stages`` of
+    its tensor-parallel rank's.
+    """
     if on_gpu:
         return head_block_tokens(words)
     return min(CPU_BLOCK_TOKENS * stages, HEAD_BLOCK_TOKENS[0])
 
 
 class FusedHead:
-    """An ``output_processor`` of GPTModel.forward: token losses [1, T], backward already run;
-    [1 + D, T] where hidden states of D depths come with the decoder's.
+    """An ``output_processor`` of GPTModel.forward that returns losses with their backward done.
 
-    ``weights_1T``: the gradient of every token's loss. With sequence parallelism the rank's rows
-    are gathered with the others' once, so that a block of them is one of the labels, and their
-    gradients summed and scattered once.
+    Losses are [1, T], or [1 + D, T] if hidden states of D MTP modules come with the decoder's.
+    ``weights_1T`` is the gradient of every token's loss. With sequence parallelism, the rank's rows
+    are gathered once, so that their blocks match those of the labels. Their gradients are
+    reduce-scattered once.
     """
 
     def __init__(self, weights_1T: Tensor):
         self.weights_1T = weights_1T
 
     def __call__(self, **arguments: Any) -> Tensor:
+        """Return the losses, after the backward of the head."""
         layer = arguments["output_layer"]
         results = [
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
@@ -84,8 +88,10 @@ class FusedHead:
 
 
 def losses_of_each(**arguments: Any) -> Tensor:
-    """An ``output_processor``: losses [1 + D, T] of all tokens that are predicted of a row, with
-    their backward where autograd has it."""
+    """Return the losses [1 + D, T] of all predictions of a row (an ``output_processor``).
+
+    Autograd runs their backward as usual.
+    """
     parts = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)]
     return concatenated(parts)
 
@@ -102,8 +108,10 @@ def _predictions(
     config: Any,
     **others: Any,
 ) -> Iterator[tuple[Tensor, Losses]]:
-    """(hidden states, losses of some of their rows) of each token that is predicted: the next, then
-    those of depths, which do not train the output layer with --mtp-detach-heads."""
+    """Yield (hidden states, losses of some of their rows) of the next token, then of MTP modules.
+
+    With --mtp-detach-heads, MTP does not train the output layer.
+    """
 
     def losses(depth: int, weight: Tensor | None, hidden_t1H: Tensor, rows: slice) -> Tensor:
         logits, _ = output_layer(
@@ -121,7 +129,7 @@ def _predictions(
 
 @contextmanager
 def _on_gathered_rows(output_layer: ColumnParallelLinear) -> Iterator[None]:
-    """The output layer neither gathers its rows nor adds up their gradients over the ranks."""
+    """Disable the output layer's gather and gradient reduction over the ranks in this context."""
     before = output_layer.sequence_parallel, output_layer.disable_grad_reduce
     output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True
     try:

@@ -1,4 +1,4 @@
-"""H and G of a stage, as the executor runs them, and what they need of its F and B."""
+"""H and G of a stage for the executor, and what they exchange with its F and B."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,10 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Result of the last stage's forward where H and G are ops of their own: no tensor, as
-    Megatron makes a last stage's tensors float32."""
+    """Result of the last stage's forward if H and G are separate ops.
+
+    It is no tensor, because Megatron converts tensors of the last stage to float32.
+    """
 
     normed_t1H: Tensor
 
@@ -25,7 +27,10 @@ class HiddenStates:
     def after_the_norm(
         cls, *, hidden_states: Tensor | tuple[Tensor, ...], **others: Any
     ) -> "HiddenStates":
-        """An ``output_processor`` of GPTModel.forward; depths' rows stand behind the decoder's."""
+        """Return the normed hidden states (an ``output_processor`` of GPTModel.forward).
+
+        Rows of MTP modules follow the decoder's.
+        """
         if isinstance(hidden_states, tuple):
             hidden_states = torch.cat(hidden_states)
         return cls(hidden_states)
@@ -34,10 +39,12 @@ class HiddenStates:
 class ShardedHead:
     """State that H, G, F and B of one stage exchange during one iteration.
 
-    hidden     from F on the last stage, from H on the others, until G
-    gradient   of the last stage's output: from H until B
-    lse        of all words: on the last stage from H on, on the others from B on, until G; and
-               until B, which hands it ``back``. On the last stage either may run first
+    Attributes:
+        hidden: From F on the last stage, from H on the others, until G.
+        gradient: Of the last stage's output: from H until B.
+        lse: Log-sum-exp over the vocabulary: from H on the last stage, from B on the others, until
+            G; and until B, which sends it ``back``. On the last stage either of G and B may run
+            first.
     """
 
     def __init__(
@@ -63,35 +70,38 @@ class ShardedHead:
         )  # fmt: skip
 
     def __len__(self) -> int:
-        """Chunks of which something is kept."""
+        """Return the number of chunks with saved state."""
         return len(set().union(*self._kept))
 
     def clear(self) -> None:
+        """Drop the state of all chunks."""
         for kept in self._kept:
             kept.clear()
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
-        """F: what H and G must know of the chunk's rows; ``weights``: of their losses."""
+        """Save the labels and loss weights of a chunk for H and G, in F."""
         self._labels[chunk], self._weights[chunk] = map(self._in_order, (labels_1T, weights_1T))
 
     def _in_order(self, of_each_DT: Tensor) -> Tensor:
-        """[1 + D, T] of the tokens that are predicted of each row in the order of hidden states
-        that tensor-parallel ranks gather, each of which has its rows of all: [(1 + D) T]."""
+        """Return [1 + D, T] in the order of gathered hidden states: [(1 + D) T].
+
+        Each tensor-parallel rank has its rows of all predictions.
+        """
         ranks = self.shard.words.scatters
         return of_each_DT.view(len(of_each_DT), ranks, -1).transpose(0, 1).reshape(-1)
 
     def _of_each(self, ordered: Tensor) -> Tensor:
-        """:meth:`_in_order` undone."""
+        """Undo :meth:`_in_order`."""
         ranks, each = self.shard.words.scatters, self.shapes.predictions
         return ordered.view(ranks, each, -1).transpose(0, 1).reshape(each, -1)
 
     def begin(self, chunk: int, hidden_t1H: Tensor) -> Tensor:
-        """F of the last stage: what goes to the first."""
+        """Save the last stage's hidden states, and return the message to the first stage."""
         self._hidden[chunk] = self.meter.hold(hidden_t1H)
         return self.shapes.head(chunk, 0).pack((hidden_t1H,), ())
 
     def head(self, chunk: int, received: Tensor) -> Tensor:
-        """H: what goes to the next stage; on the last the losses [1 + D, T]."""
+        """Run H; return the message to the next stage, or on the last the losses [1 + D, T]."""
         alive = [self.meter.hold(received)]  # counted while this op runs
         hidden_tH, before = self._unpacked(chunk, received)
         labels_T = self._labels[chunk]
@@ -122,7 +132,7 @@ class ShardedHead:
             hidden_t1H = self.meter.held(self._hidden[chunk])
             hidden_tH = hidden_t1H.view(-1, hidden_t1H.shape[-1])
         else:
-            # A copy: a part of the message would keep all of it.
+            # Copied: a view would keep the whole message alive.
             hidden_tH, wide = wide[0].clone(), wide[1:]
         rows = WeightRows(*wide) if self.training else None
         lse_t, logit_t = narrow
@@ -144,7 +154,7 @@ class ShardedHead:
         self._hidden.pop(chunk, None)
 
     def gradient(self, chunk: int, received: Tensor | None) -> Tensor:
-        """B or I: the gradient of the stage's output."""
+        """Return the gradient of the stage's output, for B or I."""
         if self.is_last:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
@@ -153,7 +163,7 @@ class ShardedHead:
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
-        """Message to the stage before: the gradient of its output, and what its G must know."""
+        """Return the message to the previous stage: its output's gradient, and the log-sum-exp."""
         lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
@@ -161,7 +171,7 @@ class ShardedHead:
         return self.shapes.gradient(chunk).pack((gradient_t1H,), lse)
 
     def weight_gradient(self, chunk: int) -> None:
-        """G."""
+        """Run G: add the chunk's gradient of the shard's weight."""
         hidden = self.meter.held(self._hidden.pop(chunk))
         self.shard.add_gradient(
             hidden.view(-1, hidden.shape[-1]),
@@ -174,8 +184,18 @@ class ShardedHead:
 def head_for(
     model: Any, plan: Plan, stage: int, shapes: MessageShapes, meter: Meter
 ) -> ShardedHead | None:
-    """Runner of H and G of ``plan``; None where it has none. PlanError: its output layer does not
-    lie as the model's does."""
+    """Return the runner of H and G of ``plan``; None if it has none.
+
+    Args:
+        model: The stage module.
+        plan: The plan.
+        stage: The stage.
+        shapes: Shapes of the messages.
+        meter: Meter of the bytes held.
+
+    Raises:
+        PlanError: The plan and the model disagree on vocabulary parallelism.
+    """
     shard = shard_of(model)
     if plan.vocabulary_parallel and shard is None:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""Shapes of messages where the output layer lies over the stages, and where it does not."""
+"""Shapes of messages between stages, with and without vocabulary parallelism."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,17 +10,17 @@ from megatron_epp.layers.lm_head.vocabulary import Packing
 
 
 class MessageShapes:
-    """Contents of a message of ``plan``, for the ``rows`` of a chunk that this rank hands on.
+    """Shapes of the messages of ``plan``; ``rows`` gives the rows of a chunk that this rank sends.
 
-    Where the output layer lies over the stages, a gradient brings every row's logarithm of the sum
-    over all words along, and there are messages of H:
+    With vocabulary parallelism, a gradient also carries every row's log-sum-exp over the
+    vocabulary, and there are messages of H:
 
-        onto stage 0         the last stage's hidden states
-        onto stages between  the same, mean and label's rows, two statistics
-        onto the last stage  mean and label's rows, two statistics
+        to stage 0            the last stage's hidden states
+        to stages between     the same, mean and label rows of the weight, two statistics
+        to the last stage     mean and label rows of the weight, two statistics
 
-    without rows of the weight where nothing is trained. Of each row ``predictions`` tokens are
-    predicted: so many times as large are messages of H, and so many logarithms a gradient brings.
+    Without training they have no rows of the weight. With several ``predictions`` per row (MTP),
+    messages of H are larger by this factor, and a gradient carries as many log-sum-exps.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class MessageShapes:
         self.training = not plan.forward_only
 
     def __call__(self, message: Message) -> tuple[int, ...]:
+        """Return the shape of ``message``."""
         if message.payload is Payload.ACTIVATION or not self.vocabulary_parallel:
             return self.rows(message.chunk), 1, self.hidden
         if message.payload is Payload.GRADIENT:
@@ -44,9 +45,11 @@ class MessageShapes:
         return (self.head(message.chunk, message.target).elements,)
 
     def gradient(self, chunk: int) -> Packing:
+        """Return the packing of a gradient of ``chunk``."""
         return Packing(self.rows(chunk), self.hidden, 1, self.predictions, self.dtype)
 
     def head(self, chunk: int, target: int) -> Packing:
+        """Return the packing of H's message of ``chunk`` to the stage ``target``."""
         packing = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
         if target == 0:
             return packing(1, 0, self.dtype)

@@ -1,11 +1,11 @@
-"""Megatron's output layer with its words over the stages.
+"""Megatron's output layer with vocabulary parallelism.
 
-Shard i * P + s of the words lies on stage s of P, tensor-parallel rank i: together the stages hold
-of rank i what Megatron's last stage holds. A checkpoint knows them under the same key, cut finer,
-so it loads and saves whatever the stages and ranks.
+Shard i * P + s of the vocabulary rows is on stage s of P, tensor-parallel rank i. Together the
+stages of rank i have what Megatron's last stage has. A checkpoint has them under the same key, with
+finer shards, so it loads and saves with any number of stages and ranks.
 
-Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, which is its
-shard, too, and those of the other stages are copies of its words (tied.py).
+With tied embeddings, stage 0 has all of rank i's embedding, as in Megatron, which contains its
+shard. The shards of the other stages are copies of their rows (tied.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +32,11 @@ from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 
 
 class VocabularyShard(nn.Module):
-    """Some words of the output layer, in its place on every stage: ``output_layer``.
+    """Some vocabulary rows of the output layer; replaces ``output_layer`` on every stage.
 
-    Its forward is H's arithmetic, so that whoever waits for a module's weights waits for these.
-    ``weight``: a parameter of its own, or the first words of one, ``of``, that is another module's.
-    ``place``: the pipeline rank of every stage.
+    Its forward computes H, so the pre-forward hook of overlapped parameter gathering fires for its
+    weight. ``weight`` is its own parameter, or the first rows of ``of``, a parameter of another
+    module. ``place`` is the pipeline rank of every stage.
     """
 
     def __init__(
@@ -52,17 +52,20 @@ class VocabularyShard(nn.Module):
         super().__init__()
         assert (weight_VH is None) == (of is not None)
         self.weight = weight_VH
-        self._of: tuple[Parameter, ...] = () if of is None else (of,)  # no parameter of this module
+        # In a tuple: not registered as a parameter of this module.
+        self._of: tuple[Parameter, ...] = () if of is None else (of,)
         self.index, self.shards, self.place = index, shards, place
         self.tp_group, self.scattered = tp, scattered
-        self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
+        # Counts the bytes of logits in the current iteration.
+        self.hold: Callable[[Tensor], Any] = id
         self._register_load_state_dict_pre_hook(
             lambda state, prefix, *others: state.setdefault(f"{prefix}_extra_state")
         )
 
     @property
     def words(self) -> OutputWeightShard:
-        # Looked up whenever it is used: DDP gives parameters other storage.
+        """This rank's rows of the weight, with the settings to compute on them."""
+        # Read at every use: DDP moves parameters to other storage.
         ranks = self.tp_group.size()
         weight_VH = self.weight.detach() if self.weight is not None else self._local(*self._of)
         stages = self.shards // ranks
@@ -76,12 +79,20 @@ class VocabularyShard(nn.Module):
         )
 
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
+        """Return the statistics of logits over these rows, with ``gradient`` also weight rows."""
         return statistics(hidden_tH, labels_T, self.words, gradient)
 
     def add_gradient(
         self, hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor
     ) -> None:
-        """G: what a chunk adds to the weight's gradient; hooks on it fire once."""
+        """Add the weight gradient of a chunk (G); hooks on the weight fire once.
+
+        Args:
+            hidden_tH: Hidden states of this rank's rows.
+            labels_T: Labels of the chunk.
+            weights_T: Weights of the losses.
+            lse_t: Log-sum-exp of the logits over the vocabulary.
+        """
         before: Tensor | None = None
         parts = weight_gradients(hidden_tH, labels_T, weights_T, lse_t, self.words)
         for part_VH in parts:
@@ -89,7 +100,7 @@ class VocabularyShard(nn.Module):
                 self._add(before)
             before = part_VH
         assert before is not None, "a chunk has rows"
-        if self.weight is None:  # reported by whose it is: its last B, or the stage's last op
+        if self.weight is None:  # another module reports it: its last B, or the stage's last op
             self._add(before)
             return
         with torch.enable_grad():
@@ -106,14 +117,16 @@ class VocabularyShard(nn.Module):
         total[: len(part_VH)] += part_VH
 
     def _local(self, weight: Parameter) -> Tensor:
-        """The first words of ``weight``, which has those of all stages."""
+        """Return the first rows of ``weight``, which has those of all stages."""
         return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor | ShardedObject]:
-        """With the empty state that Megatron's output layer has beside its weight: a GPTModel
-        leaves it out of checkpoints, a HybridModel asks for it."""
+        """Return the sharded weight and an empty extra state, as Megatron's output layer has.
+
+        A GPTModel leaves the extra state out of checkpoints, a HybridModel requires it.
+        """
         assert not sharded_offsets, "an output layer is one of its kind"
         key, extra = f"{prefix}weight", f"{prefix}_extra_state"
         rank, stage = divmod(self.index, self.shards // self.tp_group.size())
@@ -125,10 +138,10 @@ class VocabularyShard(nn.Module):
         return sharded
 
     def get_extra_state(self) -> None:
-        """None, as Megatron's output layer has."""
+        """Return None, as Megatron's output layer does."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing to take."""
+        """Do nothing: there is no extra state."""
 
 
 def sharded_vocabulary(
@@ -139,8 +152,16 @@ def sharded_vocabulary(
     metadata: dict | None = None,
     replica: tuple[int, ...] | None = None,
 ) -> ShardedTensor:
-    """Shard ``index`` of a table of words, as checkpoints know it. ``replica``: which copy it is;
-    None: the first of this replica of the model."""
+    """Return shard ``index`` of a table of vocabulary rows, as checkpoints describe it.
+
+    Args:
+        key: Key of the table in checkpoints.
+        weight_VH: Rows of the shard.
+        index: Index of the shard.
+        shards: Number of shards.
+        metadata: Megatron's metadata of the checkpoint.
+        replica: Identifies the copy; None: the first of this replica of the model.
+    """
     if replica is None:
         replica = (0, 0, _data_rank(metadata))
     return ShardedTensor.from_rank_offsets(
@@ -148,7 +169,7 @@ def sharded_vocabulary(
         weight_VH,
         (0, index, shards),
         replica_id=replica,
-        allow_shape_mismatch=True,  # words are padded to a multiple of the ranks
+        allow_shape_mismatch=True,  # the vocabulary is padded to a multiple of the ranks
     )
 
 
@@ -160,7 +181,7 @@ def _data_rank(metadata: dict | None) -> int:
 
 
 class _BroughtGradient(torch.autograd.Function):
-    """A root that leads to a weight and brings it a gradient."""
+    """Root of a graph whose backward passes a given gradient to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Parameter, gradient_VH: Tensor) -> Tensor:
@@ -172,7 +193,7 @@ class _BroughtGradient(torch.autograd.Function):
         return ctx.gradient, None
 
 
-# As Megatron's linears and its output layer have it (tensor_parallel/layers.py).
+# Attributes of Megatron's linears and output layer (tensor_parallel/layers.py).
 _OF_OUTPUT_WEIGHTS = {
     "tensor_model_parallel": True,
     "partition_dim": 0,
@@ -185,12 +206,15 @@ _OF_OUTPUT_WEIGHTS = {
 def shard_output_layer(
     models: Mapping[int, Any], place: Sequence[int], device: torch.device
 ) -> None:
-    """Give this rank's stages their words in the place of the last stage's whole output layer,
-    which is where their weights come from; of the first stage's embedding, where the two are tied.
-    Collective over the pipeline.
+    """Replace the output layer by shards on this rank's stages. Collective over the pipeline.
 
-    models   of this rank's stages        place   the rank of every stage; none: stage i on rank i
-    device   where it speaks
+    The weights come from the last stage's full output layer, or from the first stage's embedding if
+    the two are tied.
+
+    Args:
+        models: Stage modules of this rank, by stage.
+        place: The rank of every stage; empty if stage i lies on rank i.
+        device: Device for communication.
     """
     group, tp = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
     place = tuple(place) or tuple(range(group.size()))
@@ -212,7 +236,7 @@ def shard_output_layer(
             continue
         weight = Parameter(torch.empty(part.shape, dtype=dtype, device=where))
         weight.data.copy_(part)
-        shared = tied and target == 0  # with the embedding: it has no copy
+        shared = tied and target == 0  # part of the embedding, without a copy
         for name, value in _OF_OUTPUT_WEIGHTS.items():
             setattr(weight, name, value)
         model = models[target]
@@ -228,15 +252,17 @@ def shard_output_layer(
 
 
 def shard_of(model: Any) -> VocabularyShard | None:
-    """This stage's words, where the output layer is spread over the stages."""
+    """Return this stage's shard of the output layer; None without vocabulary parallelism."""
     layer = getattr(unwrap_model(model), "output_layer", None)
     return layer if isinstance(layer, VocabularyShard) else None
 
 
 @contextmanager
 def full_output_layer(model: Any) -> Iterator[None]:
-    """The last stage has an output layer of all words, though not the trained one, for a while:
-    what one takes tells what its parts will. ``model`` is not wrapped."""
+    """Give the last stage an untrained output layer of the full vocabulary in this context.
+
+    Its measured cost gives that of its shards. ``model`` is not wrapped.
+    """
     own = model.output_layer if model.post_process else None
     if not isinstance(own, VocabularyShard):
         yield

@@ -1,10 +1,10 @@
-"""An embedding that is tied to an output layer whose words lie over the stages.
+"""Embedding tied to an output layer with vocabulary parallelism.
 
-Stage 0 has the embedding as Megatron gives it, which is its shard of the output layer, too; each
-other stage has a copy of the words of its shard. Once per iteration both copies of a word get the
-sum of their gradients, so that they step alike, as Megatron's two copies on the first and the last
-stage do. The gradient norm counts the embedding only, and a checkpoint has it only: in as many
-parts as there are shards, since all copies of a tensor must be cut alike.
+Stage 0 has Megatron's embedding, which contains its shard of the output layer. Each other stage has
+a copy of its shard's rows. Once per iteration, both copies of a row get the sum of their gradients.
+So their steps are equal, as with Megatron's copies on the first and the last stage. The gradient
+norm counts only the embedding, and a checkpoint contains only the embedding. It has as many parts
+as there are shards, because all copies of a tensor must be sharded equally.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,16 @@ from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_
 
 
 def tie(models: Sequence[Any], device: torch.device) -> None:
-    """``models``, this rank's stages, not wrapped yet, have shards that are copies of the
-    embedding's words, if the two are tied. Collective over the pipeline. ValueError: somebody else
-    exchanges their gradients."""
+    """Tie the shards of ``models`` to the embedding, if the two are tied. Collective.
+
+    ``models`` are this rank's stage modules, not wrapped yet. The collective is over the pipeline.
+
+    Raises:
+        ValueError: Megatron would exchange their gradients, too.
+    """
     if not models[0].share_embeddings_and_output_weights:
         return
-    # Only the ranks of such a group know of it; all refuse alike.
+    # Only the ranks of such a group know it; all refuse together.
     own = mpu.get_embedding_group(check_initialized=False)
     exchanged = torch.tensor(own is not None and own.size() > 1, device=device).int()
     dist.all_reduce(exchanged, group=mpu.get_pipeline_model_parallel_group())
@@ -45,14 +49,14 @@ def tie(models: Sequence[Any], device: torch.device) -> None:
         if weight is None:
             continue
         weight.shared = True  # the norm counts the embedding
-        # In a bucket of its own under the distributed optimizer, as the embedding is.
+        # With the distributed optimizer it has a bucket of its own, like the embedding.
         weight.shared_embedding = True
 
 
 def _tie_state_dict(
     model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
 ) -> None:
-    """Replaces LanguageModule's, for every stage."""
+    """Replace LanguageModule's function of this purpose on every stage."""
     shard: VocabularyShard = model.output_layer
     group = metadata.get("dp_cp_group")
     if group is None:
@@ -86,9 +90,11 @@ def _tie_state_dict(
 
 
 def add_up_tied_gradients(models: Sequence[Any]) -> None:
-    """Give both copies of every word the sum of their gradients. Collective over the pipeline,
-    once per iteration, when those over the replicas are done. ``models``, of this rank's stages,
-    are wrapped by DDP."""
+    """Set the gradients of both copies of every row to their sum. Collective over the pipeline.
+
+    It runs once per iteration, after the reduction over the replicas. ``models`` are this rank's
+    stage modules, wrapped by DDP.
+    """
     shard = shard_of(models[0])
     if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:
         return
@@ -101,10 +107,10 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
             own.append(_full_gradient(model, weight))
             continue
         total = _full_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
-        # Of stage 0 itself, which has added up its own.
+        # Stage 0 itself, whose gradient is in the total already.
         own.append(torch.empty_like(total.chunk(len(place))[0]))
     rounds = max(place.count(rank) for rank in range(group.size()))
-    own += [torch.empty_like(own[0])] * (rounds - len(own))  # where others have more stages
+    own += [torch.empty_like(own[0])] * (rounds - len(own))  # other ranks have more stages
     for number, gradient in enumerate(own):
         if total is None:
             dist.gather(gradient, group=group, group_dst=place[0])
@@ -125,7 +131,7 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
 
 
 def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
-    """By stage, its rows of the embedding's ``total``: of each rank's stage ``number``."""
+    """Return the embedding rows in ``total`` of each rank's ``number``-th stage, by stage."""
     parts, seen, rows_of = total.chunk(len(place)), [0] * (1 + max(place)), {}
     for stage, rank in enumerate(place):
         if seen[rank] == number:
@@ -135,8 +141,10 @@ def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dic
 
 
 def _full_gradient(model: Any, weight: Parameter) -> Tensor:
-    """``weight.main_grad``, on every replica all of it: the distributed optimizer's reduction
-    leaves each a part. Collective over the replicas."""
+    """Return ``weight.main_grad`` in full on every replica. Collective over the replicas.
+
+    The distributed optimizer's reduction leaves each replica a shard.
+    """
     if model.ddp_config.use_distributed_optimizer:
         buckets = model.param_to_bucket_group[weight]
         replicas = buckets.intra_distributed_optimizer_instance_group

@@ -1,1 +1,1 @@
-"""Elastic pipelines in training loops of others: whole micro-batches, or slices of documents."""
+"""External training loops: scheduling mode (whole micro-batches) and slicing mode."""

@@ -1,5 +1,4 @@
-"""Three functions by which slices know the micro-batches of a loop of others, and a fourth for
-models that see documents whole before their layers do."""
+"""Adapters of slicing mode: functions that split a loop's micro-batches into documents."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,77 +11,94 @@ from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
 
 
 class Adapter(Protocol):
-    """Tells a loop's micro-batches apart into documents, for :func:`megatron_epp.attach`.
+    """Protocol that splits a loop's micro-batches into documents, for :func:`megatron_epp.attach`.
 
-    A micro-batch is whatever the loop's iterator gives. L tokens of a document, t of a slice.
+    A micro-batch is whatever the loop's iterator yields. L tokens of a document, t of a slice.
 
-    Where something stands in front of the layers that wants a document whole, as an encoder of
-    pictures does, there is a fourth function:
+    Models with modules before the layers that need a document unsliced, such as an image encoder,
+    have a fourth function:
 
         inputs(micro_batch, document) -> arguments of the model's forward for all of a document,
-                                         by name, its pictures among them
+                                         by name, its images among them
 
-    It is called once for a document, on every rank of every stage, and the model runs with them up
-    to its layers; slices are cut out of what reaches these: embeddings, and positions of several
-    axes [axes, 1, L]. Without it, what stands in front sees slice after slice: of text, where a
-    token's place is its position on every axis.
+    It is called once per document, on every rank of every stage. The model runs with its result up
+    to the layers, and slices are cut out of the arguments that reach them: embeddings, and
+    positions of several axes [axes, 1, L]. Without the function, these modules see one slice of
+    text after the other, where a token has the same position on every axis.
 
-    Where documents begin alike, as answers to one question do, there may be a function
+    Documents with a common prefix, such as answers to one question, may have a function
 
-        prefixes(micro_batch) -> what shared_prefixes(rows of every document) finds
+        prefixes(micro_batch) -> the result of shared_prefixes(rows of every document)
                                  (megatron_epp.corpus.shared_prefixes)
 
-    What several share is then computed once, drawn as rows of one of them; ``loss`` gets outputs of
-    every document whole, so that it decides how often they count. All that rows of them draw must
-    be equal, but for what the loss alone reads: the names in ``loss_keys``, by default a loss mask.
+    A shared prefix is then computed once, drawn as rows of one of its documents. ``loss`` receives
+    the outputs of every document in full, so it decides how often they count. All drawn rows of a
+    prefix must be equal, except for keys that only the loss reads: ``loss_keys``, by default a loss
+    mask.
 
-    Over context-parallel ranks ``loss`` is called on each, and is of whole documents. Where that of
-    a loop is of a rank's own part, there is
+    With context parallelism, ``loss`` is called on each rank with full documents. If the loop's
+    loss is that of a rank's own shard, set
 
         partial_loss = True
 
-    and gradients with respect to ``outputs`` are added up over these ranks, and so are tokens.
+    Gradients with respect to ``outputs``, and tokens, are then summed over these ranks.
 
-    Where the loop's forward step returns logits, or makes its micro-batches of what it draws, a
-    slice cannot be drawn by it. Then there is a function
+    If the loop's forward step returns logits, or makes its micro-batches from what it draws, it
+    cannot draw a slice. Then there is a function
 
-        sliced(forward_step, model) -> the forward step that computes slices in its place
+        sliced(forward_step, model) -> the forward step that computes slices instead
 
-    called at the start of every call to the schedule. ``loss`` may then ask the loop's own for its
-    loss function (:func:`loss_function_of`).
+    It is called at the start of every call to the schedule. ``loss`` may then get the loop's own
+    loss function from :func:`loss_function_of`.
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        """Tokens of every document: within each, tokens attend to those before them."""
+        """Return the tokens of every document; tokens attend to earlier ones of their document."""
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        """Tokens [start, stop) of a document as the loop's forward step draws them: [1, t, ...]
-        each, on the stages that have them. Several slices are put one behind the other.
+        """Return tokens [start, stop) of a document as forward steps draw them: [1, t, ...] each.
 
-        Labels are those of the whole document: the last token of a slice predicts the first of the
-        next. Positions and attention follow from the slice; nobody reads those that are given.
-        Where context-parallel ranks share a document, each draws some of these rows, one behind the
-        other: its forward step takes no part of its own.
+        Only stages that have them return tensors. Several slices are concatenated. Labels are those
+        of the full document: the last token of a slice predicts the first of the next. Positions
+        and attention follow from the slice; given ones are ignored. Context-parallel ranks that
+        share a document each draw a contiguous part of these rows, and the forward step must not
+        shard them again.
+
+        Args:
+            micro_batch: The micro-batch.
+            document: Document of the micro-batch.
+            start: First token.
+            stop: End of the tokens.
+
+        Returns:
+            The tensors by name, None on stages without them.
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         """Return the result of the loop's loss function for the whole micro-batch.
 
-        outputs[d] [L, ...] are the forward step's outputs for document d, whole, whatever slices
-        they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,
-        report); with ``non_loss_data`` anything, which is collected.
+        Args:
+            micro_batch: The micro-batch.
+            outputs: The forward step's outputs for each document, [L, ...], whatever slices they
+                came
+                from.
+            non_loss_data: Whether any value may be returned, which the schedule collects.
+
+        Returns:
+            (loss, report) or (loss, tokens, report), as Megatron's schedules accept.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStandIn:
-    """A loop's ``model`` to all who ask it, which computes nothing when it is called."""
+    """Stand-in for a loop's ``model``: it has the model's attributes and computes nothing."""
 
     model: Any
 
     def __call__(self, *any: Any, **named: Any) -> None:
+        """Return None."""
         return None
 
     def __getattr__(self, name: str) -> Any:
@@ -92,14 +108,16 @@ class ModelStandIn:
 def loss_function_of(
     forward_step: Callable[..., Any], source: Any, model: Any
 ) -> Callable[..., Any]:
-    """The loss function that a loop's ``forward_step`` returns for the micro-batch which it draws
-    from ``source``, without the forward."""
+    """Return the loss function of a loop's ``forward_step``, without running the forward.
+
+    The forward step draws its micro-batch from ``source``.
+    """
     function: Callable[..., Any] = forward_step(source, ModelStandIn(model))[1]
     return function
 
 
 def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
-    """ValueError: slices do not give something that is ``asked`` for."""
+    """Raise a ValueError if something in ``asked`` is wanted, because slices do not support it."""
     if what := next((what for what, wanted in asked.items() if wanted), None):
         raise ValueError(
             f"slices of {whose} micro-batches: {who} for {what}; leave it out, or run whole "
@@ -111,22 +129,24 @@ LOSS_KEYS = ("loss_mask",)
 
 
 def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
-    """Documents of a micro-batch, by ``lengths`` and ``rows`` of an adapter, and what they share
-    from ``least`` tokens on: begins for which equal rows are drawn. 0: nothing is shared."""
+    """Return the documents of a micro-batch and their shared prefixes of at least ``least`` tokens.
+
+    Documents share a prefix if the adapter's ``rows`` are equal there. 0: nothing is shared.
+    """
     lengths = adapter.lengths(micro_batch)
     if not least:
         return PrefixForest.apart(lengths)
     rows = []
     for document, length in enumerate(lengths):
         drawn = _compared(adapter, adapter.rows(micro_batch, document, 0, length))
-        # As float64, which tells tokens and labels up to 2^53 apart.
+        # float64 represents tokens and labels exactly up to 2^53.
         columns = [one[0].reshape(length, -1).double() for one in drawn.values()]
         rows.append(torch.cat(columns, dim=1).cpu().numpy())
     return shared_prefixes(rows, least)
 
 
 def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Those that outputs of a token may depend on, as they do on its label."""
+    """Return the rows that may affect a token's output, including its label."""
     left_out = getattr(adapter, "loss_keys", LOSS_KEYS)
     return {name: x for name, x in rows.items() if x is not None and name not in left_out}
 
@@ -134,8 +154,7 @@ def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tens
 def parts_of(
     micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]
 ) -> dict[str, Tensor | None]:
-    """The part of the tensors ``keys`` [B, S, ...] at ``where``, as far as the micro-batch has
-    them."""
+    """Return the slices at ``where`` of the existing tensors ``keys`` [B, S, ...]."""
     return {
         key: None if micro_batch[key] is None else micro_batch[key][where]
         for key in keys
@@ -146,7 +165,19 @@ def parts_of(
 def rows_of(
     adapter: Adapter, micro_batch: Any, number: int, document: int, start: int, stop: int
 ) -> Mapping[str, Tensor | None]:
-    """``adapter.rows``. ValueError: a tensor has other rows than were asked for."""
+    """Return ``adapter.rows``.
+
+    Args:
+        adapter: The adapter.
+        micro_batch: The micro-batch.
+        number: Number of the micro-batch, for messages.
+        document: Document of the micro-batch.
+        start: First token.
+        stop: End of the tokens.
+
+    Raises:
+        ValueError: A tensor has another number of rows.
+    """
     rows = adapter.rows(micro_batch, document, start, stop)
     for name, tensor in rows.items():
         if tensor is not None and (tensor.dim() < 2 or tensor.shape[:2] != (1, stop - start)):
@@ -162,8 +193,10 @@ def rows_of(
 def side_by_side(
     parts: Sequence[Mapping[str, Tensor | None]], rows: int
 ) -> dict[str, Tensor | None]:
-    """Slices one behind the other, [1, rows, ...] each; behind them, up to ``rows``, the last row
-    again: whatever it holds, a model can compute."""
+    """Concatenate slices to [1, rows, ...] each, padded with the last row.
+
+    The padding repeats a real row, so a model can compute it.
+    """
     joined: dict[str, Tensor | None] = {}
     for name in parts[0]:
         tensors = [part[name] for part in parts]
@@ -181,8 +214,17 @@ def side_by_side(
 
 
 def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
-    """Documents of a micro-batch, and what they share by the adapter's ``prefixes``, if it has that
-    function. ValueError: as :func:`lengths_of`; what it finds to be shared is not, or not alike."""
+    """Return the documents of a micro-batch with the prefixes that the adapter finds, if any.
+
+    Args:
+        adapter: The adapter.
+        micro_batch: The micro-batch.
+        number: Number of the micro-batch, for messages.
+        most: Most tokens of a document.
+
+    Raises:
+        ValueError: Lengths are invalid, or a shared prefix differs between its documents.
+    """
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)
     if find is None:
@@ -202,8 +244,7 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
 
 
 def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: PrefixForest) -> None:
-    """ValueError: rows that documents are said to share differ. One look at the device where they
-    do not."""
+    """Raise a ValueError if rows of a shared prefix differ; synchronises with the device once."""
     pairs, unlike = [], []
     for document in range(len(forest.last)):
         for node in map(forest.nodes.__getitem__, forest.path(document)):
@@ -230,7 +271,17 @@ def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: Pref
 
 
 def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:
-    """``adapter.lengths``. ValueError: they are no lengths of documents of up to ``most``."""
+    """Return ``adapter.lengths``.
+
+    Args:
+        adapter: The adapter.
+        micro_batch: The micro-batch.
+        number: Number of the micro-batch, for messages.
+        most: Most tokens of a document.
+
+    Raises:
+        ValueError: There is no document, or a length is not between 1 and ``most``.
+    """
     lengths = tuple(int(length) for length in adapter.lengths(micro_batch))
     if not lengths:
         raise ValueError(f"the adapter finds no document in micro-batch {number}; expected one")

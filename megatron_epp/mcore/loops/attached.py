@@ -1,7 +1,7 @@
-"""Makes a loop's model compute slices, where the schedule asks for them and nowhere else.
+"""Attachment that makes a loop's model compute slices while the schedule runs a chunk.
 
-The model stays usable as it was: only while the schedule runs a chunk are positions and attention
-those of the chunk. Generation, evaluation of another kind, another schedule meet Megatron's own.
+At all other times the model behaves as before: generation, other evaluations and another schedule
+see Megatron's positions and attention.
 """
 
 import inspect
@@ -35,13 +35,15 @@ _HERE = "_megatron_epp_attached"
 class AttachedModel:
     """A model that computes slices by ``adapter``; ``slicing`` turns that on and off.
 
-    part         the module of it that holds Megatron's layers, often the model itself
-    context      the most tokens of a document
-    stores_last_slice   the attention wants K and V of a document's last slice kept
-    head_again   of slices whose loss comes later, the head runs again in the backward, so that no
-                 logits wait for it
-    memory       what slices may hold, for which plans recompute layers in the place of the loop's
-                 own flags; None: those are in force
+    Attributes:
+        part: The module with Megatron's layers, often the model itself.
+        context: Most tokens of a document.
+        stores_last_slice: Whether the attention needs the K and V of a document's last slice
+            stored.
+        head_again: Whether the head of slices with a later loss is recomputed in the backward, so
+            that no logits are held.
+        memory: Limit of what slices may hold, for which plans choose recomputed layers; None: the
+            loop's own flags choose them.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class AttachedModel:
         self._again = self._catching = False
         self._modes = ""
         self.stores_last_slice = attention.stores_last_slice
-        # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
+        # Imported here: whole micro-batches run with versions of Megatron without hybrid models.
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
         install_in_model(part, self.context, attention, in_loop=True)
@@ -78,15 +80,17 @@ class AttachedModel:
 
     @property
     def has_front(self) -> bool:
-        """Whether something stands in front of the layers that sees documents whole."""
+        """Whether modules before the layers see documents unsliced."""
         return hasattr(self.adapter, "inputs")
 
     @contextmanager
     def computing(
         self, chunk: ChunkParams, head_again: bool, front: ChunkInputs | None = None
     ) -> Iterator[None]:
-        """The model's forwards in this context compute ``chunk``; ``front``: from what has seen its
-        documents whole."""
+        """Make the model's forwards compute ``chunk`` in this context.
+
+        ``front`` has the inputs from modules that have seen the chunk's documents unsliced.
+        """
         self._chunk, self._front = chunk, front
         self._again = head_again and self.head_again
         try:
@@ -96,8 +100,13 @@ class AttachedModel:
             self._chunk, self._front, self._again = None, None, False
 
     def reached_with(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Arguments that reach the layers' part of the loop's ``model``, called with ``inputs``:
-        what stands in front of it has run. ValueError: they do not reach it."""
+        """Return the arguments that reach the layers in a call of ``model`` with ``inputs``.
+
+        The modules before the layers run.
+
+        Raises:
+            ValueError: The forward does not reach the layers.
+        """
         self._catching = True
         try:
             model(**inputs)
@@ -112,8 +121,10 @@ class AttachedModel:
 
     @contextmanager
     def recomputing(self, modes: str) -> Iterator[None]:
-        """The model's forwards in this context compute a whole micro-batch, of which the layers
-        with the letter for it are recomputed. Only where there is a ``memory``."""
+        """Recompute the layers with the mode for it in this context, for a whole micro-batch.
+
+        Use it only with a ``memory`` limit. ``modes`` has a recompute mode per layer.
+        """
         self._modes = modes
         try:
             with self._planned_recompute():
@@ -123,7 +134,7 @@ class AttachedModel:
 
     @contextmanager
     def _planned_recompute(self) -> Iterator[None]:
-        """The model's own recompute of whole layers is out of force where plans choose it."""
+        """Disable the model's own recompute of whole layers in this context, if plans choose it."""
         own = self._config.recompute_granularity
         if self.memory is not None and own == "full":
             self._config.recompute_granularity = None
@@ -133,7 +144,7 @@ class AttachedModel:
             self._config.recompute_granularity = own
 
     def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """A layer's forward, recomputed where a whole micro-batch's letters say so."""
+        """Return the forward of a layer, recomputed if the micro-batch's modes say so."""
 
         def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
             if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
@@ -182,12 +193,12 @@ class AttachedModel:
 
     @property
     def _rotary(self) -> Any:
-        """The module that turns rows by their positions, if not by several axes."""
+        """Module of the rotary embedding by position, if positions have one axis."""
         rotary = getattr(self.part, "rotary_pos_emb", None)
         return rotary if hasattr(rotary, "computed") else None
 
     def _rotated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of the decoder, which models of others may hand the table's first rows."""
+        """Return the decoder's forward; models may pass it the first rows of the rotary table."""
         signature = inspect.signature(forward)
 
         def rotated(*args: Any, **named: Any) -> Any:
@@ -200,7 +211,7 @@ class AttachedModel:
         return rotated
 
     def _positions(self, chunk: ChunkParams, front: ChunkInputs | None) -> Tensor:
-        """[1, t], or [axes, 1, t] where the model tells positions of several."""
+        """Return the positions: [1, t], or [axes, 1, t] if the model has several axes."""
         if self.part.position_embedding_type != "mrope":
             return chunk.positions[None]
         if self._config.apply_rope_fusion:
@@ -208,11 +219,13 @@ class AttachedModel:
             chunk.cu_seqlens_q = chunk.cu_seqlens_kv = boundaries
         if front is not None and front.positions is not None:
             return front.positions
-        return chunk.positions.expand(3, 1, -1)  # of text, whose axes are one
+        return chunk.positions.expand(3, 1, -1)  # text: all axes are equal
 
     def _past_the_front(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of what holds the language part: a chunk whose documents it has seen whole
-        goes straight there."""
+        """Return the forward of a model that contains the language part.
+
+        It passes a chunk with documents that were seen unsliced straight to the language part.
+        """
         signature = inspect.signature(forward)
         known = inspect.signature(self.part.forward).parameters
 
@@ -242,7 +255,7 @@ class AttachedModel:
 def _by_name(
     signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of a call by their names."""
+    """Return the arguments of a call by name."""
     arguments = dict(signature.bind_partial(*args, **named).arguments)
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -251,7 +264,7 @@ def _by_name(
 
 
 def _recomputed_head(*, hidden_states: Tensor, **arguments: Any) -> Tensor:
-    """An ``output_processor``: the output layer and the loss, which run again in the backward."""
+    """Compute the LM head and the loss, recomputed in the backward (an ``output_processor``)."""
     labels, scale = arguments["labels"], arguments["scale_logits"]
 
     def output(hidden_t1H: Tensor) -> Tensor:
@@ -270,7 +283,7 @@ def _recomputed_head(*, hidden_states: Tensor, **arguments: Any) -> Tensor:
 
 
 def attached(model: Any) -> AttachedModel | None:
-    """The object attached to the loop's ``model``, wrapped or not; None: none is."""
+    """Return the object attached to the loop's ``model``, wrapped or not; None if there is none."""
     (inner,) = unwrap_model([model])
     return getattr(inner, _HERE, None)
 
@@ -282,7 +295,18 @@ def attach_to(
     head_again: bool = True,
     memory_gib: float | None = None,
 ) -> AttachedModel:
-    """Make the loop's model compute slices. ValueError: one line on what cannot."""
+    """Make the loop's model compute slices.
+
+    Args:
+        model_chunks: The model, or a list with it.
+        adapter: Splits the loop's micro-batches into documents.
+        attention: Value of --epp-attention.
+        head_again: Whether to recompute the head of slices with a later loss.
+        memory_gib: Limit of what slices may hold, in GiB; None: the loop's recompute flags apply.
+
+    Raises:
+        ValueError: One line that says what cannot run.
+    """
     chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
     if len(chunks) != 1:
         raise ValueError(
@@ -316,11 +340,11 @@ def attach_to(
     reason = limit_for("slices", part)
     if reason is not None:
         raise ValueError(f"attach: {reason}; {alternative}")
-    # Here, not above: as install_in_model.
+    # Imported here, as install_in_model.
     from megatron_epp.mcore.kinds.modules import kinds_of_layer
 
     try:
-        for layer in part.decoder.layers:  # refuses a kind that is not known
+        for layer in part.decoder.layers:  # raises for an unknown kind
             kinds_of_layer(layer)
         chosen = attention_for(attention, part.config, this_device())
     except ValueError as refusal:

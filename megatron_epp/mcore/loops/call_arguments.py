@@ -1,7 +1,7 @@
-"""One call of ``forward_backward_func``: its arguments, and why it may be left to Megatron's own.
+"""Arguments of one call of ``forward_backward_func``, and reasons to leave it to Megatron.
 
-The keywords are those of Megatron's three schedules. A call that asks for what
-elastic pipelines do not do is not an error: the schedule that was there before runs it.
+The keywords are those of Megatron's three schedules. A call that asks for an unsupported feature is
+no error: Megatron's own schedule runs it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from megatron_epp.mcore.placing.part_config import PART_FUNCTIONS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCall:
-    """The arguments, by Megatron's names; ``others``: those that this version does not know."""
+    """Arguments of a call, by Megatron's names; ``others`` are unknown to this version."""
 
     forward_step_func: Any
     data_iterator: Any
@@ -40,43 +40,49 @@ class LoopCall:
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> "LoopCall":
+        """Return the call with these keywords."""
         known = {name: value for name, value in keywords.items() if name in cls.__slots__}
         return cls(**known, others=tuple(sorted(set(keywords) - set(known))))
 
     @property
     def one_model(self) -> Any:
+        """The first model chunk of this rank."""
         return self.model[0] if isinstance(self.model, list) else self.model
 
     @property
     def one_iterator(self) -> Any:
+        """The first data iterator of this rank."""
         source = self.data_iterator
         return source[0] if isinstance(source, list) and source else source
 
     @property
     def models(self) -> list[Any]:
-        """The parts of the model on this rank: several of an interleaved pipeline."""
+        """Model chunks of this rank: several in an interleaved pipeline."""
         return self.model if isinstance(self.model, list) else [self.model]
 
     @property
     def iterators(self) -> list[Any]:
-        """The data iterator of every part."""
+        """Data iterators of the model chunks."""
         several = isinstance(self.data_iterator, list) and len(self.models) > 1
         return self.data_iterator if several else [self.one_iterator]
 
     @property
     def config(self) -> Any:
+        """Megatron's configuration of the first model chunk."""
         return get_model_config(self.one_model)
 
     def of_part(self, number: int) -> "LoopCall":
-        """The call of part ``number`` alone."""
+        """Return the call of model chunk ``number`` alone."""
         if len(self.models) == 1:
             return self
         return replace(self, model=self.models[number], data_iterator=self.iterators[number])
 
 
 def megatron_only(call: LoopCall, stages: int) -> str | None:
-    """Why ``call`` is Megatron's to run, in a few words; None: it is ours. ``stages``: on as many
-    ranks."""
+    """Return the reason why Megatron's schedule must run ``call``; None if a plan can.
+
+    ``stages`` is the number of pipeline ranks.
+    """
     if call.others:
         return f"unknown arguments {', '.join(call.others)}"
     parts = len(call.models)
@@ -84,7 +90,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
     if len(iterators) != parts:
         return f"{parts} model chunks and {len(iterators)} data iterators on a rank"
     if parts == 1 and stages > 1 and getattr(call.config, "overlap_p2p_comm", False):
-        return "overlap_p2p_comm of one model chunk a rank"  # and its words on that
+        return "overlap_p2p_comm of one model chunk a rank"  # Megatron reports it
     if parts > 1 and (reason := _chunks_megatron_only(call, stages)) is not None:
         return reason
     if call.pg_collection is not None and not isinstance(
@@ -94,7 +100,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
     if call.adjust_tensor_shapes_fn is not None:
         return "shapes that adjust_tensor_shapes_fn changes"
     if stages > 1 and (call.pg_collection is None) != (call.p2p_communicator is None):
-        return "p2p_communicator without pg_collection"  # and its words on that
+        return "p2p_communicator without pg_collection"  # Megatron reports it
     if (reason := limit_for("calls", call)) is not None:
         return reason
     if call.num_microbatches < 1:
@@ -103,7 +109,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
 
 
 def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
-    """Why several parts of a model on every rank are Megatron's to run."""
+    """Return the reason why Megatron's schedule must run several model chunks per rank."""
     if ranks == 1:
         return "several model chunks without a pipeline"
     if any(attached(model) is not None for model in call.models):
@@ -119,7 +125,7 @@ def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
 
 
 def process_groups(call: LoopCall) -> Any:
-    """The groups that the call names, else Megatron's own."""
+    """Return the groups that the call names, else Megatron's own."""
     if call.pg_collection is not None:
         return call.pg_collection
     build = getattr(schedules, "_build_default_pg_collection", default_groups)
@@ -127,7 +133,7 @@ def process_groups(call: LoopCall) -> Any:
 
 
 def default_groups() -> ProcessGroupCollection:
-    """Megatron's groups, as its schedules before 0.19 collect them for themselves."""
+    """Return Megatron's groups, as its schedules before 0.19 collect them for themselves."""
     groups = ProcessGroupCollection()
     groups.tp = mpu.get_tensor_model_parallel_group()
     groups.cp = mpu.get_context_parallel_group()
@@ -142,9 +148,9 @@ def default_groups() -> ProcessGroupCollection:
 
 
 def fixed_shape(call: LoopCall, groups: Any) -> tuple[int, ...] | None:
-    """The shape of every message between stages; None where micro-batches differ in it."""
+    """Return the shape of every message between stages; None if micro-batches differ in it."""
     config = call.config
-    if config.variable_seq_lengths:  # which get_tensor_shapes of 0.16 does not look at
+    if config.variable_seq_lengths:  # get_tensor_shapes of 0.16 ignores it
         return None
     (shape,) = schedules.get_tensor_shapes(
         seq_length=call.seq_length,

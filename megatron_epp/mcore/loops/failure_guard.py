@@ -1,4 +1,4 @@
-"""A stage whose failure does not leave the others waiting: it goes on with zeros to the end."""
+"""Guard of a stage: after a failure it sends zeros until the end, so that no other rank blocks."""
 
 from collections.abc import Callable
 
@@ -12,12 +12,12 @@ from megatron_epp.runtime.kv_store import Store
 
 
 class FailureGuard:
-    """``compute``, until something in it raises: a forward step of the loop, a loss.
+    """Wrapper of ``compute`` that handles exceptions of the loop's forward step or loss.
 
-    From there on every message of the plan is sent, filled with zeros, and nothing is computed.
-    ``error`` is what was raised; the gradients are worth nothing then. Ranks that share the
-    stage's layers must fail alike, or wait for this one inside of them. ``compute`` may be an
-    error itself: of a stage that could not begin. ``last_op``, the stage's last that adds
+    After an exception it computes nothing, but still sends every message of the plan, filled with
+    zeros. ``error`` is the exception; the gradients are then invalid. Ranks that share the layers
+    of the stage must fail together, or they wait for this one inside a layer. ``compute`` may
+    itself be the error of a stage that could not begin. ``last_op``, the stage's last one that adds
     gradients, waits for the ``vote`` on the replica's shapes.
     """
 
@@ -43,6 +43,7 @@ class FailureGuard:
         return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        """Run F and count it for the vote; return what the stage sends."""
         sent = self._do(
             lambda: self._compute.forward(chunk, received), None if self._last else chunk
         )
@@ -51,34 +52,40 @@ class FailureGuard:
         return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run B after the vote; return what the stage sends."""
         self._hear(Op(Kind.BACKWARD, chunk))
         return self._do(
             lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
         )
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run I; return what the stage sends."""
         return self._do(
             lambda: self._compute.input_backward(chunk, gradient), None if self._first else chunk
         )
 
     def weight_backward(self, chunk: int) -> None:
+        """Run W after the vote."""
         self._hear(Op(Kind.WEIGHT, chunk))
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
+        """Refuse H: external training loops have the LM head on the last stage."""
         raise NotImplementedError(f"H{chunk}: a loop's output layer lies on its last stage")
 
     def head_weight(self, chunk: int) -> None:
+        """Refuse G: external training loops have the LM head on the last stage."""
         raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
 
     def abandon(self) -> None:
+        """Abandon the ops of the stage, and contribute to the vote."""
         if self._begun is not None:
             self._begun.abandon()
         if self._vote is not None:
             self._vote.cast()
 
     def _hear(self, op: Op) -> None:
-        """Fail before the ``last_op`` where a rank of the replica has misread a shape."""
+        """Fail before ``last_op`` if a rank of the replica has misread a shape."""
         if self._vote is None or op != self._last_op or self.error is not None:
             return
         if not self._vote.passed:
@@ -98,7 +105,7 @@ class FailureGuard:
                 # A model that does not use its input has no gradient for it.
                 return result if result is not None or sends is None else self._zeros(sends)
             except (MemoryError, torch.OutOfMemoryError):
-                raise  # the executor's to handle
+                raise  # the executor handles it
             except Exception as error:
                 self._fail(error)
         return None if sends is None else self._zeros(sends)

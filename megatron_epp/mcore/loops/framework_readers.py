@@ -1,9 +1,9 @@
-"""The rows of micro-batches where the user tells none: as the framework that calls lays them out.
+"""Row counts of micro-batches, read by the rules of the calling framework.
 
-What a framework does with its micro-batches is known from its code (megatron_epp.frameworks),
-and code changes. So Megatron's own schedule runs the first calls, in which stages tell each other
-every shape, and shows whether the rows that were read are those that came. Where they are not,
-there or in a later call (redone_call.py), Megatron's schedule runs all further calls.
+A framework's layout of micro-batches is known from its code (megatron_epp.frameworks), and code
+changes. Therefore Megatron's own schedule runs the first calls, in which stages exchange every
+shape. This shows whether the rows were read correctly. If they were not, there or in a later call
+(redone_call.py), Megatron's schedule runs all further calls.
 """
 
 import functools
@@ -22,32 +22,33 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 @dataclass(frozen=True, slots=True)
 class FrameworkReader:
-    """Reads ``fields`` of a framework's micro-batches; its error is a shape that it cannot tell."""
+    """Reader of ``fields`` of a framework's micro-batches; an error counts as an unknown shape."""
 
     framework: str
     fields: str
     reader: Callable[[Any], MicrobatchShape | None]
 
     def __call__(self, micro_batch: Any) -> MicrobatchShape | None:
+        """Return the shape of ``micro_batch``; None if it is unknown."""
         try:
             return self.reader(micro_batch)
-        except Exception:  # a version that lays them out otherwise
+        except Exception:  # another version with another layout
             return None
 
     def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
-        """Return why Megatron's schedule runs its micro-batches, for the line that says so."""
+        """Return the reason why Megatron's schedule runs the micro-batches, for the log line."""
         return (
             f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
             f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"
         )
 
 
-# Of loops that are not known, whose micro-batches are mappings of a common form.
+# For unknown loops with micro-batches that are mappings of a common form.
 COMMON_FORM = FrameworkReader("this loop", "tokens or input_ids", shape_of)
 
 
 def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
-    """The reader for the framework that makes ``call``; None: it is not known, or cannot tell."""
+    """Return the reader for the framework that makes ``call``; None if there is none."""
     framework = framework_of(call.forward_step_func)
     if framework is None:
         return None
@@ -63,7 +64,7 @@ def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
 
 @dataclass
 class ShapeWitness:
-    """A forward step that notes the shapes of what it makes, call by call."""
+    """Forward step that records the shape of each output."""
 
     forward_step: Callable[..., Any]
     seen: list[tuple[int, ...] | None] = field(default_factory=list)
@@ -72,13 +73,14 @@ class ShapeWitness:
         functools.update_wrapper(self, self.forward_step, updated=())
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the forward step and record the shape of its output."""
         result = self.forward_step(*arguments, **keywords)
         output = result[0] if isinstance(result, tuple) else result
         self.seen.append(tuple(output.shape) if isinstance(output, torch.Tensor) else None)
         return result
 
     def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
-        """Why micro-batches are not read: another shape came than ``expected``; None: in none."""
+        """Return the first difference to the ``expected`` shapes as a text, else None."""
         for number, predicted in enumerate(expected):
             came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:

@@ -1,8 +1,8 @@
-"""Puts the schedule where loops of others look it up, and takes it away again.
+"""Installation of the schedule in Megatron, for external training loops, and its removal.
 
 ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns one of three functions, which
-it looks up in its module whenever it is called. All are replaced. A loop that keeps the function it
-was once given must be built after.
+it looks up in its module at every call. All three are replaced. A loop that caches the returned
+function must be built afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_epp.autoload import PIPELINE, TARGETS, WAITS_FOR
 from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 from megatron_epp.mcore.loops.settings import Settings
 
-OLDEST = (0, 16)  # the first release whose schedules are called as these are
-# Functions of Megatron's schedules that a whole micro-batch goes through, with what is handed over.
+OLDEST = (0, 16)  # the first release with these signatures of the schedules
+# Functions of Megatron's schedules that a whole micro-batch uses, with their arguments.
 NEEDED = {
     "forward_step": (
         "collect_non_loss_data",
@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def require_megatron() -> None:
-    """ImportError: this Megatron is older than OLDEST, or one of NEEDED is not as it was."""
+    """Raise an ImportError if Megatron is older than OLDEST, or lacks anything in NEEDED."""
     version = str(getattr(megatron.core, "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
@@ -56,13 +56,13 @@ def require_megatron() -> None:
 
 
 class Installation:
-    """Megatron's three schedules are replaced until ``remove()``, or to the end of the context."""
+    """Replacement of Megatron's three schedules until ``remove()`` or the end of the context."""
 
     def __init__(self, settings: Settings):
         self._stock: dict[str, Callable[..., Any]] = {}
         for kind, name in TARGETS.items():
             function = getattr(schedules, name)
-            # One that waits for its first call (MEGATRON_EPP=1) need wait no longer.
+            # A function that waits for its first call (MEGATRON_EPP=1) is replaced directly.
             self._stock[kind] = getattr(function, WAITS_FOR, function)
         for name, function in zip(TARGETS.values(), self._stock.values(), strict=True):
             if hasattr(function, "__megatron_epp__"):
@@ -83,7 +83,7 @@ class Installation:
         return forward_backward
 
     def remove(self) -> None:
-        """Put Megatron's own back; a second call does nothing."""
+        """Restore Megatron's own schedules; a second call does nothing."""
         for kind, name in TARGETS.items():
             if getattr(getattr(schedules, name), "__megatron_epp__", None) is self:
                 setattr(schedules, name, self._stock[kind])
@@ -96,12 +96,12 @@ class Installation:
 
 
 def installed() -> Installation | None:
-    """The installation that stands in for Megatron's schedules now."""
+    """Return the installation that currently replaces Megatron's schedules, if any."""
     function = getattr(schedules, TARGETS[PIPELINE])
     return getattr(function, "__megatron_epp__", None)
 
 
 def install_where_none() -> None:
-    """Put our schedule in place, with its defaults, where none of ours is."""
+    """Install our schedule with its defaults, unless an installation exists."""
     if installed() is None:
         Installation(Settings())

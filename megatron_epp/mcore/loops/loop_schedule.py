@@ -1,7 +1,7 @@
-"""The schedule that external training loops call: Megatron's contract, run as a plan.
+"""Schedule that external training loops call: Megatron's contract, executed as a plan.
 
-One object stands in for all of Megatron's schedules. What it keeps between
-calls is what it has learnt: process groups of this replica, seconds of ops, plans.
+One object replaces all of Megatron's schedules. Between calls it keeps process groups of this
+replica, seconds of ops, and plans.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,24 @@ from megatron_epp.runtime.executor import OutsidePhase
 
 
 class LoopSchedule:
-    """stock: Megatron's schedules, by the pipelines of ``autoload.TARGETS``."""
+    """Schedule of external training loops.
+
+    ``stock`` are Megatron's own schedules, by the kinds of ``autoload.TARGETS``.
+    """
 
     def __init__(self, settings: Settings, stock: dict[str, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
         self._pipelines = Pipelines(settings)
         self._logged: set[str] = set()
-        self._calls = 0  # that plans ran
-        self._gave_up = False  # on what failed before a call's first op
+        self._calls = 0  # run by plans
+        self._gave_up = False  # after a failure before the first op of a call
 
     def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
-        """Return the call's result: by a plan, or by Megatron's own schedule where no plan can run
-        the call.
+        """Run a call by a plan, else by Megatron's own schedule; return its result.
 
-        Any unexpected failure before the first op also falls back to Megatron's schedule, so that
-        a loop that ran before runs on; so does a misread shape, in any call. Errors of the forward
-        step, of ``lengths``, of slices are raised.
+        Any unexpected failure before the first op falls back to Megatron's schedule, so a loop that
+        worked before still works. A misread shape falls back in any call. Errors of the forward
+        step, of ``lengths`` and of slices are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)
@@ -63,7 +65,7 @@ class LoopSchedule:
         except MisreadCall as misread:  # on all ranks of the replica
             assert planned is not None, "a planned call was misread"
             planned.undo()
-            speaker = planned.first_rank  # another replica may have read rightly
+            speaker = planned.first_rank  # other replicas may have read their shapes correctly
             reason = f"calls with {misread} (install_schedule(lengths=))"
         except Exception as error:
             if planned is not None and planned.committed:
@@ -82,14 +84,14 @@ class LoopSchedule:
         return self._calls
 
     def _leave(self, reason: str, kind: str, keywords: dict[str, Any], by: int) -> list[Any]:
-        """Megatron's own schedule runs the call; said once for every reason, ``by`` one rank."""
+        """Run the call with Megatron's own schedule; rank ``by`` logs each reason once."""
         if reason not in self._logged:
             self._logged.add(reason)
             say(f"Megatron's own schedule runs {reason}", by)
         return self.stock[kind](**keywords)
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:
-        """The pipeline that runs the call, or why it is Megatron's to run, in a few words."""
+        """Return the pipeline that runs the call, or the reason why Megatron runs it."""
         pipelined = kind != NO_PIPELINE
         if pipelined and not mpu.model_parallel_is_initialized():
             return "pipelines without Megatron's global groups"
@@ -101,7 +103,7 @@ class LoopSchedule:
             return reason
         try:
             return self._pipelines.of(call, ranks)
-        except ValueError as refusal:  # such a world that our messages would stand still in it
+        except ValueError as refusal:  # our messages would block in such a world
             return str(refusal)
 
 

@@ -1,7 +1,7 @@
-"""One stage of a loop's model as the executor sees it, where every micro-batch is a chunk.
+"""Stage of a loop's model for the executor, with every micro-batch as a chunk.
 
-Megatron's own ``forward_step`` and ``backward_step`` are called, so that losses are scaled, timed
-and collected as its schedules do; only when they are called is planned.
+It calls Megatron's own ``forward_step`` and ``backward_step``, so losses are scaled, timed and
+collected as in Megatron's schedules. Only the order of the calls is planned.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,22 @@ from megatron_epp.runtime.kv_store import Store
 
 
 class NoBatchBuilder:
-    """A stage whose data come from the loop itself."""
+    """Builder of a stage that gets its data from the loop."""
 
     def __init__(self, stage: int, device: torch.device):
         self.stage, self.device = stage, device
 
     def prepare(self, chunk: int) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: no data is read ahead."""
 
 
 class MicroBatchStage(ModelStage):
-    """``cp_size``: context-parallel ranks. ``shape(chunk)``: of its message to the next stage.
-    ``vp_stage``: of an interleaved pipeline the part of the rank that the ``call`` is of; its
-    ``config`` is then the call's as it is of that part.
+    """Stage that runs whole micro-batches.
 
-    data[chunk]   what the loss function of the micro-batch returned beside the loss
+    ``cp_size`` is the number of context-parallel ranks, ``shape(chunk)`` the shape of a message to
+    the next stage. In an interleaved pipeline, ``call`` has one model chunk, number ``vp_stage`` of
+    the rank, and ``config`` is that chunk's. ``data[chunk]`` has what the loss function returned
+    besides the loss.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class MicroBatchStage(ModelStage):
         self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
 
     def _stats_of_routers(self, plan: Plan) -> None:
-        """Experts' losses are Megatron's own, by micro-batch."""
+        """Return None: Megatron computes the experts' losses per micro-batch."""
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         call = self.call
@@ -106,12 +107,16 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Megatron's forward_data_store; nothing on stages before the last."""
+        """Return Megatron's forward_data_store; empty on stages before the last."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 
 def scalar(loss: Any, whose: str) -> Tensor:
-    """``loss``, if it is one number. ValueError: it is not."""
+    """Return ``loss`` if it is a tensor of one number.
+
+    Raises:
+        ValueError: It is not.
+    """
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"{whose}: the loss is of type {type(loss).__name__}; expected a tensor of one number"

@@ -1,8 +1,8 @@
-"""The micro-batches of one call: drawn once each, and handed out one at a time in any order.
+"""Micro-batches of one call: each drawn once, and passed to forward steps in any order.
 
-A loop's iterator gives micro-batch after micro-batch, and its forward step draws the next one. Here
-forward steps run in a planned order, so each is given an iterator of its own that holds the one
-micro-batch it is to draw. On a rank whose forward step never draws, nothing is drawn.
+A loop's forward step draws the next micro-batch from an iterator. Here forward steps run in a
+planned order, so each gets an iterator over the one micro-batch it is to draw. On a rank where
+forward steps never draw, nothing is drawn.
 """
 
 import copy
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def draws_by_offset(source: Any) -> bool:
-    """Whether ``source`` is read by ``get_next(keys)`` at an ``offset``, as slime's iterators."""
+    """Return whether ``source`` is read by ``get_next(keys)`` at an ``offset``, as in slime."""
     return hasattr(source, "get_next") and hasattr(source, "offset")
 
 
 class MicroBatches:
-    """``count`` micro-batches of the iterator ``source``, or of nothing on ranks that have none.
+    """``count`` micro-batches of the iterator ``source``; some ranks have no iterator.
 
-    repeatable   they may be drawn again: a shallow copy of what is handed out stays here, as
-                 forward steps take entries out of it
+    With ``repeatable``, they may be drawn again. A shallow copy of each drawn one is then kept,
+    because forward steps take entries out of it.
     """
 
     def __init__(self, source: Any, count: int):
@@ -33,14 +33,16 @@ class MicroBatches:
 
     @property
     def drawn(self) -> bool:
-        """Whether the source was drawn from: somebody else needs ``from_the_start``."""
+        """Whether the source was drawn from, so that another reader needs ``from_the_start``."""
         return bool(self._drawn)
 
     def item(self, number: int) -> Any:
-        """Micro-batch ``number``, which stays here until it is let go. Of a source with an offset:
-        a reader of it.
+        """Return micro-batch ``number`` and keep it until :meth:`let_go`.
 
-        ValueError: the source ends before.
+        For a source with an offset, return a reader at that offset.
+
+        Raises:
+            ValueError: The source ends before this micro-batch.
         """
         if draws_by_offset(self.source):
             return _Reader(self.source, self._place(number))
@@ -55,21 +57,22 @@ class MicroBatches:
         return self._drawn[number]
 
     def let_go(self, number: int) -> None:
+        """Release micro-batch ``number``; if repeatable, keep a shallow copy."""
         if number < len(self._drawn):
             self._drawn[number] = copy.copy(self._drawn[number]) if self.repeatable else None
 
     def only(self, number: int) -> "SingleMicrobatch":
-        """The iterator that the forward step of micro-batch ``number`` draws from."""
+        """Return the iterator that the forward step of micro-batch ``number`` draws from."""
         if draws_by_offset(self.source):
             return _SingleRead(self, number)
         return SingleMicrobatch(self, number)
 
     def from_the_start(self) -> Any:
-        """The source as it was, for somebody else: what was drawn comes once more."""
+        """Return an iterator over all micro-batches of the source, also those drawn already."""
         return _Again(self) if self._drawn else self.source
 
     def finish(self) -> None:
-        """Leave a source with an offset behind the last micro-batch, as forward steps would."""
+        """Set the offset of the source after the last micro-batch, as forward steps would."""
         if draws_by_offset(self.source):
             self.source.offset = self._place(self.count)
 
@@ -80,7 +83,7 @@ class MicroBatches:
 
 
 class SingleMicrobatch:
-    """An iterator over one micro-batch, which says so when it is drawn from twice."""
+    """Iterator over one micro-batch that raises a ValueError when it is drawn from twice."""
 
     def __init__(self, batches: MicroBatches, number: int):
         self._batches, self._number, self._handed_out = batches, number, False
@@ -104,7 +107,7 @@ class SingleMicrobatch:
 
 
 class _SingleRead(SingleMicrobatch):
-    """The same of a source with an offset; everything else of the source can be asked for."""
+    """SingleMicrobatch of a source with an offset; other attributes are the source's."""
 
     def get_next(self, *keys: Any, **named: Any) -> Any:
         self._once()
@@ -115,7 +118,7 @@ class _SingleRead(SingleMicrobatch):
 
 
 class _Reader:
-    """Reads a source with an offset at one place, as often as it likes."""
+    """Reader of a source at one offset; it may read any number of times."""
 
     def __init__(self, source: Any, place: int):
         self._source, self._place = source, place
@@ -132,7 +135,7 @@ class _Reader:
 
 
 class _Again:
-    """An iterator over the items already drawn from a source, then over the rest of it."""
+    """Iterator over the items already drawn from a source, then over the rest of it."""
 
     def __init__(self, batches: MicroBatches):
         self._batches, self._next = batches, 0
@@ -149,7 +152,7 @@ class _Again:
 
 
 class SingleValue:
-    """An iterator over one value that is at hand."""
+    """Iterator over one value."""
 
     def __init__(self, value: Any):
         self._value, self._handed_out = value, False

@@ -1,8 +1,8 @@
-"""The extents of a call's micro-batches, read from them or told by the loop.
+"""Shapes of a call's micro-batches, read from them or given by the loop.
 
-Megatron's stages tell each other every message's shape before it is sent. Here the shapes of an
-iteration are known beforehand: from the call where sequences are padded to one length, else from
-the micro-batches on the ranks that read them.
+Megatron's stages exchange the shape of every message before they send it. Here the shapes of a call
+are known before its ops: from the call if sequences are padded to one length, else from the
+micro-batches on the ranks that read them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,15 @@ import torch
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
-# What tells the extent of a micro-batch, as the loop's iterator gives it; None: it cannot say.
+# Returns the shape of a micro-batch, as the loop's iterator yields it; None if unknown.
 ShapeFunction = Callable[[Any], MicrobatchShape | int | None]
 
 
 def shape_of(micro_batch: Any) -> MicrobatchShape | None:
-    """The extent of a micro-batch of a common form, or None: a mapping with ``tokens`` or
-    ``input_ids`` [B, S] and, where documents are packed, ``packed_seq_params`` or ``cu_seqlens``.
+    """Return the shape of a micro-batch of a common form; None for another form.
+
+    The form is a mapping with ``tokens`` or ``input_ids`` [B, S]. Packed documents need
+    ``packed_seq_params`` or ``cu_seqlens``.
     """
     if not isinstance(micro_batch, Mapping):
         return None
@@ -35,28 +37,32 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
 
 
 def on_ranks_of_its_own(micro_batch: Any) -> bool:
-    """Whether a micro-batch says on how many context-parallel ranks it lies: not on all those that
-    a stage's rows are told for, so that nobody's rows are its message's."""
+    """Return whether a micro-batch sets its own number of context-parallel ranks.
+
+    The rows of its messages then do not follow from those of the stage.
+    """
     try:
         params = micro_batch.get("packed_seq_params", None)
         sizes = getattr(params, "local_cp_size", None), micro_batch.get("local_cp_size", None)
-    except Exception:  # not a mapping, or one of another form
+    except Exception:  # not a mapping, or of another form
         return False
     return any(size is not None for size in sizes)
 
 
 def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> MicrobatchShape | None:
-    """The extent of micro-batch ``number``, by the loop's own function where there is one; None:
-    nobody can tell.
+    """Return the shape of micro-batch ``number``; None if it is unknown.
 
-    ValueError: what that function says is no extent.
+    ``by`` is the loop's own function, if it has one.
+
+    Raises:
+        ValueError: That function does not return a shape.
     """
     if on_ranks_of_its_own(micro_batch):
         return None
     if by is None:
         try:
             return shape_of(micro_batch)
-        except Exception:  # a mapping of another form; its words would be about names of ours
+        except Exception:  # a mapping of another form; the error would name our keys
             return None
     shape = by(micro_batch)
     if isinstance(shape, bool) or not isinstance(shape, MicrobatchShape | int | None):

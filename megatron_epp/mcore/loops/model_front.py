@@ -1,10 +1,10 @@
-"""The part of a loop's model that slices are computed by, and what stands in front of it.
+"""Language part of a loop's model, which slices run through, and the modules before it.
 
-    encoder, word embedding, ...    see a document whole, once, with its first slice
-    language part                   holds Megatron's layers, and computes slice by slice
+    encoder, word embedding, ...    see a document unsliced, once, with its first slice
+    language part                   contains Megatron's layers, and computes slice by slice
 
-The encoder's backward runs once, too: behind that of the document's first slice, which comes last.
-L tokens of a document, t rows of a chunk on this rank, T on all, H hidden size
+The encoder's backward also runs once, after that of the document's first slice, which comes last. L
+tokens of a document, t rows of a chunk on this rank, T on all, H hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_epp.layers.chunk_state import Rows
 from megatron_epp.mcore.data.row_shard import RowShard
 
-# Arguments of a language part's forward that slices take, or that follow from them.
+# Arguments of a language part's forward that slices set themselves or ignore.
 _KNOWN = frozenset(
     [
         "input_ids",
@@ -37,8 +37,13 @@ _KNOWN = frozenset(
 
 
 def language_part(model: Any) -> Any:
-    """The module of a loop's unwrapped ``model`` that holds Megatron's layers of the decoder, often
-    the model itself. ValueError: none does, or several."""
+    """Return the module of a loop's unwrapped ``model`` with Megatron's decoder layers.
+
+    It is often the model itself.
+
+    Raises:
+        ValueError: No module has them, or several have.
+    """
     modules = [
         module
         for module in model.modules()
@@ -55,7 +60,10 @@ def language_part(model: Any) -> Any:
 
 
 class ReachedError(Exception):
-    """Ends the forward of a model where its language part begins. ``given``: its arguments."""
+    """Exception that ends the forward of a model where its language part begins.
+
+    ``given`` has the arguments of the language part.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]):
         super().__init__("the language part of the model was reached")
@@ -64,8 +72,12 @@ class ReachedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChunkInputs:
-    """Inputs of a chunk that come from in front of the language part. hidden: a leaf of autograd
-    [t, 1, H], None behind the first stage; positions [axes, 1, t]: None where there is one axis."""
+    """Inputs of a chunk from the modules before the language part.
+
+    Attributes:
+        hidden: A leaf of autograd [t, 1, H]; None after the first stage.
+        positions: [axes, 1, t]; None if there is one axis.
+    """
 
     hidden: Tensor | None
     positions: Tensor | None
@@ -73,7 +85,7 @@ class ChunkInputs:
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """hidden [L, 1, H], with the graph of what made it; positions [axes, 1, L]."""
+    """Hidden states [L, 1, H], with the graph that made them, and positions [axes, 1, L]."""
 
     hidden: Tensor | None
     positions: Tensor | None
@@ -82,10 +94,11 @@ class _Document:
 
 @dataclass(eq=False)
 class EncodedDocuments:
-    """Documents of a call as what stands in front of the layers has seen them.
+    """Documents of a call as encoded by the modules before the layers.
 
-    encode   (document) -> arguments that reach the language part for all of it
-    row_shard    of a chunk's rows, that is this rank's
+    Attributes:
+        encode: (document) -> arguments that reach the language part for all of it.
+        row_shard: The rows of a chunk that belong to this rank.
     """
 
     encode: Callable[[int], Mapping[str, Any]]
@@ -97,7 +110,10 @@ class EncodedDocuments:
     _chunks: dict[int, tuple[Tensor, tuple[Rows, ...], int]] = field(default_factory=dict)
 
     def inputs(self, chunk: int, rows: Sequence[Rows], total: int) -> ChunkInputs:
-        """Those of a chunk of ``total`` rows, in its forward."""
+        """Return the inputs of a chunk of ``total`` rows, in its forward.
+
+        Documents that begin in the chunk are encoded here.
+        """
         for part in rows:
             if part.span.start == 0:
                 self._documents[part.span.document] = self._encoded(part.span.document)
@@ -128,7 +144,10 @@ class EncodedDocuments:
         return ChunkInputs(hidden, positions)
 
     def backward(self, chunk: int) -> None:
-        """Behind the chunk's backward: of documents that have none left, what stands in front."""
+        """Run the backward of the modules before the layers, for documents completed by this chunk.
+
+        Call it after the chunk's backward. The gradients of other documents are accumulated.
+        """
         if chunk not in self._chunks:
             return
         hidden, rows, total = self._chunks.pop(chunk)
@@ -148,6 +167,7 @@ class EncodedDocuments:
                     torch.autograd.backward(document.hidden, document.gradient)
 
     def clear(self) -> None:
+        """Drop all documents and chunks."""
         self._documents.clear()
         self._chunks.clear()
 
@@ -165,7 +185,7 @@ class EncodedDocuments:
                 hidden, tensor_parallel_output_grad=True, group=self.tp_group
             )
         if positions is not None and positions.dim() < 3:
-            positions = None  # a token's place, which the slice knows
+            positions = None  # the position in the document, which the slice knows
         for count in (x.shape[at] for x, at in ((hidden, 0), (positions, -1)) if x is not None):
             if count < length:
                 raise ValueError(
@@ -176,7 +196,7 @@ class EncodedDocuments:
         return _Document(hidden, positions)
 
     def _local(self, total: int) -> slice:
-        """This rank's of a chunk's rows between linear layers."""
+        """Return this rank's rows of a chunk between linear layers."""
         if self.row_shard.splits == 1:
             return self.row_shard.local(total)
         count = total // self.row_shard.parts // self.row_shard.splits

@@ -1,4 +1,4 @@
-"""The pipelines that a loop's models are: what this rank knows of each, from its first call on."""
+"""Pipelines of a loop's models: what this rank knows of each, from its first call on."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,32 +45,34 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Calls that Megatron's schedule runs until a reader is believed, which may be right by chance:
-# where they have several shapes, and where all have one.
+# Number of calls that Megatron's schedule runs before a reader is trusted, which may be right by
+# chance: with several shapes, and with one.
 WITNESSED_CALLS, WITNESSED_ALIKE = 2, 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
 
 @dataclass
 class ModelPipeline:
-    """One model's pipeline.
+    """Pipeline of one model.
 
-    group          Megatron's, of which ours were made; Megatron may make its groups anew
-    programs       runs this rank's programs, over groups of ours
-    rank           this one's place in it, and its first stage
-    layers         of every stage
-    rates_SK3      of every stage, by which seconds follow (stage_seconds); ``measured``: whether
-                   they are, on all stages
-    seconds        what this rank learns of the ops of each of its stages: several where the
-                   pipeline is interleaved
-    track_record   whether predictions came true
-    token_bytes    [stages] that a token holds from forward to backward, in proportion
-    had_bytes      the most that Megatron's own order has had to hold on a stage until now
-    split_refused  why no stage may split backwards; None: all can
-    unlike         why the framework's own micro-batches are not read; None: they may be, and
-                   ``witnessed``: shapes of each call in which Megatron's schedule has
-                   shown that they are read rightly
-    in_lockstep    ops meet those of other replicas: nothing may follow from this one's lengths
+    Attributes:
+        group: Megatron's pipeline group, from which ours were made; Megatron may replace its
+            groups.
+        programs: Runs this rank's programs, over our groups.
+        rank: This rank's place in the pipeline, and its first stage.
+        layers: Layers of every stage.
+        rates_SK3: Coefficients of every stage's seconds (stage_seconds); ``measured`` says whether
+            all stages have measured ones.
+        seconds: Measurements of each stage of this rank: several stages if the pipeline is
+            interleaved.
+        track_record: Whether predictions came true.
+        token_bytes: Relative bytes that a token holds from forward to backward: [stages].
+        had_bytes: Most bytes that Megatron's own order has held on a stage so far.
+        split_refused: Why no stage may split backwards; None if all can.
+        unlike: Why the framework's own micro-batches are not read; None if they may be.
+        witnessed: Shapes of each call in which Megatron's schedule confirmed the reader.
+        in_lockstep: Whether ops communicate with those of other replicas, so that nothing may
+            depend on this one's lengths.
     """
 
     group: Any
@@ -97,33 +99,40 @@ class ModelPipeline:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.layers)
 
     @property
     def ranks(self) -> int:
+        """Number of pipeline ranks."""
         return self.stages // len(self.seconds)
 
     @property
     def local_stages(self) -> range:
-        """This rank's, first to last."""
+        """Stages of this rank, first to last."""
         return range(self.rank, self.stages, self.ranks)
 
     @property
     def interleaved(self) -> bool:
+        """Whether ranks have several stages."""
         return self.ranks < self.stages
 
     @property
     def control(self) -> Any:
+        """Process group of the replica on the CPU; None with one stage."""
         groups = self.programs.groups
         return None if groups is None else groups.control
 
     @property
     def current_op(self) -> CurrentOp:
+        """The op or phase that this rank is in."""
         return self.programs.current_op
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
-        """The options of a plan of ``call``, with micro-batches of ``tokens``, among those that
-        the user ``wanted``. All ranks of a replica reckon alike."""
+        """Return the options of a plan of ``call``, among those that the user ``wanted``.
+
+        ``tokens`` are those of each micro-batch. All ranks of a replica compute the same options.
+        """
         if not call.forward_only and self.stages > 1 and not self.interleaved:
             now = bytes_of_1f1b(tokens, self.stages, self.token_bytes)
             self.had_bytes = max(self.had_bytes, float(now.max()))
@@ -139,8 +148,11 @@ class ModelPipeline:
         )
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """:meth:`ReplicaPlans.plan`. The first one compiles the planner, on one rank: for half a
-        minute where the host has other work, which nobody is to be warned of."""
+        """Return the plan of :meth:`ReplicaPlans.plan`.
+
+        The first call compiles the planner on one rank. That may take half a minute on a busy host,
+        so the watcher must not warn.
+        """
         self.current_op.enter(PLANNING)
         return self.planning.plan(key, make)
 
@@ -151,7 +163,7 @@ class ModelPipeline:
 
 
 class Pipelines:
-    """Pipelines of all models that were seen; those of one process group share ours."""
+    """Pipelines of all models that were called; models of one process group share our groups."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -160,11 +172,11 @@ class Pipelines:
         self._initialised: InitialisedGroups | None = None
 
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
-        """The pipeline of the call's model over ``ranks``. Collective where it is new, or its
-        groups are.
+        """Return the pipeline of the call's model. Collective if it or its groups are new.
 
-        ValueError: such a world that our messages would stand still in it. LoopFailed: a rank
-        cannot make its part.
+        Raises:
+            ValueError: Our messages would block in this world.
+            LoopFailed: A rank cannot set up its stages.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
@@ -191,7 +203,7 @@ class Pipelines:
             refused = filter(None, map(self._split_refused, call.models))
             guesses = [each.guess for each in seconds]
             value = (rank, sizes, guesses, next(refused, None))
-        except Exception as error:  # the others wait for a word
+        except Exception as error:  # the other ranks wait for this rank's status
             status = RankStatus(error=error_text(error))
             raise_remote_failure(gather_statuses(status, control), control)
         every = gather_statuses(RankStatus(value), control)
@@ -215,8 +227,10 @@ class Pipelines:
         )
 
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
-        """Over groups of ours, made once for Megatron's pipeline ``group``. They speak again where
-        a framework has made what is behind them anew."""
+        """Return the runner over our groups, made once for Megatron's pipeline ``group``.
+
+        The groups are initialised again if a framework has rebuilt their communicators.
+        """
         device, communicators = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
         if programs is None:
@@ -238,7 +252,7 @@ class Pipelines:
         return programs
 
     def _split_refused(self, model: Any) -> str | None:
-        """Why this stage cannot split backwards; None: it can."""
+        """Return the reason why this stage cannot split backwards; None if it can."""
         if not self.settings.options.split:
             return "not wanted"
         try:
@@ -252,7 +266,7 @@ class Pipelines:
 
 
 def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
-    """Layers of a part of the model, and words of its output layer, if it has one."""
+    """Return the layers of a stage module, and the vocabulary rows of its LM head, else 0."""
     (model,) = unwrap_model([wrapped])
     sliced = attached(model)
     model = model if sliced is None else sliced.part
@@ -262,5 +276,5 @@ def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
 
 
 def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Values of all stages, first to last, from those of every rank's."""
+    """Return the values of all stages, first to last, from those of every rank."""
     return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

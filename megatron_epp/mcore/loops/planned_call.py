@@ -1,4 +1,4 @@
-"""One call that a plan runs: from what its micro-batches hold to its result."""
+"""One call that a plan runs: from the sizes of its micro-batches to its result."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -57,11 +57,12 @@ LoopStage = MicroBatchStage | SliceStage
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """A call's ops on this rank.
+    """Ops of a call on this rank.
 
-    make_stage   makes what computes the rank's part of that number
-    shape        of a chunk's message
-    sizes_3C     features of all chunks
+    Attributes:
+        make_stage: Makes the executor's model side of a stage, from its index on this rank.
+        shape: Shape of a chunk's message.
+        sizes_3C: Features of all chunks.
     """
 
     plan: Plan
@@ -74,8 +75,9 @@ class CallWork:
 class MessageExtents:
     """Shapes of a call's micro-batches.
 
-    fixed   of all messages, where they are alike
-    parts   ranks of a stage that share a micro-batch's rows
+    Attributes:
+        fixed: Shape of all messages, if they are equal.
+        parts: Number of ranks of a stage that share the rows of a micro-batch.
     """
 
     shapes: Sequence[MicrobatchShape]
@@ -84,17 +86,17 @@ class MessageExtents:
     hidden: int
 
     def message(self, chunk: int) -> tuple[int, ...]:
-        """Return the shape of what this rank sends of a chunk."""
+        """Return the shape of what this rank sends for a chunk."""
         shape = self.shapes[chunk]
         return self.fixed or (shape.rows // self.parts, shape.samples, self.hidden)
 
 
 class PlannedCall:
-    """A call of a model's ``pipeline``. count: counts the schedule's planned calls.
+    """A call on a model's ``pipeline``; ``count`` numbers the planned calls of the schedule.
 
-    committed   the call's errors are the loop's: from the first op on, or from the start where the
-                model is attached, as the user asked for slices or a budget then. Before, Megatron's
-                own schedule can run the call.
+    ``committed`` says that errors of the call are raised to the loop. That holds from the first op
+    on. It holds from the start if the model is attached, because the user asked for slices or a
+    budget. Before, Megatron's own schedule can run the call.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class PlannedCall:
         self.batches = [MicroBatches(each, call.num_microbatches) for each in call.iterators]
         self.model: AttachedModel | None = attached(call.one_model)
         self.committed = self.model is not None
-        self.reading: FrameworkReader | None = None  # by rules that may be wrong
+        self.reading: FrameworkReader | None = None  # its rules may be wrong
         self._state: CallState | None = None  # before the ops
 
     @property
     def first_rank(self) -> int:
-        """The first rank of the replica."""
+        """First rank of the replica."""
         control = self.pipeline.control
         return 0 if control is None else dist.get_global_rank(control, 0)
 
@@ -119,16 +121,16 @@ class PlannedCall:
             self._state.restore()
 
     def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Return ``keywords`` of the call with the micro-batches that were drawn, if any were."""
+        """Return ``keywords`` with iterators that start again, if micro-batches were drawn."""
         if not any(batches.drawn for batches in self.batches):
             return keywords
         iterators = [batches.from_the_start() for batches in self.batches]
         return {**keywords, "data_iterator": iterators if len(iterators) > 1 else iterators[0]}
 
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
-        """Return what the call returns; None where it cannot be planned.
+        """Return the result of the call; None if it cannot be planned.
 
-        ``pipelined``: Megatron's own schedule, which runs a framework's first call.
+        ``pipelined`` is Megatron's own schedule, which runs a framework's first calls.
         """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
@@ -141,7 +143,7 @@ class PlannedCall:
                 if not pipeline.interleaved:
                     reader = reader_of(call, groups)
                 self.reading = reader or COMMON_FORM
-        except Exception as error:  # the others wait for what this rank reads
+        except Exception as error:  # the other ranks wait for this rank's status
             gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
             raise
         if pipeline.unlike is not None and self.reading is not None:
@@ -159,13 +161,14 @@ class PlannedCall:
             if shapes is None:
                 return None
             if isinstance(reader, FrameworkReader) and pipeline.in_lockstep:
-                # After a misread, ops end early: ranks of other replicas would block.
+                # After a misread, ops end early, and ranks of other replicas would block.
                 pipeline.unlike = (
                     f"ops that meet other replicas', on rows read as {reader.framework}'s"
                 )
                 return None
             varies = pipeline.stages > 1 and fixed is None
-            hidden = config.hidden_size if varies else 0  # else the configuration may have none
+            # Without varying shapes the configuration may lack it.
+            hidden = config.hidden_size if varies else 0
             available = MessageExtents(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(available, reader, keywords, pipelined)
@@ -197,9 +200,10 @@ class PlannedCall:
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Have Megatron's own schedule run the call; compare its shapes with ``extents``.
+        """Run the call with Megatron's own schedule, and compare its shapes with ``extents``.
 
-        For the first calls, until those of two shapes, or three of one, have been compared.
+        This happens in the first calls: until two shapes, or three calls of one shape, were
+        compared.
         """
         pipeline = self.pipeline
         pipeline.current_op.enter(
@@ -262,12 +266,12 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def run(self, work: CallWork) -> list[LoopStage]:
-        """Compute the call; return the stages. Raises where a rank failed, on all of them."""
+        """Compute the call; return the stages. If any rank fails, all ranks raise."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
         programs.current_op.iteration = self._count()
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
-        # Replicas that meet in their ops do not wait for each other's messages besides.
+        # Replicas in lockstep must not wait for each other's messages, too.
         block = (counted(work.plan),) if pipeline.in_lockstep else ()
         program = lower_rank(work.plan, pipeline.rank, block)
         links = programs.links(lambda message: work.shape(message.chunk), dtype)
@@ -286,7 +290,7 @@ class PlannedCall:
             meter = self.settings.make_meter(call.one_model)
             for part in range(len(pipeline.local_stages)):
                 stages.append(work.make_stage(part))
-        except Exception as error:  # the others may have begun, and wait for messages
+        except Exception as error:  # other ranks may have begun and wait for messages
             stages, failed = [], error
         stores = [stage.store for stage in stages] or [Store({}) for _ in pipeline.local_stages]
         guarded = {
@@ -343,11 +347,11 @@ class PlannedCall:
         error: Exception | None,
         refusal: str | None,
     ) -> None:
-        """Exchange success or failure with all ranks of the replica. Raises where a rank failed.
+        """Exchange success or failure with all ranks of the replica; raise if any rank failed.
 
-        ``begun``: whether this rank could compute at all; where none could, nothing has happened
-        yet, and Megatron's schedule can run the call. ``seconds``: of this rank's ops, from the
-        call's beginning; 0 where they are no measure. ``refusal``: the text of a user's mistake.
+        ``begun`` says whether this rank could compute at all. If no rank could, nothing has changed
+        yet, and Megatron's schedule can run the call. ``seconds`` of this rank's ops are 0 if not
+        measured. ``refusal`` is the message of a user's mistake.
         """
         pipeline = self.pipeline
         pipeline.current_op.enter("what became of the call on all ranks of the replica")
@@ -368,7 +372,7 @@ class PlannedCall:
             self.committed = self.model is not None
             self._stop_timer()
             raise error
-        # Rows that a stage before was wrong about are no mistake of this one's forward step.
+        # Wrong rows of an earlier stage are not a mistake of this one's forward step.
         before = range(pipeline.stages if pipeline.interleaved else pipeline.rank)
         senders = set(before) - {pipeline.rank}
         misled = any(status.refusal and status.value[0] in senders for status in statuses)
@@ -378,13 +382,13 @@ class PlannedCall:
             raise_remote_failure(statuses, pipeline.control)
         except (ValueError, LoopFailed) as heard:
             raise heard from error
-        if pipeline.measured and plan.predicted is not None:  # else it was predicted by a guess
+        if pipeline.measured and plan.predicted is not None:  # else a guess predicted it
             pipeline.track_record.saw(
                 plan.predicted.planner != AS_CALLED,
                 plan.predicted.seconds,
                 max(status.value[3] for status in statuses),
             )
-        # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
+        # The first rank of a stage reports for it: all ranks use the same numbers.
         pipeline.learn({status.value[0]: status.value[1:3] for status in reversed(statuses)})
 
 
@@ -393,7 +397,7 @@ def _unsliced_work(planned: PlannedCall, groups: Any, extents_of_call: MessageEx
     call, pipeline, settings = planned.call, planned.pipeline, planned.settings
     extents = extents_of_call.shapes
     make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
-    # What was never measured, or long ago, may be wrong about which order is better.
+    # Rates that were never measured, or long ago, may rank the orders wrongly.
     wanted = settings.options
     tells = not call.forward_only and (planned.model is None or planned.model.memory is None)
     if not pipeline.measured or (tells and pipeline.track_record.due):

@@ -1,4 +1,4 @@
-"""Settings of a loop's schedule, and the record of a call."""
+"""Settings of the schedule of an external training loop, and the record of a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,8 +16,13 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call on this rank. plan: that ran; records: of its ops here; peak_bytes: the most that
-    chunks held, where a meter was given."""
+    """A call on this rank.
+
+    Attributes:
+        plan: The plan that ran.
+        records: Records of this rank's ops.
+        peak_bytes: Most bytes that chunks held; 0 without a meter.
+    """
 
     plan: Plan
     records: tuple[Timed, ...]
@@ -25,7 +30,7 @@ class CallRecord:
 
 
 def _plan(*arguments: Any) -> Plan:
-    # Imported where plans are made: the compiler takes a second to load.
+    # Imported when plans are made: the compiler takes a second to load.
     from megatron_epp.planner.calls.call_plan import unsliced_plan
 
     return unsliced_plan(*arguments)
@@ -39,7 +44,7 @@ def _sliced_plan(*arguments: Any) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """See :func:`megatron_epp.install_schedule`."""
+    """Settings; see :func:`megatron_epp.install_schedule`."""
 
     lengths: ShapeFunction | None = None
     options: CallOptions = field(default_factory=CallOptions)

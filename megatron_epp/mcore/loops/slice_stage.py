@@ -1,14 +1,15 @@
-"""One stage of a loop's model as the executor sees it, where documents are cut.
+"""Stage of a loop's model for the executor, with documents cut into slices.
 
-last stage   F of every chunk of a micro-batch    outputs per token are kept, without a graph
-                                                  (all of them, of all context-parallel ranks)
-             behind the last of them              the loop's loss, once, on whole documents
-             B of a chunk                         from the loss' gradient at its tokens
+Attributes:
+    last stage: F of every chunk of a micro-batch    outputs per token are saved, without a graph
+        (of all context-parallel ranks) after the last of them               the loop's loss, once,
+        on full documents B of a chunk                         from the loss' gradient at its
+        tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,12 @@ from megatron_epp.mcore.model.stage import ModelStage
 
 
 class SliceStage(ModelStage):
-    """forests[micro-batch]: its documents; those of the plan are the forests' nodes, parts of them
-    that several may share. share: of a chunk's rows, which this rank computes; the others of
-    ``groups.cp`` have the rest.
+    """Stage that runs slices of documents.
 
-    data[micro-batch]   what the loop's loss returned beside the loss
+    ``forests[micro-batch]`` has its documents. Documents of the plan are the forests' nodes: parts
+    of documents that several may share. ``row_shard`` selects this rank's rows of a chunk; other
+    ranks of ``groups.cp`` have the rest. ``data[micro-batch]`` is what the loss returned besides
+    the loss.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class SliceStage(ModelStage):
     ):
         self._slices = slices_of(plan)
         self.call, self.plan, self.attached, self.forests = call, plan, attached, forests
-        # The plan's documents are counted through the call; each is a node of its micro-batch.
+        # The plan numbers documents through the call; each is a node of its micro-batch.
         nodes = [(number, node) for number, forest in enumerate(forests) for node in forest.nodes]
         self._of, self._nodes = [number for number, _ in nodes], [node for _, node in nodes]
         store = store_for(plan, self._slices, attached.stores_last_slice)
@@ -71,7 +73,7 @@ class SliceStage(ModelStage):
         self._group = groups_of(plan, self._of)
         self._left = [self._group.count(number) for number in range(len(forests))]
         self._outputs: dict[int, dict[int, Tensor]] = {}  # [document][start]
-        self._gradients: dict[int, Tensor] = {}  # [document], of whole documents' outputs
+        self._gradients: dict[int, Tensor] = {}  # [document], of full documents' outputs
         self._front: EncodedDocuments | None = None
         if attached.has_front:
             self._front = EncodedDocuments(
@@ -79,10 +81,12 @@ class SliceStage(ModelStage):
             )
 
     @property
+    @override
     def layers_model(self) -> Any:
         return self.attached.part
 
     @property
+    @override
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
         return [[node.tokens for node in forest.nodes] for forest in self.forests]
 
@@ -95,7 +99,7 @@ class SliceStage(ModelStage):
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()
         self._left[number] -= 1
-        later = self._left[number] > 0  # the loss comes with another chunk
+        later = self._left[number] > 0  # the loss comes with a later chunk
         self.attached.part.set_input_tensor(received)
         autocast: Any = nullcontext()
         if config.enable_autocast:
@@ -143,7 +147,7 @@ class SliceStage(ModelStage):
         return ChunkParams.of(state, on_device(local_positions, device))
 
     def _encode(self, document: int) -> Mapping[str, Any]:
-        """Arguments that reach the layers for a whole document."""
+        """Return the arguments that reach the layers for a full document."""
         if not self.batches.readable:
             raise ValueError(
                 "a rank has no data iterator; expected one on every rank, as each runs what stands "
@@ -154,7 +158,7 @@ class SliceStage(ModelStage):
         return self.attached.reached_with(self.model, inputs)
 
     def _drawn(self, chunk: int) -> Any:
-        """The chunk's rows, which the forward step draws, where this rank has an iterator."""
+        """Return an iterator with the chunk's rows, if this rank has an iterator."""
         if not self.batches.readable:
             return self.batches.source
         number = self._group[chunk]
@@ -190,7 +194,7 @@ class SliceStage(ModelStage):
             start += span.tokens
 
     def _loss(self, number: int) -> None:
-        """The loss of a micro-batch whose forwards are all done, and its gradient."""
+        """Compute the loss of a micro-batch after all its forwards, and its gradient."""
         documents, call = self._documents[number], self.call
         outputs_of = []
         for document in documents:
@@ -209,7 +213,7 @@ class SliceStage(ModelStage):
 
         loss, tokens = schedules.forward_step_calc_loss(
             self.model,
-            outputs_of[0],  # whose device is asked for
+            outputs_of[0],  # only its device is read
             loss_of,
             self.config,
             None,
@@ -221,7 +225,7 @@ class SliceStage(ModelStage):
         )
         self.batches.let_go(number)
         self.data[number] = data
-        # Where all ranks of a document see the whole of it, it is counted once.
+        # If all ranks of a document see all of it, count it once.
         if self._partial or self.row_shard.part == 0:
             self.tokens = self.tokens + tokens
         if not self.training:
@@ -229,7 +233,8 @@ class SliceStage(ModelStage):
         loss = scalar(loss, f"micro-batch {number}")
         counted = len(returned[0]) == 3 and not self.config.calculate_per_token_loss
         if counted and not self._partial:
-            # Megatron takes the mean of context-parallel ranks' means; each here is of all rows.
+            # Megatron takes the mean over context-parallel ranks; here each has the loss of all
+            # rows.
             loss = loss * self.row_shard.parts
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
@@ -252,7 +257,7 @@ class SliceStage(ModelStage):
             gradient_rows = self._gradients[span.document][span.start : span.stop]
             gradients[0, start : start + span.tokens] = gradient_rows
             start += span.tokens
-            if span.start == 0:  # of a document's slices, the first one's backward comes last
+            if span.start == 0:  # a document's first slice has its last backward
                 del self._gradients[span.document]
         return gradients[:, self.row_shard.local(total)]
 
@@ -261,7 +266,7 @@ class SliceStage(ModelStage):
     ) -> Tensor | None:
         if not self.is_last:
             input_gradient = super()._differentiate(chunk, received, output, gradient)
-        else:  # its output still has its data, which Megatron's backward_step would refuse
+        else:  # the output still has its data, which Megatron's backward_step would refuse
             if self.config.timers is not None:
                 self.config.timers("backward-compute", log_level=2).start()
             torch.autograd.backward(output, gradient)
@@ -272,6 +277,7 @@ class SliceStage(ModelStage):
             self._front.backward(chunk)
         return input_gradient
 
+    @override
     def abandon(self) -> None:
         super().abandon()
         self._outputs.clear()
@@ -280,27 +286,29 @@ class SliceStage(ModelStage):
             self._front.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """Megatron's forward_data_store; nothing on stages before the last."""
+        """Return Megatron's forward_data_store; empty on stages before the last."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
 def _of_all_ranks(local: Tensor, group: Any) -> Tensor:
-    """[t, ...] of every context-parallel rank, one behind the other. Collective."""
+    """Return [t, ...] of every context-parallel rank, concatenated. Collective."""
     gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
     return gathered
 
 
 def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
-    """[L, ...] of every document, summed over the context-parallel ranks. Collective."""
+    """Return [L, ...] of every document, summed over the context-parallel ranks. Collective."""
     every = torch.cat(gradients)
     dist.all_reduce(every, group=group)
     return tuple(every.split([len(one) for one in gradients]))
 
 
 def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """[L, ...] of every document, whole, from those of the nodes that it consists of: the gradients
-    of what several share add up."""
+    """Return [L, ...] of every document from those of its nodes.
+
+    The gradients of shared nodes are summed over their documents.
+    """
     paths = map(forest.path, range(len(forest.last)))
     return [
         outputs[path[0]] if len(path) == 1 else torch.cat([outputs[node] for node in path])
@@ -309,8 +317,11 @@ def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """The micro-batch of every chunk of ``plan``. PlanError: a chunk has tokens of two, or a
-    backward comes before the loss that it follows from."""
+    """Return the micro-batch of every chunk of ``plan``.
+
+    Raises:
+        PlanError: A chunk has tokens of two micro-batches, or a backward comes before its loss.
+    """
     groups = []
     for number, chunk in enumerate(plan.chunks):
         numbers = {of_document[span.document] for span in chunk.spans}

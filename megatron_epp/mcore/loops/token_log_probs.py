@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens by a loop's model, whose logits are never all there at once.
+"""Log-probabilities of tokens by a loop's model, without holding all logits at once.
 
-The model runs up to its last norm, under whatever schedule, whole or in slices; the rest is done on
-its hidden states, a block of rows at a time (layers/lm_head/log_probs.py).
+The model runs up to its final norm, under any schedule, unsliced or in slices. The LM head then
+processes the hidden states in blocks of rows (layers/lm_head/log_probs.py).
 
 B samples of S tokens, H hidden size
 """
@@ -27,13 +27,28 @@ def model_log_probs(
     entropy: bool,
     inputs: Mapping[str, Any],
 ) -> Any:
-    """As :func:`megatron_epp.log_probs`."""
+    """Return the log-probabilities of the labels; see :func:`megatron_epp.log_probs`.
+
+    Args:
+        model: The loop's model, wrapped or not.
+        labels_BS: Labels of all tokens; unused before the last stage.
+        temperature: Divisor of the logits, or a tensor that expands to [B, S].
+        entropy: Whether to return the entropies, too.
+        inputs: Arguments of the model's forward.
+
+    Returns:
+        Log-probabilities [B, S], with ``entropy`` a pair with the entropies. Before the last stage,
+        the output of the model.
+
+    Raises:
+        ValueError: Labels or temperature have another shape, or the LM head is not supported.
+    """
     (inner,) = unwrap_model([model])
     part = language_part(inner)
     if not part.post_process:
         return model(**inputs)
     weight_VH = _output_weight(part)
-    part.post_process = False  # the decoder, which has the last norm, keeps its own
+    part.post_process = False  # the decoder has the final norm and an attribute of its own
     try:
         hidden_SBH = model(**inputs)
     finally:
@@ -68,7 +83,11 @@ def model_log_probs(
 
 
 def _output_weight(part: Any) -> Any:
-    """The output layer's weight of this rank's words. ValueError: it is no plain linear."""
+    """Return this rank's vocabulary rows of the LM head's weight.
+
+    Raises:
+        ValueError: The LM head has other parameters, or the model has MTP.
+    """
     if part.config.mtp_num_layers:
         raise ValueError(
             "log_probs: the model predicts further tokens (mtp_num_layers), whose losses are made "
@@ -91,7 +110,11 @@ def _output_weight(part: Any) -> Any:
 def _temperatures(
     config: Any, temperature: float | Tensor, labels_BS: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """[T] by which logits are divided; None: by nothing. ValueError: it is no temperature."""
+    """Return the divisors of the logits [T]; None if they are all 1.
+
+    Raises:
+        ValueError: The temperature is not positive or has another shape.
+    """
     scale = getattr(config, "mup_output_mult", 1.0) if getattr(config, "use_mup", False) else 1.0
     if not isinstance(temperature, Tensor):
         if not temperature > 0:

@@ -1,1 +1,1 @@
-"""Where Megatron's model runs a chunk: hooks, attention, split backward, early head."""
+"""Megatron's model on chunks: hooks, attention, split backward, fused LM head."""

@@ -1,4 +1,4 @@
-"""The attention that this rank computes with: which kernels, asked for by flag and tried first."""
+"""Choice of this rank's attention kernels: selected by flag and tested on the device."""
 
 import logging
 import os
@@ -23,24 +23,26 @@ from megatron_epp.te_reference import reference_switch
 logger = logging.getLogger(__name__)
 
 AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
-_UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
-SIZES = 8  # what sizes of heads are multiples of, in kernels of GPUs
-# Transformer Engine refuses by assertions in a dozen places; an old one has fewer arguments.
+_UNFUSED = "NVTE_UNFUSED_ATTN"  # Transformer Engine reads it whenever it chooses a kernel
+SIZES = 8  # GPU kernels take head sizes that are multiples of this
+# Transformer Engine refuses by assertions in many places; an old version has fewer arguments.
 _REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def this_device() -> torch.device:
-    """Device that this rank computes on."""
+    """Return the device that this rank computes on."""
     if cpu_host.has_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
-    """Attention that ``--epp-attention wanted`` names, for a model of Megatron's ``config``.
+    """Return the attention of ``--epp-attention wanted`` for a model of Megatron's ``config``.
 
-    On a GPU the kernels are tried on the device first; ``auto`` takes the first that computes
-    rightly. ValueError: one line on why none does.
+    On a GPU the kernels are first tested on the device; ``auto`` takes the first correct one.
+
+    Raises:
+        ValueError: No attention can be used; the message has each reason.
     """
     heads, all_heads = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()
@@ -52,7 +54,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             )
         return PartsAttention(heads.scale)
     if reference_switch.is_started() and heads.dtype == torch.float64:
-        # Of a certificate: what is tried below are the kernels, not their number format.
+        # A certificate; this tests the kernels, not their number format.
         heads, all_heads = (replace(one, dtype=torch.bfloat16) for one in (heads, all_heads))
     if heads.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
@@ -88,7 +90,7 @@ def _right_kernel(
     seen: Sequence[tuple[int | None, bool]],
     device: torch.device,
 ) -> Kernel:
-    """A kernel that has been tried on the device, of every kind of layers."""
+    """Return a kernel that passed its test on the device for every attention variant."""
     kernel = _kernel(name, heads, sizes)
     for before, sinks in seen:
         require_right(
@@ -107,8 +109,10 @@ def _right_kernel(
 
 
 def _sizes(heads: Heads) -> list[tuple[int, int]]:
-    """Sizes of queries' and keys' heads and of values' that kernels may take, the fewest channels
-    first: multiples of 8, then the larger one for all."""
+    """Return the (query and key, value) head sizes to try, smallest first.
+
+    These are the sizes rounded up to multiples of 8, then the larger size for both.
+    """
     size, value = (-(-each // SIZES) * SIZES for each in (heads.size, heads.value))
     most = max(size, value)
     return [(size, value)] if size == value else [(size, value), (most, most)]
@@ -124,9 +128,11 @@ def _kernel(name: str, heads: Heads, sizes: tuple[int, int]) -> Kernel:
 
 @contextmanager
 def _no_scores() -> Iterator[None]:
-    """Transformer Engine may not choose the attention that holds all scores: for a long context no
-    memory does, and the executor would plan ever smaller chunks. It says then that no attention is
-    left. Around its calls alone, as Megatron wants 1 where it builds a model.
+    """Forbid Transformer Engine's unfused attention in this context.
+
+    It would hold all scores, which fit no memory for a long context, and the planner would plan
+    ever smaller chunks. Transformer Engine then reports that no attention is left. The context
+    surrounds its calls only, because Megatron expects the variable to be 1 when it builds a model.
     """
     before = os.environ.get(_UNFUSED)
     os.environ[_UNFUSED] = "0"
@@ -140,7 +146,7 @@ def _no_scores() -> Iterator[None]:
 
 
 def _engine(heads: Heads) -> Kernel:
-    # As older versions take it, where there is one size.
+    # Older versions take one number for equal sizes.
     sizes = heads.size if heads.size == heads.value else (heads.size, heads.value)
     return TransformerEngineKernel(heads.query, heads.key, sizes, heads.scale, _no_scores)
 

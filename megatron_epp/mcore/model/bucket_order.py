@@ -1,17 +1,17 @@
-"""Gradients ready once each, in one order, when the last op of a stage is a W.
+"""Order in which gradients are reported when the last op of a stage is a W or G.
 
-Megatron's DDP starts the reduction of a bucket of parameters when each of them has been reported
-ready as often as in the first iteration, which is once, by the hooks of the last backward. All
-replicas must start their buckets in the same order, and the last op of another replica's plan may
-be a B. With W last the hooks of a last B are spread over two ops:
+Megatron's DDP starts the reduction of a bucket when each of its parameters has been reported ready
+as often as in the first iteration: once, by the hooks of the last backward. All replicas must start
+their buckets in the same order, and the last op of another replica's plan may be a B. With W last,
+the hooks of a last B are spread over two ops:
 
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
                               W2: last gradients of the linear layers' weights
 
-or, where the output layer lies over the stages, over a B and a G. So nothing is reported at the
-stage's last B or I, but the order is noted in which a B would have reported; the last W or G goes
-through that order, computes what was deferred, and reports the rest as it comes by. The output
-layer comes first, whichever op made its last gradient.
+With vocabulary parallelism they are spread over a B and a G. Therefore the stage's last B or I
+reports nothing, but records the order in which a B would have reported. The last W or G follows
+this order, computes the deferred gradients, and reports the others in turn. The LM head comes
+first, whichever op completed its gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,11 @@ from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 
 
 class ReadyOrder:
-    """``report(parameter)`` tells DDP that a gradient is complete. ``first``: weights whose
-    gradients an op of their own makes."""
+    """Recorder of the order in which a backward completes gradients.
+
+    ``report(parameter)`` tells DDP that a gradient is complete. ``first`` are weights with
+    gradients from an op of their own.
+    """
 
     def __init__(
         self,
@@ -41,15 +44,17 @@ class ReadyOrder:
         self._noting = False
 
     def note(self, parameter: Parameter) -> None:
-        """Its gradient was accumulated, or set aside: here a B reports it; of a weight that is used
-        several times, when the last comes."""
+        """Record that the gradient of ``parameter`` was accumulated or deferred.
+
+        A B would report it at this point. A weight with several uses is recorded at its last one.
+        """
         if self._noting:
             self._order.pop(parameter, None)
             self._order[parameter] = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Around the stage's last B or I."""
+        """Record the order in this context, around the stage's last B or I."""
         handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
         self._noting = True
         try:
@@ -60,8 +65,11 @@ class ReadyOrder:
                 handle.remove()
 
     def finish(self, deferred: DeferredWeightGrads | None = None) -> None:
-        """The stage's last W, with DDP's hooks awake, or its last G, which has woken them for the
-        first and left nothing ``deferred``."""
+        """Report all parameters in the recorded order, in the stage's last W or G.
+
+        DDP's hooks are enabled. The last G has reported the ``first`` weights and has nothing
+        ``deferred``.
+        """
         if deferred is None:
             deferred = DeferredWeightGrads()
         else:
@@ -70,7 +78,8 @@ class ReadyOrder:
         held = {parameter for parameter in self._order if parameter in deferred}
         for parameter in self._order:
             if parameter in deferred:
-                deferred.accumulate(parameter)  # its hook reports, and that of what comes with it
+                # Its hook reports it and gradients that come with it.
+                deferred.accumulate(parameter)
             elif parameter not in held:
                 self._report(parameter)
         self._order.clear()

@@ -1,4 +1,4 @@
-"""A chunk's state on its way through Megatron's layers, and what takes it out again."""
+"""Installation of chunk execution in Megatron's layers."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -27,15 +27,22 @@ def install_in_model(
 ) -> None:
     """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
 
-    ``context``: the most tokens of a document; ``in_loop``: it also computes for an external
-    training loop what is no chunk. ValueError: a layer is of a kind that cannot.
+    Args:
+        model: A stage module, not wrapped.
+        context: Most tokens of a document.
+        attention: The attention of this rank.
+        in_loop: Whether an external training loop also runs inputs that are not chunks.
+
+    Raises:
+        ValueError: A layer is of an unsupported kind.
     """
     add_every_gradient(model)
     quantise_everywhere(model, model.config)
     if isinstance(model, HybridModel) or mtp_layers_of(model):
         take_output_processor(model)
     install_mtp(model)
-    rotates_axes = model.position_embedding_type == "mrope"  # by the positions that it is given
+    # Rotates by the positions that it is given.
+    rotates_axes = model.position_embedding_type == "mrope"
     if getattr(model, "rotary_pos_emb", None) is not None and not rotates_axes:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
@@ -45,7 +52,7 @@ def install_in_model(
     installed: list[Any] = []
     for index, layer in enumerate(layers_of(model)):
         if any(layer is other for other in installed):
-            continue  # a repeated one, which is told when it runs again
+            continue  # a shared MTP layer; it is installed once
         installed.append(layer)
         dropped = DroppedOutputs()
         for kind in kinds_of_layer(layer):
@@ -56,10 +63,10 @@ def install_in_model(
 
 
 def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of a stage's first layer, whose input takes part in autograd.
+    """Return the forward of a stage's first layer, with an input that requires gradients.
 
-    A frozen embedding's does not, and with it neither the graph of what is recomputed, nor that of
-    K and V, whose gradients later slices return, would begin.
+    The output of a frozen embedding requires none. Then recomputation, and K and V with gradients
+    from later slices, would have no graph.
     """
 
     @wraps(forward)
@@ -72,28 +79,27 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_every_gradient(model: nn.Module) -> None:
-    """Make Transformer Engine's linears add to their weights' gradients from the first on.
+    """Make Transformer Engine's linears add to their weights' gradients, never overwrite them.
 
-    They overwrite them in the backward of what they take for an iteration's first micro-batch: the
-    first that runs forward. Here others run backward before it, and their share would be lost.
+    They overwrite them in the backward of an iteration's first micro-batch: the first that runs
+    forward. Here other chunks may run backward before it, and their gradients would be lost.
     """
     _set_in_modules(model, "is_first_microbatch", False)
-    # And to take none for the first: where that is so, weights in fp8 are made in the first only.
+    # Also take no micro-batch for the first: fp8 weights would be quantised only in that one.
     _set_in_modules(model, "disable_parameter_transpose_cache", True)
 
 
 def fuse_weight_gradients(model: nn.Module) -> None:
-    """Make Transformer Engine's linears add their weights' gradients to ``main_grad`` in the
-    product that makes them: a gradient in bf16 is neither written nor read again, nor held.
+    """Make Transformer Engine's linears accumulate weight gradients into ``main_grad`` directly.
 
-    They are built without, as Megatron's output layer has one flag with them and would ask for
-    apex. DDP is told of each parameter whether its gradient has been added.
+    The GEMM adds them, so no bf16 gradient is written, read or held. The linears are built without
+    fusion, because the flag also applies to Megatron's output layer, which would need apex. Each
+    parameter's attribute tells DDP whether its gradient has been added.
     """
     _set_in_modules(model, "fuse_wgrad_accumulation", True)
 
 
 def _set_in_modules(model: nn.Module, attribute: str, value: bool) -> None:
-    """Set ``attribute`` in every module that has it."""
     for module in model.modules():
         if hasattr(module, attribute):
             setattr(module, attribute, value)

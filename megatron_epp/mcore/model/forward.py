@@ -1,4 +1,4 @@
-"""The forward step and the loss that Megatron's trainer is given, on one chunk."""
+"""Forward step and loss of one chunk, as Megatron's trainer calls them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +13,7 @@ from megatron_epp.mcore.lm_head.head import HiddenStates
 
 
 def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
-    """One chunk through this stage: its output, and the loss function for the last stage."""
+    """Run one chunk through this stage; return its output and the last stage's loss function."""
     batch = next(batches)
     processor: Any = None
     if batch.hidden_only:
@@ -42,14 +42,20 @@ def chunk_loss(
     means_DT: Tensor | None = None,
     documents: int = 0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
+    """Return the loss summed over the chunk's unmasked tokens, their number, and both for the log.
 
-    Where D further tokens are predicted, losses and weights are [1 + D, T]: the sum is of all, what
-    is logged of each alone, of the further ones a mean over ``documents`` under Megatron's names.
+    With D MTP layers, losses and weights have shape [1 + D, T]. The sum covers all rows. The log
+    has each row alone, those of MTP as a mean over ``documents`` under Megatron's names.
 
-    The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
-    Megatron's log divides without a look, so the number that it gets is never exactly zero: a batch
-    without any target has the loss 0, and no other number is changed by it.
+    Megatron divides once per iteration, over the global batch (--calculate-per-token-loss). Its log
+    divides unconditionally, so the number in the report is never exactly zero: a batch without
+    targets has the loss 0, and no other number changes.
+
+    Args:
+        loss_mask_1T: Weights of the tokens.
+        token_losses_1T: Losses of the tokens.
+        means_DT: Weights of the MTP losses in the log.
+        documents: Number of documents of the iteration.
     """
     assert loss_mask_1T is not None, "the last stage has one"
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""Megatron's HybridModel where its modules are torch's, and with the hooks that its GPTModel has.
+"""Megatron's HybridModel on torch modules, with the hooks that its GPTModel has.
 
-Megatron builds HybridModel of Transformer Engine's modules alone. On hosts without a GPU the same
-layers are built of its local ones; checkpoints have the keys that Transformer Engine's give them.
+Megatron builds HybridModel of Transformer Engine's modules only. On CPU-only hosts, the same layers
+are built of Megatron's local modules; checkpoints have the keys of Transformer Engine's.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron_epp.mcore.lm_head.fused_head import losses_of_each
 
 
 class LocalHybridStack(HybridStack):
-    """With torch's norm behind its layers: Megatron's has Transformer Engine's written in."""
+    """HybridStack with torch's final norm; Megatron's uses Transformer Engine's."""
 
     def __init__(
         self,
@@ -50,14 +50,16 @@ class LocalHybridStack(HybridStack):
 
 
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
-    """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
-    ``config``: its TransformerConfig."""
+    """Return the spec of the layers of ``pattern``, as hybrid_stack_spec, with local modules.
+
+    ``config`` is the TransformerConfig.
+    """
     symbols, layers = symbols_of_layers(pattern) + mtp_symbols(pattern), {}
     for kind in KIND_MODULES:
         if kind.KIND.STACK and kind.KIND.SYMBOL in symbols:
             layers[kind.KIND.STACK] = layer_spec = kind.local_layer(config)
             kind.fix_local(layer_spec.submodules, config)
-    # The layers of a depth follow from the pattern.
+    # The pattern gives the layers of an MTP layer.
     depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
     block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
     layers["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
@@ -65,9 +67,11 @@ def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
 
 
 def take_output_processor(model: HybridModel | GPTModel) -> None:
-    """Give ``model`` the argument ``output_processor`` of GPTModel's forward: what makes its output
-    of hidden states, in the place of the output layer and the loss. Where it predicts further
-    tokens, a GPTModel has reckoned their losses before its own looks at anything."""
+    """Add ``output_processor`` to the forward of ``model``, as in GPTModel.
+
+    It is a callable that replaces the output layer and the loss. With MTP, GPTModel computes the
+    MTP losses before it would call it.
+    """
     original: Callable[..., Tensor] = model.forward
 
     @wraps(original)
@@ -77,7 +81,7 @@ def take_output_processor(model: HybridModel | GPTModel) -> None:
             output_processor = losses_of_each
         if output_processor is None or not model.post_process:
             return original(*inputs, **others)
-        model.post_process = False  # the decoder, which has the last norm, keeps its own
+        model.post_process = False  # the decoder has the final norm and an attribute of its own
         try:
             hidden = original(*inputs, **others)
         finally:

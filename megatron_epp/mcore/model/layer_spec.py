@@ -1,4 +1,4 @@
-"""Descriptions of models as Megatron's trainer builds them, with what local layers lack."""
+"""Model configurations of Megatron's trainer, with the features that local layers lack."""
 
 import copy
 from functools import partial
@@ -14,16 +14,20 @@ from megatron_epp.mcore.model.hybrid_stack import local_stack_spec
 
 
 def described(args: Any) -> Any:
-    """The description of the model of Megatron's ``args`` that its trainer builds from: of a
-    HybridModel where they have a pattern, else of a GPTModel."""
+    """Return the model configuration of Megatron's ``args`` that its trainer builds from.
+
+    It describes a HybridModel if ``args`` have a layer pattern, else a GPTModel.
+    """
     if args.hybrid_layer_pattern is None:
         return argument_utils.gpt_config_from_args(args)
     return argument_utils.hybrid_config_from_args(args)
 
 
 def fix_layer_spec(description: Any) -> None:
-    """Make the model that ``description`` (:func:`described`) builds have local layers that lack
-    nothing (local_layers.py), where its layers are Megatron's local ones."""
+    """Complete Megatron's local layers in the model that ``description`` builds (local_layers.py).
+
+    ``description`` is a result of :func:`described`. Other layer implementations do not change.
+    """
     config = description.transformer
     if config.transformer_impl != "local":
         return
@@ -38,7 +42,7 @@ def fix_layer_spec(description: Any) -> None:
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
-            own = description.transformer  # a part's, where a rank has several
+            own = description.transformer  # of a stage module, if a rank has several
             blocks = (kind.local_block(own, vp_stage) for kind in KIND_MODULES)
             layers_spec = next((block for block in blocks if block is not None), None)
             layers_spec = (
@@ -48,7 +52,7 @@ def fix_layer_spec(description: Any) -> None:
             layers_spec = copy.deepcopy(
                 wanted if isinstance(wanted, ModuleSpec) else wanted(description)
             )
-        # Layers of one kind are one description; of several kinds, a list of them, by reference.
+        # Layers of one kind share one spec; for several kinds the list refers to shared specs.
         for layer in getattr(layers_spec, "layer_specs", None) or [layers_spec]:
             for kind in KIND_MODULES:
                 kind.fix_local(layer.submodules, description.transformer)
@@ -58,7 +62,7 @@ def fix_layer_spec(description: Any) -> None:
 
 
 def _fix_mtp(config: Any, block: Any) -> Any:
-    """Make layers of the depths that predict further tokens, as ``block`` describes them, such."""
+    """Complete the local layers of the MTP layers in ``block``."""
     for depth in [] if block is None else block.layer_specs:
         for kind in KIND_MODULES:
             kind.fix_local(depth.submodules.mtp_model_layer.submodules, config)

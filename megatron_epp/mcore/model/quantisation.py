@@ -1,11 +1,11 @@
-"""fp8 in Transformer Engine's linears, as elastic pipelines need it.
+"""fp8 in Transformer Engine's linears on chunks.
 
-Which layers compute in fp8 is said around a layer's forward, by Megatron's block. What backward
-computes again runs outside of that: so every linear says it for itself. Weights are quantised by a
-linear's first forward of an iteration, and kept; what is kept is thrown away before the next one,
-as nothing else tells Transformer Engine that the weights have changed: no micro-batch is the first
-here (elastic_layers.py). Weights that are held in fp8 (--fp8-param-gather) are made so by the
-optimizer's step, and linears keep nothing beside them.
+Megatron's block sets, around a layer's forward, whether the layer computes in fp8. Recomputation in
+a backward runs outside of it, so here every linear sets it for itself. A linear quantises its
+weight in the first forward of an iteration and caches it. The cache is cleared before the next
+iteration, because nothing else tells Transformer Engine that the weights changed: no micro-batch is
+marked as the first (elastic_layers.py). Weights held in fp8 (--fp8-param-gather) are quantised by
+the optimizer's step, and linears cache nothing.
 """
 
 import logging
@@ -20,21 +20,21 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import mtp_layers_of
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a quantised weight's number, by rows and by columns, with its share of the scales. (Where
-# products read either, as on Blackwell, one scale for all needs half.)
+# Bytes per element of a quantised weight, by rows and by columns, with its fraction of the scales.
+# (Where one copy serves both, as on Blackwell, a single scale needs half.)
 COPY_BYTES = {"tensorwise": 2.0, "blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32)}
 
-# Of a module of Transformer Engine's: quantised weights by their names.
+# Attribute of Transformer Engine's modules: quantised weights by name.
 _CACHED_WEIGHTS = "_fp8_workspaces"
 
 
 def per_tensor_scales(args: Any) -> bool:
-    """Whether what is computed together shares one scale, so that results depend on the plan."""
+    """Return whether one scale serves a whole tensor, so that results depend on the plan."""
     return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
 
 
 def warn_of_scales(args: Any) -> None:
-    """Say once in a job, on rank 0, that its results depend on the plan."""
+    """Warn on rank 0 that results depend on the plan, if they do."""
     if args.rank == 0 and per_tensor_scales(args):
         logger.warning(
             "megatron_epp: --fp8-recipe tensorwise: what is computed together shares a scale, so "
@@ -44,8 +44,11 @@ def warn_of_scales(args: Any) -> None:
 
 
 def weight_bytes(args: Any) -> float:
-    """Bytes of a parameter between iterations and in them, of a job with Megatron's ``args``: a
-    weight and what is kept quantised of it, or that alone; of an embedding at least its format."""
+    """Return the bytes per parameter of the weights during and between iterations.
+
+    They count the weight and its quantised copies, or the copies alone with --fp8-param-gather, but
+    at least the bytes of an embedding's format.
+    """
     full_precision = float(args.params_dtype.itemsize)
     if not getattr(args, "fp8", None):
         return full_precision
@@ -54,8 +57,10 @@ def weight_bytes(args: Any) -> float:
 
 
 def quantise_everywhere(model: nn.Module, config: Any) -> None:
-    """Make the linears in layers of ``model`` compute in the format of ``config`` whoever runs
-    them, and keep their quantised weights until :func:`forget_quantised_weights`."""
+    """Make the linears of ``model`` compute in the format of ``config`` in every forward.
+
+    They cache their quantised weights until :func:`forget_quantised_weights`.
+    """
     if not getattr(config, "fp8", None):
         return
     numbers: dict[Any, int] = {}
@@ -63,7 +68,8 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
         number = getattr(layer, "layer_number", None)
         if number is not None:
             numbers |= dict.fromkeys(filter(quantises, layer.modules()), number)
-    for depth in mtp_layers_of(model):  # counted anew, and never among the first and last in bf16
+    # Numbered separately, and never among the first and last layers in bf16.
+    for depth in mtp_layers_of(model):
         numbers |= dict.fromkeys(filter(quantises, depth.module.modules()), 0)
     for module, number in numbers.items():
         module.disable_parameter_transpose_cache = False
@@ -71,12 +77,12 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
 
 
 def quantises(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear that can."""
+    """Return whether ``module`` is a linear of Transformer Engine that can quantise."""
     return hasattr(module, _CACHED_WEIGHTS) and hasattr(module, "is_first_microbatch")
 
 
 def forget_quantised_weights(model: nn.Module) -> None:
-    """Have the weights quantised anew: at the begin of an iteration."""
+    """Clear the cached quantised weights, before an iteration."""
     for module in model.modules():
         kept = getattr(module, _CACHED_WEIGHTS, None)
         if kept:
@@ -84,7 +90,7 @@ def forget_quantised_weights(model: nn.Module) -> None:
 
 
 def _in_fp8(forward: Callable[..., Any], config: Any, layer: int) -> Callable[..., Any]:
-    state: Any = fp8_utils.FP8GlobalStateManager  # there where Transformer Engine is
+    state: Any = fp8_utils.FP8GlobalStateManager  # exists where Transformer Engine does
 
     @wraps(forward)
     def wrapped(*args: Any, **others: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random states as one value: what was drawn can be drawn again."""
+"""Random states as one value, so that random numbers can be drawn again."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from megatron.core import tensor_parallel
 
 
 def random_states() -> Any:
-    """The CPU's, the GPU's and Megatron's tracked states."""
+    """Return the states of the CPU, the GPU and Megatron's tracker."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     return (
         torch.get_rng_state(),
@@ -17,6 +17,7 @@ def random_states() -> Any:
 
 
 def restore_random_states(states: Any) -> None:
+    """Restore the states that :func:`random_states` returned."""
     cpu, cuda, tracked = states
     torch.set_rng_state(cpu)
     if cuda is not None:

@@ -1,4 +1,4 @@
-"""The shape of the model that Megatron's flags describe, kind of layer by kind of layer."""
+"""Shape of the model that Megatron's flags describe, layer by layer."""
 
 import copy
 from argparse import Namespace
@@ -14,7 +14,11 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_siz
 
 
 def model_shape(args: Any) -> Model:
-    """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
+    """Return the shape of the model of Megatron's ``args``.
+
+    Raises:
+        ValueError: A pattern does not fit the layers.
+    """
     shapes = (*layer_shapes(args), *mtp_shapes(args))
     names = kind_names(shapes)
     return Model(
@@ -33,7 +37,7 @@ def model_shape(args: Any) -> Model:
 
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Differences of each layer from a plain one, first layer first."""
+    """Return the differences of each decoder layer from a standard one, first layer first."""
     there = [(part, part.layers(args)) for part in LAYER_KINDS]
     return tuple(
         LayerShape(**kind_sizes(args, [part for part, layers in there if layers[at]]))
@@ -42,9 +46,11 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Differences from a plain layer of each layer of the depths that predict further tokens: those
-    of its pattern, or one that is built as the decoder's last. Windows go by the numbers that
-    Megatron gives them, which begin at 1 again."""
+    """Return the differences from a standard layer of each layer of the MTP modules.
+
+    An MTP module has the layers of its pattern, or one built like the decoder's last. Sliding
+    windows go by Megatron's layer numbers, which begin at 1 again.
+    """
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:
         return ()
@@ -65,15 +71,21 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
-    """Layers of every stage with those of depths, of so many of the decoder's."""
+    """Return the layers of every stage including MTP layers; ``layers`` are the decoder's."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
-    """Transformer layers of every stage, as Megatron's flags place them.
+    """Return the transformer layers of every stage, as Megatron's flags place them.
 
-    ``layout``: --pipeline-model-parallel-layout as letters per stage, t for a transformer layer.
+    Args:
+        args: Megatron's arguments.
+        pp: Number of stages.
+        layout: --pipeline-model-parallel-layout as symbols per stage; t is a transformer layer.
+
+    Raises:
+        ValueError: The flags do not divide the layers over the stages.
     """
     if pattern_of(args) is not None:
         return list(layers_of_stages(args))

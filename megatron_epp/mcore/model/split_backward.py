@@ -1,17 +1,16 @@
-"""Megatron's linear layers, their weight gradients set aside where the plan splits a backward.
+"""Deferred weight gradients of Megatron's linears, where the plan splits a backward into I and W.
 
-For the length of one iteration each ColumnParallelLinear and RowParallelLinear of the stage asks
-here how to multiply (patch_points.COLUMN_LINEAR, ROW_LINEAR). In a chunk whose backward is split it
-multiplies by :func:`megatron_epp.layers.wgrad.linear.deferred_linear`; in every other chunk by its
-own function, so a plain B computes what it computed before. A plan that splits nothing on a stage
-touches nothing.
+During an iteration, each ColumnParallelLinear and RowParallelLinear of the stage asks this module
+how to multiply (patch_points.COLUMN_LINEAR, ROW_LINEAR). In a chunk with a split backward it uses
+:func:`megatron_epp.layers.wgrad.linear.deferred_linear`. In other chunks it uses its own function,
+so B computes as before. Without a split on a stage, nothing is replaced.
 
-Transformer Engine's linears defer by a protocol of their own (layers/wgrad/te_linear.py): for as
-long as their forward is wrapped.
+Transformer Engine's linears have their own protocol for deferral (layers/wgrad/te_linear.py); their
+forward is wrapped for the same time.
 
-What stays in I: the gradients of norms, biases and embeddings, and of a weight that a linear
-borrows from the embedding (tied embeddings within one stage): autograd adds up both uses there.
-Of Transformer Engine's linears, biases that are added inside the product go with the weight.
+I computes the gradients of norms, biases and embeddings. It also computes that of a weight borrowed
+from the embedding (tied embeddings within one stage), because autograd sums both uses there. Biases
+that Transformer Engine's linears add in the GEMM go with the weight.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -34,16 +33,15 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
-    """Modules with no backward but in F, where the head is ``early``: nothing to defer."""
+    """Return modules with a backward in F only, which defer nothing: a fused head (``early``)."""
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
 
 def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
-    """Raise a PlanError unless every linear layer of ``model``, but those ``besides``, can set its
-    weight's gradient aside.
+    """Raise a PlanError unless every linear of ``model`` but ``besides`` can defer its gradient.
 
-    Of Transformer Engine's, those of one weight can: neither its grouped linears, nor its MLPs in
-    one piece, nor linears of a version that has no store for weight gradients.
+    Of Transformer Engine's linears, those with one weight can. Grouped linears, fused MLPs and
+    linears of a version without a store for weight gradients cannot.
     """
     for name, module in model.named_modules():
         if any(module is other for other in besides):
@@ -61,26 +59,26 @@ def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
 
 
 def has_engines(model: nn.Module) -> bool:
-    """Whether a linear layer of ``model`` is Transformer Engine's."""
+    """Return whether a linear layer of ``model`` is Transformer Engine's."""
     return any(map(_is_engines, model.modules()))
 
 
 def _is_engines(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer of Transformer Engine's, of whichever kind."""
+    """Return whether ``module`` is a linear layer of Transformer Engine, of any kind."""
     return type(module).__module__.startswith(
         ("transformer_engine", "megatron.core.extensions")
     ) and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
 
 
 class Deferral:
-    """The linears of one stage, but those ``besides``, for one iteration; a context."""
+    """Context in which the linears of one stage, except ``besides``, may defer weight gradients."""
 
     def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
         modules = [m for m in model.modules() if not any(m is other for other in besides)]
         self.linears = [module for module in modules if isinstance(module, _LINEARS)]
         self.engines = [module for module in modules if _is_engines(module) and can_defer(module)]
-        self._own: list[Any] = []  # of ``engines``: the forward that was set on the instance
-        # A plain attribute, not a context variable: on a GPU backward has a thread of its own.
+        self._own: list[Any] = []  # forwards set on the instances of ``engines``
+        # An attribute, not a context variable: on a GPU, backward runs in a thread of its own.
         self._deferred: DeferredWeightGrads | None = None
 
     def __enter__(self) -> "Deferral":
@@ -98,14 +96,14 @@ class Deferral:
         for module in self.linears:
             del module.epp_multiply
         for module, own in zip(self.engines, self._own, strict=True):
-            del module.forward  # the class's own shows again
+            del module.forward  # the method of the class is visible again
             if own is not None:
                 module.forward = own
         self._own.clear()
 
     @contextmanager
     def into(self, deferred: DeferredWeightGrads | None) -> Iterator[None]:
-        """Forwards in this context, recomputed ones too, leave weight gradients to ``deferred``."""
+        """Defer weight gradients of forwards in this context, also recomputed ones."""
         self._deferred = deferred
         try:
             yield
@@ -113,7 +111,7 @@ class Deferral:
             self._deferred = None
 
     def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
-        # A forward without a graph, as of a layer that will be recomputed, leaves nothing.
+        # A forward without a graph, as of a layer that will be recomputed, defers nothing.
         if self._deferred is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
             return forward(*args, **others)
         return deferred_forward(module, forward, self._deferred, *args, **others)
@@ -131,7 +129,7 @@ class Deferral:
         output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
-        """The output, or NotImplemented where ``module`` is to multiply by itself."""
+        """Return the output, or NotImplemented if ``module`` is to multiply by itself."""
         deferred = (
             weight is module.weight
             and weight.requires_grad

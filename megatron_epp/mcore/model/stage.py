@@ -1,4 +1,4 @@
-"""One stage of the model as the executor sees it: what F, B, I and W compute."""
+"""One stage of the model for the executor: the computations of F, B, I, W, H and G."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,10 +29,11 @@ from megatron_epp.mcore.model.split_backward import Deferral, early_modules
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
-if TYPE_CHECKING:  # loops of others bring their own, with a Megatron that may lack our data's parts
+# External training loops have their own, with a Megatron that may lack what our data needs.
+if TYPE_CHECKING:
     from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
 
-# Megatron 0.16 asks for the model's type, and does nothing with it.
+# Megatron 0.16 has the argument, without effect.
 _MODEL_TYPE = {"model_type": None} if "model_type" in signature(backward_step).parameters else {}
 
 # forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
@@ -41,13 +42,12 @@ type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]
 
 
 class ModelStage:
-    """Runs chunks of one plan through Megatron's model; honours what its schedules honour.
+    """Model side of the executor: runs chunks of one plan through a stage of Megatron's model.
 
-    Gradients accumulate without reduction until the last op that makes some, whose hooks start the
-    overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
-    they are sent. ``fused_head``: the last stage's F runs the backward of its head at once.
-    ``host``: where what offloaded layers save lies meanwhile. ``head``: what the plan's H and G
-    run, where the output layer lies over the stages.
+    Like Megatron's schedules, it accumulates gradients without reduction until the last op that
+    makes some, whose hooks start the overlapped reduction. It scales the loss for the optimizer and
+    frees outputs once sent. ``fused_head``: the last stage's F runs the backward of its head.
+    ``host`` stores what offloaded layers save, ``head`` runs H and G (vocabulary parallelism).
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ModelStage:
         self._last_gradients = last_op(order, MAKE_GRADIENTS)
         self._last_backward = last_op(order, BACKWARDS)
         self._no_sync = ExitStack()
-        # Where a rank has several stages: whose reductions wait for this one's, and whether this
-        # one's do (reduce_in_turn).
+        # With several stages on a rank (reduce_in_turn): the stages whose reductions wait for this
+        # one's, and whether this one's do.
         self._after: list[ModelStage] = []
-        self._waits, self.reduces = False, True  # the latter but in a call that runs once more
+        self._waits, self.reduces = False, True  # False in a call that runs once more
         self._patched = ExitStack()
         self._deferred = {
             op.chunk: DeferredWeightGrads(self._set_aside) for op in order if op.kind is Kind.INPUT
@@ -98,18 +98,16 @@ class ModelStage:
 
     @property
     def layers_model(self) -> Any:
-        """The module that holds Megatron's layers, wrapped or not."""
+        """Module with Megatron's layers, wrapped or not."""
         return self.model
 
     @property
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        """Lengths of documents that experts are balanced over together; None: each alone."""
+        """Lengths of documents over which experts are balanced together; None: each alone."""
         return None
 
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
         return router_stats_for(self.layers_model, plan, self._loss_scale, self.balanced_together)
-
-    # -------------------------------------------------------------- an iteration
 
     def __enter__(self) -> "ModelStage":
         if self.training and self.config.no_sync_func is not None:
@@ -140,7 +138,7 @@ class ModelStage:
                 self.config.grad_sync_func(self.model.parameters())
 
     def abandon(self) -> None:
-        """Free what is kept for later ops; this iteration's gradients will be dropped."""
+        """Free what is saved for later ops; the gradients of this iteration are dropped."""
         self._saved.clear()
         self._deferred.clear()
         self._loss_of.clear()
@@ -151,21 +149,19 @@ class ModelStage:
         self._abandoned = True
 
     def _reduce_anyway(self) -> None:
-        """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
-        in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
+        """Start the reductions that hooks of abandoned ops would have started; others wait."""
         groups = (
             *getattr(self.model, "bucket_groups", ()),
             *getattr(self.model, "expert_parallel_bucket_groups", ()),
         )
         for group in groups:
-            group.per_param_grad_ready_counts = {}
+            group.per_param_grad_ready_counts = {}  # no iteration may learn from these
             overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
             if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync(self.model.force_all_reduce)
 
-    # -------------------------------------------------------------- ops
-
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        """Run F of ``chunk`` on the hidden states received; return those to send, if any."""
         sent = self._forward(chunk, received)
         if (following := self._following.get(chunk)) is not None:
             self.builder.prepare(following)
@@ -207,22 +203,23 @@ class ModelStage:
         return sent
 
     def _detached(self, chunk: int, received: Tensor | None, output: Tensor) -> Tensor:
-        """Return the data of ``output``, to be sent, and keep its graph for the backward."""
+        """Return the data of ``output`` to send, and save its graph for the backward."""
         sent = output.detach()
         if self.training:
             self._saved[chunk] = received, output
-            # Autograd needs the node, not the data; ``sent`` keeps that until it has left.
+            # Autograd needs the node, not the data; ``sent`` holds the data until it has been sent.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return sent
 
     def _report(self, loss_of: Callable, token_losses_1T: Tensor) -> Tensor:
-        """The chunk's loss, which joins the iteration's report."""
+        """Add the chunk's loss to the iteration's report, and return it."""
         loss, tokens, report = loss_of(token_losses_1T)
         self.tokens = self.tokens + tokens
         self.reports.append(report)
         return loss
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
+        """Run H of ``chunk`` (this rank's vocabulary rows); return what it sends, if any."""
         assert self.head_ops is not None, "a plan with H runs where its output layer is spread"
         with torch.no_grad():
             output = self.head_ops.head(chunk, received)
@@ -232,6 +229,7 @@ class ModelStage:
         return None
 
     def head_weight(self, chunk: int) -> None:
+        """Run G of ``chunk``: the weight gradient of this rank's vocabulary rows."""
         assert self.head_ops is not None, "a plan with G runs where its output layer is spread"
         with self._reducing(Op(Kind.HEAD_WEIGHT, chunk)) as ready:
             self.head_ops.weight_gradient(chunk)
@@ -239,25 +237,27 @@ class ModelStage:
                 ready.finish()
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
-        """Gradient of every token's loss: what ``backward_step`` will begin with, times its
-        mask."""
+        """Return the gradient of every token's loss: ``backward_step``'s seed times the mask."""
         return loss_mask_1T * self._loss_scale(loss_mask_1T.device)
 
     def _loss_scale(self, device: torch.device) -> Tensor | float:
-        """The optimizer's factor of the loss, for what adds gradients outside of it."""
+        """Return the optimizer's loss scale, for gradients that are added outside of it."""
         if self.config.grad_scale_func is None:
             return 1.0
         return self.config.grad_scale_func(torch.ones((), device=device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run B of ``chunk``; return the gradient to send, if any."""
         op = Op(Kind.BACKWARD, chunk)
         with self._reducing(op):
             return self._run_backward(op, gradient)
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run I of ``chunk``: defer weight gradients; return the gradient to send, if any."""
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
+        """Run W of ``chunk``: compute its deferred weight gradients."""
         deferred = self._deferred.pop(chunk)
         with self._reducing(Op(Kind.WEIGHT, chunk)) as ready:
             if ready is not None:
@@ -273,7 +273,7 @@ class ModelStage:
         noting: AbstractContextManager = nullcontext()
         if self._ready is not None and op == self._last_backward:
             noting = self._ready.noting()
-        # A recomputed forward runs in here: it defers as the forward did.
+        # A recomputed forward runs in this context, too, and defers as the forward did.
         with self._deferring(op.chunk), noting:
             gradients = self._differentiate(op.chunk, received, output, gradient)
         return gradients if self.head_ops is None else self.head_ops.hand_back(op.chunk, gradients)
@@ -290,8 +290,6 @@ class ModelStage:
             **_MODEL_TYPE,
         )
 
-    # -------------------------------------------------------------- weight gradients
-
     def _deferring(self, chunk: int) -> AbstractContextManager:
         if self._deferral is None:
             return nullcontext()
@@ -301,18 +299,17 @@ class ModelStage:
         if self._ready is not None:
             self._ready.note(weight)
 
-    # -------------------------------------------------------------- overlapped reduction
-
     @property
     def _hooks_reduce(self) -> bool:
-        """Whether DDP's hooks start the reduction here. When it is aligned over the stages
-        (grad_sync_func) they do so on the first stage only, as in Megatron's schedules."""
+        """Whether DDP's hooks start the reduction here: with grad_sync_func, on stage 0 only."""
         return self.config.grad_sync_func is None or self.stage == 0
 
     @contextmanager
     def _reducing(self, op: Op) -> Iterator[ReadyOrder | None]:
-        """Around an op that makes gradients: wake DDP's hooks before the stage's last one; start
-        the reductions of the stages that waited after it. Yield the order to finish, if any."""
+        """Enable DDP's hooks before the last op that makes gradients, in this context around it.
+
+        Afterwards, start the reductions of waiting stages. Yields the order to finish, if any.
+        """
         last, waits = op == self._last_gradients, self._waits
         if last and self._hooks_reduce and not waits:
             self._wake(self._reduces_early and op == self._last_backward)
@@ -323,7 +320,7 @@ class ModelStage:
                 other._ready.finish()
 
     def _wake(self, reports: bool = True) -> None:
-        """Wake DDP's hooks; report what G alone gives a gradient, where no G comes last."""
+        """Enable DDP's hooks; report parameters with gradients from G alone, if no G is last."""
         self._no_sync.close()
         for weight in self._of_head if reports else ():
             self._report_ready(weight)
@@ -334,8 +331,7 @@ class ModelStage:
         return self.training and self.config.no_sync_func is not None and self._hooks_reduce
 
     def reduce_after(self, other: "ModelStage") -> None:
-        """Start no reduction before ``other`` of this rank has started its own, whose last op that
-        makes gradients comes later."""
+        """Start reductions after ``other`` of this rank, whose last gradients come later."""
         if not (self._reduces_early and other._reduces_early):
             return
         self._waits = True
@@ -345,7 +341,7 @@ class ModelStage:
 
     @property
     def _of_head(self) -> tuple[Parameter, ...]:
-        """Parameters that G alone gives a gradient."""
+        """Parameters with gradients from G alone."""
         weight = None if self.head_ops is None else self.head_ops.shard.weight
         return () if weight is None else (weight,)
 
@@ -355,14 +351,16 @@ class ModelStage:
 
 
 def reserve_exchange(stage: ModelStage, plans: Sequence[Plan], row_shard: RowShard) -> None:
-    """Make what exchanges tokens ready for chunks of ``plans``, which run in lockstep."""
+    """Prepare the exchange of tokens between experts for chunks of ``plans``, run in lockstep."""
     reserve_rows([layer for _, layer in moe_layers(stage.layers_model)], plans, row_shard)
 
 
 def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op]]) -> None:
-    """Have the ``stages`` of a rank start their reductions in one order, the model's last stage
-    first: replicas wait for each other in them and have other plans, by whose orders any stage may
-    be done first. ``ran``: (stage, op) of the rank in the order they run."""
+    """Make the stages of a rank start their reductions in one order, the model's last stage first.
+
+    Replicas wait for each other in reductions, and their plans may finish the stages in other
+    orders. ``ran`` has (stage, op) of the rank in the order of execution.
+    """
     ends = {stage: at for at, (stage, op) in enumerate(ran) if op.kind in MAKE_GRADIENTS}
     latest = max(stages)
     for stage in sorted(ends, reverse=True):
@@ -378,7 +376,7 @@ def last_op(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
 
 
 def sum_reports(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """One report for the whole iteration: every entry summed over the chunks."""
+    """Return one report for the iteration (in a list): every entry summed over the chunks."""
     if not reports:
         return []
     return [{key: torch.stack([r[key] for r in reports]).sum(0) for key in reports[0]}]

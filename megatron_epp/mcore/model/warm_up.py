@@ -1,10 +1,10 @@
-"""Attention kernels built before training, for the sizes that chunks may have.
+"""Warm-up of attention kernels before training, for the sizes that chunks may have.
 
-Transformer Engine's fused attention has cuDNN build a graph, up to a second each, for every pair of
-buckets that the queries and the keys of a call fall into: 1024, 2048, ... 32768 tokens, then steps
-of 32768; and for every number of documents: up to 32, 64, 128 and so on. Chunks of an elastic
-pipeline come in many sizes, so graphs would be built in the midst of the first iterations, on one
-stage after the other, while the others wait.
+Transformer Engine's fused attention makes cuDNN build a graph, in up to a second. It needs one for
+every pair of buckets of a call's queries and keys (1024, 2048, ... 32768 tokens, then steps of
+32768), and for every bucket of documents (32, 64, 128, ...). Chunks have many sizes, so graphs
+would otherwise be built during the first iterations, on one stage after the other, while the other
+stages wait.
 """
 
 import logging
@@ -20,14 +20,14 @@ from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAtte
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 60.0  # of warming up at most; what is left is built when it is first needed
+SECONDS = 60.0  # limit of the warm-up; the other graphs are built when first needed
 FIRST, DOUBLES_TO = 1024, 32768
-# Documents that are packed into a chunk, of together as many tokens as chunks mostly have, at most.
+# Documents packed into a chunk at most, and the tokens that most chunks have together.
 PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
 
 
 def buckets(most: int) -> list[int]:
-    """The largest sizes of the buckets up to that of ``most`` tokens, but none above ``most``."""
+    """Return the upper ends of the buckets up to ``most`` tokens; the last one is ``most``."""
     sizes, size = [], FIRST
     while size < most:
         sizes.append(size)
@@ -37,9 +37,11 @@ def buckets(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpCall:
-    """One call of ``documents`` side by side, queries and keys of all of them: over all heads of a
-    tensor-parallel rank (``alone``: documents that one context-parallel rank computes), or over
-    this rank's."""
+    """One call of attention over ``documents`` packed documents.
+
+    ``queries`` and ``keys`` count the tokens of all documents. With ``alone``, one context-parallel
+    rank computes the documents with all heads of its tensor-parallel rank, else with its own heads.
+    """
 
     queries: int
     keys: int
@@ -48,7 +50,7 @@ class WarmUpCall:
 
     @property
     def graph(self) -> tuple[int, int, int]:
-        """The buckets of documents, queries and keys: calls with the same ones share a graph."""
+        """Buckets of documents, queries and keys; calls with the same ones share a graph."""
         most = bucket(self.documents, PACKED[0])
         return most, _bucket(self.queries), _bucket(self.keys)
 
@@ -62,11 +64,18 @@ def _bucket(tokens: int) -> int:
 def calls(
     context: int, alone: bool, before: int | None = None, packs_to: int | None = None
 ) -> Iterator[WarmUpCall]:
-    """One for every graph that documents of up to ``context`` inputs may need: whole documents
-    first, packed into chunks that are longer than any of them, too; with ``alone`` also those that
-    one rank computes, which are never cut; then slices, from short contexts to long ones, of which
-    a window shows the ``before`` inputs in front; then packs of very many documents. ``packs_to``:
-    tokens of the largest pack (None: PACKS_TO)."""
+    """Yield one call for every graph that documents of up to ``context`` tokens may need.
+
+    The order is: unsliced documents, also packed into chunks longer than any of them; with
+    ``alone``, those that one rank computes, which are never sliced; slices, from short to long
+    contexts; packs of very many documents.
+
+    Args:
+        context: Most tokens of a document.
+        alone: Whether one context-parallel rank may compute a document.
+        before: Tokens before a slice that a sliding window shows; None for all.
+        packs_to: Tokens of the largest pack; None for ``PACKS_TO``.
+    """
     sizes, packs = buckets(context), buckets(PACKS_TO if packs_to is None else packs_to)
     sized = [WarmUpCall(size, size) for size in sizes]
     for size in packs:
@@ -93,12 +102,18 @@ def warm_up(
     device: torch.device,
     packs_to: int | None = None,
 ) -> int:
-    """Run forward and backward of :func:`calls` once each; how many were run in time.
+    """Run forward and backward of :func:`calls` once each; return the number of calls run.
 
-    ``heads`` of this rank, and the ``all_heads`` of its tensor-parallel rank's. Nothing happens
-    where kernels have no graphs of their own. The device's random state is afterwards what it was:
-    Transformer Engine draws with every call, dropout or not. Windows and sinks: ``attention``'s
-    (``of_layer``). ``packs_to``: as :func:`calls` takes it.
+    Only Transformer Engine's attention is warmed up, for at most ``SECONDS``. The device's random
+    state is restored, because Transformer Engine draws from it in every call.
+
+    Args:
+        attention: The attention, with its sliding window and sinks (``of_layer``).
+        heads: Heads of this rank.
+        all_heads: Heads of its tensor-parallel rank.
+        context: Most tokens of a document.
+        device: Device of this rank.
+        packs_to: Tokens of the largest pack; None for ``PACKS_TO``.
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
@@ -114,7 +129,7 @@ def warm_up(
                 _run(attention, heads, call, device)
             done += 1
     except torch.OutOfMemoryError:
-        # The longest contexts need the least room when training slices them as it must.
+        # Training slices the longest contexts, which needs less memory.
         logger.debug("no memory to warm up attention over %d keys", call.keys)
     finally:
         torch.cuda.set_rng_state(random)
@@ -141,5 +156,5 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
 
 
 def _assigned(tokens: int, documents: int) -> list[int]:
-    """Lengths of so many documents, as equal as can be."""
+    """Return the lengths of ``documents`` documents of ``tokens`` in all, as equal as possible."""
     return [tokens // documents + (number < tokens % documents) for number in range(documents)]

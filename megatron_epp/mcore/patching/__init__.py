@@ -1,1 +1,1 @@
-"""Seams: attributes of Megatron that are replaced, by name, and what a host without a GPU needs."""
+"""Patch points: attributes of Megatron that are replaced, and what CPU-only and CUDA hosts need."""

@@ -1,7 +1,7 @@
-"""A host without a GPU: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
+"""CPU-only host: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
 
-Megatron-core 0.19 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
-all of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
+Megatron-core 0.19 assumes CUDA in about a hundred places and has no CPU mode. Nearly all of them
+use a few names in torch, so the replacements are there and not in Megatron:
 
     device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
     Tensor.cuda, Tensor.to("cuda"), Module.cuda         stay on the CPU
@@ -9,18 +9,18 @@ all of them go through a handful of names in torch, so the stand-ins sit there a
     torch.cuda.current_device()                         torch.device("cpu"), as every factory takes
     streams, events, synchronize, memory counters       do nothing, or count nothing
     torch.cuda's generator                              is the CPU's generator
-    gloo's gather and reduce-scatter of lists           take tensors of unlike sizes
+    gloo's gather and reduce-scatter of lists           take tensors of unequal sizes
     gloo's groups                                       share a network device
 
-``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
-one there. The few places in Megatron that need a replacement of their own are seams with
-``when="cpu host"`` (patch_points.py).
+``torch.cuda.is_available()`` stays False: torch itself calls it, and needs the true answer. The few
+places in Megatron that need their own replacement are patch points with ``when="cpu host"``
+(patch_points.py).
 
-Why functions are replaced instead of a ``TorchFunctionMode`` pushed: a mode lives in one thread,
-leaves while ``Tensor.backward`` runs Python code, and costs a Python call for every operation;
-these replacements cost one only where a tensor is made.
+Functions are replaced instead of pushing a ``TorchFunctionMode``. A mode belongs to one thread, is
+inactive while ``Tensor.backward`` runs Python code, and costs a Python call for every operation.
+These replacements cost one only where a tensor is made.
 
-Nothing happens on import. Where there is a CUDA GPU, ``install_cpu_host`` does nothing.
+Importing this module does nothing. With a CUDA GPU, ``install_cpu_host`` does nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -46,9 +46,9 @@ from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 from megatron_epp.runtime.malloc_trim import keep_large_blocks
 from megatron_epp.te_reference import reference_switch
 
-# What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
-# cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
-# megatron.core` (core/tensor_parallel/random.py catches ModuleNotFoundError only).
+# Compiled GPU packages that Megatron would import. They cannot run on a CPU-only host. A
+# Transformer Engine without its torch extension even breaks `import megatron.core`
+# (core/tensor_parallel/random.py catches ModuleNotFoundError only).
 BLOCKED_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn")
 
 _FACTORY_NAMES = """
@@ -62,33 +62,35 @@ _MARK = "_megatron_epp_cpu_host"
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a CUDA GPU here; also after the install the truth."""
+    """Return whether torch can use a CUDA GPU here; the replacements do not change the answer."""
     return torch.cuda.is_available()
 
 
 def has_gpu_kernels() -> bool:
-    """Whether attention is computed by kernels of GPUs, on one or over a reference of them."""
+    """Return whether GPU kernels, or a CPU reference of them, compute attention."""
     return has_gpu() or reference_switch.is_started()
 
 
 def is_cpu_host() -> bool:
-    """Whether the stand-ins are in place."""
+    """Return whether the replacements are installed."""
     return hasattr(torch.cuda, _MARK)
 
 
 def install_cpu_host() -> bool:
-    """Make Megatron run without a GPU; returns whether the stand-ins are in place.
+    """Make Megatron run without a GPU; return whether the replacements are installed.
 
-    Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
-    torch.compile from compiling. A second call changes nothing but the environment; on a machine
-    with a CUDA GPU no call does anything. ValueError: megatron was imported before and uses
-    Transformer Engine; or there are GPUs that torch cannot use, where nobody said that they are not
-    to be used.
+    Call it before the first import of megatron: it blocks Transformer Engine and apex, and disables
+    torch.compile. A second call changes only the environment. With a CUDA GPU, no call does
+    anything.
+
+    Raises:
+        ValueError: megatron was imported before and uses Transformer Engine. Or there are GPUs that
+            torch cannot use, and the user has not hidden them.
     """
     if has_gpu():
         return False
     if is_cpu_host():
-        _prepare_environment()  # a forked process may have another than its server
+        _prepare_environment()  # a forked process may have another environment than its server
         return True
     _refuse_unseen_gpus()
     if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
@@ -110,23 +112,28 @@ def install_cpu_host() -> bool:
     install_cpu_kernels()
     _quieten()
 
-    from megatron_epp.mcore.patching import patch_points  # imports megatron, so only now
+    from megatron_epp.mcore.patching import patch_points  # it imports megatron, so only now
 
     patch_points.install(patch_points.CPU_HOST_PATCH_POINTS)
     return True
 
 
 def install_where_wanted() -> None:
-    """Put the stand-ins in place for a script that asks for a device itself, where a reference of
-    its kernels is wanted; else nothing."""
+    """Install the replacements for a script that chooses a device itself, if a reference is wanted.
+
+    The reference is that of the GPU kernels.
+    """
     if reference_switch.is_wanted():
         install_cpu_host()
 
 
 def _refuse_unseen_gpus() -> None:
-    """Weeks of training on the CPU by mistake begin without an error: a driver that is too old for
-    torch's CUDA looks like no GPU at all."""
-    # Both hide all GPUs, and whoever sets them means it.
+    """Refuse to run on the CPU if there are GPUs that torch cannot use.
+
+    A driver that is too old for torch's CUDA looks like no GPU. Without an error, training would
+    run on the CPU for weeks.
+    """
+    # Both values hide all GPUs; a user who sets them wants the CPU.
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     asked = shutil.which("nvidia-smi")
@@ -138,7 +145,7 @@ def _refuse_unseen_gpus() -> None:
             query, capture_output=True, text=True, timeout=30, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        return  # no driver runs: there is nothing to use
+        return  # no driver runs: there is no GPU to use
     drivers = listed.split()
     if not drivers:
         return
@@ -155,16 +162,16 @@ def _refuse_unseen_gpus() -> None:
 
 
 def cpu_defaults() -> dict[str, Any]:
-    """Megatron's arguments (by destination) that differ on a host without a GPU.
+    """Return Megatron's arguments, by destination, that differ on a CPU-only host.
 
-    They are defaults: a user need not type them. The table of capabilities
-    names the flag that contradicts one.
+    They are defaults, so a user need not type them. The table of capabilities refuses flags that
+    contradict them.
     """
     return {destination: value for destination, (value, _) in _defaults().items()}
 
 
 def cpu_flags() -> list[str]:
-    """The same as flags, for a script of Megatron's own that runs on such a host."""
+    """Return :func:`cpu_defaults` as flags, for a script of Megatron's own on such a host."""
     return [word for _, flag in _defaults().values() for word in flag.split()]
 
 
@@ -185,23 +192,23 @@ _CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
     "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
     "bias_dropout_fusion": (False, "--no-bias-dropout-fusion"),
     "apply_rope_fusion": (False, "--no-rope-fusion"),
-    # A worker process per loader costs more than it saves with toy batches on two cores.
+    # With small batches on two cores, a worker process per loader costs more than it saves.
     "num_workers": (0, "--num-workers 0"),
 }
 
-# Of these, what Transformer Engine's layers run with, where they do.
+# Defaults that do not apply to Transformer Engine's layers.
 _OF_ENGINE = ("transformer_impl", "gradient_accumulation_fusion", "apply_rope_fusion")
 
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Within it, modules are made in float64 and Megatron's casts to float32 keep float64.
+    """Make modules in float64 in this context, where Megatron's casts to float32 keep float64.
 
-    ``Tensor.float()`` is the identity on float64 (Megatron's cross entropy and softmax cast with
-    it: core/tensor_parallel/cross_entropy.py:25) and ``Tensor.to(torch.float32)`` is left alone.
-    A softmax of float64 that is asked for float32, as routers do, gives float64, too
-    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
-    With it, plans are compared to the last bits; training does not use it.
+    ``Tensor.float()`` is then the identity on float64 (Megatron's cross entropy and softmax cast
+    with it: core/tensor_parallel/cross_entropy.py:25), and ``Tensor.to(torch.float32)`` is
+    unchanged. A softmax of float64 with dtype float32, as in routers, returns float64, too
+    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function). Plans are compared in it
+    up to the last bits; training does not use it.
     """
     original_float = torch.Tensor.float
     original_dtype = torch.get_default_dtype()
@@ -233,16 +240,16 @@ def double_precision() -> Iterator[None]:
 
 
 def _prepare_environment() -> None:
-    # core/jit.py makes torch.compile its fuser: the first step would compile C++ for minutes, and
-    # only to decorate the functions it would import inductor. The variable is for what captured the
-    # plain compile.
+    # core/jit.py fuses with torch.compile: the first step would compile C++ for minutes, and
+    # decorating the functions alone would import inductor. The variable is for code that has
+    # captured the original compile.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     dynamo = sys.modules.get("torch._dynamo.config")
     if dynamo is not None:
         dynamo.disable = True  # type: ignore[attr-defined]
     torch.compile = _no_compile  # type: ignore[assignment]
-    # arguments.py asserts it for tensor parallelism on all devices older than Blackwell; launch
-    # scripts for GPUs export 32.
+    # arguments.py asserts it for tensor parallelism on devices before Blackwell; launch scripts for
+    # GPUs export 32.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     kept = reference_switch.PACKAGES if reference_switch.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
@@ -253,7 +260,7 @@ def _prepare_environment() -> None:
 
 
 def _no_compile(model: Any = None, **options: Any) -> Any:
-    """torch.compile's form, without compiling: as a call and as a decorator with options."""
+    """Return the model or a decorator, like torch.compile, but without compiling."""
     return model if model is not None else _no_compile
 
 
@@ -264,7 +271,7 @@ def _names_cuda(device: object) -> bool:
 
 
 def _on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original`` with a CUDA ``device=`` turned into the CPU, and pinning left out."""
+    """Wrap ``original`` so that a CUDA ``device=`` becomes the CPU, without pinned memory."""
 
     @functools.wraps(original)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -282,9 +289,9 @@ def _replace_factories() -> None:
     from torch.jit._builtins import _get_builtin_table
     from torch.utils._device import _device_constructors
 
-    # Two tables of torch know the factories by identity. The first is filled once, with the plain
-    # functions, so that `with torch.device("meta")` still works; in the second our functions are
-    # entered too, so that scripts compile.
+    # Two tables of torch know the factories by identity. The first is filled once with the original
+    # functions, so that `with torch.device("meta")` still works. Our functions are added to the
+    # second, so that scripts compile.
     _device_constructors()
     builtins = _get_builtin_table()
     for name in _FACTORIES:
@@ -300,7 +307,7 @@ def _replace_factories() -> None:
 def _without_cuda(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a ``to`` with every CUDA device replaced by the CPU."""
+    """Return the arguments of a ``to`` with every CUDA device replaced by the CPU."""
     args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
     kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
     return args, kwargs
@@ -339,25 +346,27 @@ def _replace_tensor_methods() -> None:
 
 
 class CpuStream:
-    """A CUDA stream's face on the CPU, where everything has run by the time it is asked."""
+    """Replacement of a CUDA stream on the CPU, where all work is done when it is asked."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.device = torch.device("cpu")
         self.cuda_stream = 0
 
     def wait_stream(self, stream: object) -> None:
-        pass
+        """Return at once."""
 
     def wait_event(self, event: object) -> None:
-        pass
+        """Return at once."""
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
     def query(self) -> bool:
+        """Return True: all work is done."""
         return True
 
     def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Record ``event``, or a new one, and return it."""
         event = event if event is not None else CpuEvent()
         event.record(self)
         return event
@@ -370,30 +379,32 @@ class CpuStream:
 
 
 class CpuEvent:
-    """A CUDA event's face on the CPU: a moment of the host's clock."""
+    """Replacement of a CUDA event on the CPU: a time of the CPU's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.seconds = 0.0
 
     def record(self, stream: object = None) -> None:
+        """Record the current time."""
         self.seconds = time.perf_counter()
 
     def wait(self, stream: object = None) -> None:
-        pass
+        """Return at once."""
 
     def synchronize(self) -> None:
-        pass
+        """Return at once."""
 
     def query(self) -> bool:
+        """Return True: the event has happened."""
         return True
 
     def elapsed_time(self, end: CpuEvent) -> float:
-        """Milliseconds, as torch.cuda.Event gives them."""
+        """Return the milliseconds to ``end``, as torch.cuda.Event does."""
         return (end.seconds - self.seconds) * 1e3
 
 
 class _NoCounters(dict):
-    """torch.cuda.memory_stats() of a device that is not there: every counter is 0."""
+    """torch.cuda.memory_stats() of a missing device: every counter is 0."""
 
     def __missing__(self, key: str) -> int:
         return 0
@@ -405,15 +416,15 @@ def _replace_cuda_module() -> None:
     stream = CpuStream()
     properties = types.SimpleNamespace(
         name="cpu",
-        major=9,  # below 10, where arguments.py drops rules that the CPU is fine with
+        major=9,  # below 10, where arguments.py drops rules that also suit the CPU
         minor=0,
         total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         multi_processor_count=1,
         warp_size=32,
     )
 
-    # A function of its own for each name: torch._dynamo has a table of torch's functions by
-    # identity and refuses to be imported when two names share one.
+    # A separate function for each name: torch._dynamo has a table of torch's functions by identity
+    # and cannot be imported if two names share one.
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
@@ -466,11 +477,11 @@ def _replace_cuda_module() -> None:
 
 
 def _keep_random_state_in_data_loaders() -> None:
-    """Starting a DataLoader draws a seed from the CPU's generator, which also plays CUDA's here.
+    """Restore the CPU's random state after a DataLoader starts, which draws a seed from it.
 
-    On a GPU the two are apart, so a loader never moves the dropout masks; without this a resumed
-    run, which starts its loaders after it has loaded the random state, would drop other neurons
-    than the uninterrupted one.
+    Here this generator also replaces CUDA's. On a GPU the two are separate, so a loader never
+    affects dropout masks. A resumed run starts its loaders after it has loaded the random state.
+    Without this, its dropout would differ from that of the uninterrupted run.
     """
     from torch.utils.data import dataloader
 
@@ -487,17 +498,18 @@ def _keep_random_state_in_data_loaders() -> None:
 
 
 class _NotOnThisHost(logging.Filter):
-    """Drops remarks about a GPU that is not there, and about the CPU's generator being CUDA's."""
+    """Filter of log records about a missing GPU, and about the CPU's generator replacing CUDA's."""
 
     REMARKS = ("CPU RNG state changed within GPU RNG context", "No CUDA runtime is found")
 
+    @override
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         return not any(remark in message for remark in self.REMARKS)
 
 
 def _quieten() -> None:
-    """Silence what is said at start about packages that a CPU cannot use anyway."""
+    """Silence warnings at start about packages that a CPU cannot use."""
     for name in ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension"):
         logging.getLogger(name).addFilter(_NotOnThisHost())
     for message in (

@@ -1,14 +1,13 @@
-"""Stand-ins for packages of GPU kernels that Megatron's layers with a state import.
+"""Replacements of GPU kernel packages that Megatron's SSM and linear-attention layers import.
 
-On a host without a GPU mamba_ssm, causal_conv1d and flash-linear-attention cannot run, and without
-them Megatron's classes are not even built. So modules of their names, with what Megatron takes from
-them, compute the same by torch (layers/ssm/scans.py): Megatron's own classes run as they are. Of
-arguments of the kernels those that Megatron or this package give are known; others are refused by
-Python.
+mamba_ssm, causal_conv1d and flash-linear-attention cannot run on a CPU-only host, and without them
+Megatron's classes cannot be built. So modules of their names, with the functions that Megatron
+imports, compute the same in torch (layers/ssm/scans.py), and Megatron's own classes run unchanged.
+Only arguments that Megatron or this package passes are supported; others raise a TypeError.
 
-Backward runs a kernel's forward again, as mamba_ssm's fused kernel does: what a layer keeps is
-then about what it keeps on a GPU. Sequences are cut by ``split``, whose backward puts gradients one
-behind the other; a slice's would make zeros of the whole for every sequence.
+Backward runs a kernel's forward again, as mamba_ssm's fused kernel does, so a layer saves about as
+much as on a GPU. Sequences are cut by ``split``, whose backward concatenates gradients. A slice's
+backward would fill zeros for the whole row count for every sequence.
 """
 
 import importlib.machinery
@@ -25,12 +24,12 @@ from torch import Tensor
 from megatron_epp.layers.recompute.outputs import recomputable_all
 from megatron_epp.layers.ssm.scans import causal_conv, gated_delta_rule, selective_scan
 
-# What Megatron asks for at least, and does not find another way to compute behind.
+# Versions that Megatron requires; later ones may make it choose another code path.
 _VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0", "fla": "0.4.1"}
 
 
 def install_cpu_kernels() -> None:
-    """Put the stand-ins where Megatron imports the packages from; before it is imported."""
+    """Put the replacements into ``sys.modules``, before Megatron imports the packages."""
     first = sys.modules.get(next(iter(_MODULES)))
     if getattr(first, "__file__", None) == __file__:
         return
@@ -49,7 +48,7 @@ def install_cpu_kernels() -> None:
 
 
 class RMSNorm(torch.nn.Module):
-    """mamba_ssm.ops.triton.layernorm_gated's: over groups of ``group_size`` channels."""
+    """mamba_ssm.ops.triton.layernorm_gated.RMSNorm, over groups of ``group_size`` channels."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` normalised in float32, in its dtype."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)
@@ -87,9 +87,10 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """mamba_ssm.ops.triton.ssd_combined's: [B, L, H P], and the states behind [B, H, P, N].
+    """Return [B, L, H P], and the final states [B, H, P, N] if asked.
 
-    As there, initial states are the first sequence's, and final ones the last one's.
+    This is mamba_ssm.ops.triton.ssd_combined's function, with the same arguments. As there, initial
+    states are those of the first sequence, and final ones those of the last.
     """
     assert activation == "silu"
     heads, convolved = len(dt_bias), len(conv1d_weight)
@@ -133,7 +134,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _runs(numbers: Sequence[int] | None, rows: int) -> list[int]:
-    """Lengths of runs of rows with one number each; None: all of them."""
+    """Return the lengths of runs of rows with one number each; ``rows`` if ``numbers`` is None."""
     return [rows] if numbers is None else [len(list(run)) for _, run in groupby(numbers)]
 
 
@@ -146,7 +147,10 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """fla.modules.convolution's, of [B, T, C], without its state."""
+    """Return fla.modules.convolution's causal_conv1d of [B, T, C], without its state.
+
+    The arguments are those of the function it replaces.
+    """
     assert activation in (None, "silu", "swish") and initial_state is None
     assert not output_final_state
 
@@ -161,7 +165,7 @@ def causal_conv1d(
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """fla.modules.l2norm's, over the last dimension."""
+    """Return fla.modules.l2norm's result over the last dimension."""
     single = x.float()
     return (single * (single.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
@@ -178,7 +182,10 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """fla.ops.gated_delta_rule's: [B, T, H, P], and a state [N, H, K, P] behind each sequence."""
+    """Return [B, T, H, P], and the states [N, H, K, P] after each sequence if asked.
+
+    This is fla.ops.gated_delta_rule's function, with the same arguments.
+    """
     assert not use_qk_l2norm_in_kernel
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     lengths = _lengths(cu_seqlens, q.shape[1])
@@ -210,7 +217,7 @@ def _lengths(cu_seqlens: Tensor | None, rows: int) -> list[int]:
 def _by_sequence(
     cu_seqlens: Tensor | None, function: Callable[[Tensor], Tensor], x_BTC: Tensor
 ) -> Tensor:
-    """``function`` of each sequence of each batch alone."""
+    """Return ``function`` of each sequence of each batch alone."""
     lengths = _lengths(cu_seqlens, x_BTC.shape[1])
     return torch.stack(
         [torch.cat([function(sequence) for sequence in rows.split(lengths)]) for rows in x_BTC]

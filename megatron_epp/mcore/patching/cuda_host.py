@@ -1,35 +1,35 @@
-"""A host with GPUs: what must be so before CUDA starts in a process that runs elastic pipelines.
+"""Environment of a host with GPUs, set before CUDA starts in a process that runs elastic pipelines.
 
-    CUDA_DEVICE_MAX_CONNECTIONS  32   hardware queues. With one, a device takes work in the order in
-                                      which the host asked: ops then stand behind messages that
-                                      wait for their other end. 1, which scripts for Megatron's own
-                                      schedules export, is replaced, with a warning
+    CUDA_DEVICE_MAX_CONNECTIONS  32   hardware queues. With one, a device runs work in the order of
+                                      issue, so ops wait for messages whose other end is late. 1,
+                                      which scripts for Megatron's own schedules export, is
+                                      replaced, with a warning
     CUDA_MODULE_LOADING       EAGER   a kernel's first use may otherwise wait for the whole device,
-                                      and with it for messages that this host sends only afterwards
+                                      including messages that this host sends only afterwards
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
                                       and freeing memory need not wait for the device
-    NVTE_EXT_MARGIN_SM            4   multiprocessors that products of Transformer Engine leave
-                                      free, with several stages (and norms:
-                                      NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...): a message that
-                                      waits is a kernel on up to as many. On an H200, beside one of
-                                      2 blocks, a product takes 1.00 to 1.18 times as long with 4
-                                      free and 1.09 to 1.20 with 0; beside 4 blocks 1.07 to 1.35 and
-                                      1.07 to 1.30; with 8 free 1.00 to 1.08, but 4 to 15% longer
-                                      alone. A norm of 7168 columns does not start beside a message
-                                      without a margin, and is not slower with 4
-                                      (scripts/gpu/held_sms.py). 0 leaves none
-    CUDNN_HOME                        torch's own, where it brought one: Transformer Engine takes a
-                                      toolkit's first, and with another version beside torch's
-                                      there is no fused attention
-    EPP_SHARE_GPUS                    1, set by the user: ranks take turns over the GPUs of this
-                                      host, where NCCL otherwise refuses two ranks on one GPU. It
-                                      believes them on hosts of their own (NCCL_HOSTID) and sends
-                                      over sockets. For tests
+    NVTE_EXT_MARGIN_SM            4   multiprocessors that Transformer Engine's GEMMs leave free,
+                                      with several stages (and norms:
+                                      NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...): a waiting
+                                      message is a kernel on up to this many. On an H200, next to a
+                                      message of 2 blocks, a GEMM takes 1.00 to 1.18 times as long
+                                      with 4 free and 1.09 to 1.20 with 0; next to 4 blocks 1.07 to
+                                      1.35 and 1.07 to 1.30; with 8 free 1.00 to 1.08, but 4 to 15%
+                                      longer alone. Without a margin, a norm of 7168 columns does
+                                      not start next to a message; with 4 it is not slower
+                                      (scripts/gpu/held_sms.py). 0 leaves none free
+    CUDNN_HOME                        that of torch, if torch has one: Transformer Engine prefers
+                                      a toolkit's, and with a version other than torch's there is
+                                      no fused attention
+    EPP_SHARE_GPUS                    1, set by the user: ranks share the GPUs of this host in
+                                      turn. NCCL refuses two ranks on one GPU, so each rank claims
+                                      a host of its own (NCCL_HOSTID) and sends over sockets. For
+                                      tests
 
-What else the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
-context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
-The driver reads the variable once, when it makes the context: that is made here, and then Megatron
-is shown what it wants to see.
+Other variables that the user has set stay. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for
+tensor and context parallelism on devices before Blackwell, where its own overlap depends on the
+order of issue. The driver reads the variable once, when it makes the context. So the context is
+made here, and the variable is then set to the value that Megatron expects.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
 MARGIN, LEFT_FREE = "NVTE_EXT_MARGIN_SM", 4
-# Norms, some of whose kernels start only when all of their blocks find room, have their own.
+# Norms have their own: some of their kernels start only when all of their blocks fit.
 NORM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 CUDNN = ("CUDNN_HOME", "CUDNN_PATH")  # where Transformer Engine looks, in this order
 SHARE = "EPP_SHARE_GPUS"
@@ -56,17 +56,19 @@ SOCKETS = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
-# Compiled fusions (core/jit.py) see a new size with every chunk: compiled once for one size, once
-# for any, and that times the modes of autograd. Dynamo's own limit of 8 runs the rest uncompiled,
-# without a word.
+# Compiled fusions (core/jit.py) get a new size with every chunk: they compile once for one size and
+# once for any, times the modes of autograd. Beyond Dynamo's own limit of 8, they would run
+# uncompiled without a message.
 RECOMPILATIONS = 64
 
 
 def prepare(flags: Sequence[str]) -> None:
-    """Set the environment, and make the context on this rank's GPU; ``flags`` of the program.
+    """Set the environment, and make the context on this rank's GPU.
 
-    Nothing happens without --epp, or without a GPU. ValueError: fewer GPUs than ranks; a margin
-    that is no number.
+    ``flags`` are those of the program. Without --epp, or without a GPU, nothing happens.
+
+    Raises:
+        ValueError: There are fewer GPUs than ranks, or a margin is not a number.
     """
     if "--epp" not in flags:
         return
@@ -116,19 +118,23 @@ def prepare(flags: Sequence[str]) -> None:
 
 
 def own_cudnn() -> dict[str, str]:
-    """CUDNN_HOME, where torch's cuDNN is a package of Python's and the user names none."""
+    """Return CUDNN_HOME for torch's cuDNN from a Python package, unless the user names one."""
     if any(name in os.environ for name in CUDNN):
         return {}
     try:
         package = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:  # of nvidia
+    except ModuleNotFoundError:  # nvidia is missing
         return {}
     places = [] if package is None else list(package.submodule_search_locations or ())
     return {CUDNN[0]: places[0]} if places else {}
 
 
 def shares_gpus() -> bool:
-    """Whether the user lets several ranks of this host share a GPU. ValueError: neither 0 nor 1."""
+    """Return whether the user lets several ranks of this host share a GPU.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
     value = os.environ.get(SHARE, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{SHARE}={value}: expected 0 or 1")
@@ -136,8 +142,10 @@ def shares_gpus() -> bool:
 
 
 def one_queue(device: torch.device) -> str | None:
-    """A warning for a loop of others whose CUDA was started with one hardware queue; None: it was
-    not. The context exists, so nothing can be changed."""
+    """Return a warning if a framework has started CUDA with one hardware queue; None if not.
+
+    The context exists already, so nothing can be changed.
+    """
     if device.type != "cuda" or os.environ.get(CONNECTIONS) != "1":
         return None
     return (
@@ -155,7 +163,7 @@ def _margin() -> int:
 
 
 def _stages(flags: Sequence[str]) -> int:
-    """As Megatron reads it; 1 where it says nothing, or nonsense that it will refuse."""
+    """Return the number of stages as Megatron reads it; 1 if it is missing or invalid."""
     name = "--pipeline-model-parallel-size"
     count = "1"
     for word, following in zip(flags, [*flags[1:], ""], strict=True):

@@ -1,8 +1,8 @@
-"""One network device of gloo's for all groups of a process.
+"""One network device of gloo for all groups of a process.
 
-torch gives every gloo group a device of its own, and every device a thread that waits for messages
-and wakes about 125 times a second where none come. Megatron makes dozens of groups: where there are
-as many ranks as cores, their threads add one to five per cent to what an op takes.
+torch gives every gloo group a device, and every device a thread that waits for messages. It wakes
+about 125 times a second while none arrive. Megatron makes dozens of groups. With as many ranks as
+cores, their threads add one to five per cent to the time of an op.
 """
 
 from datetime import timedelta
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def share_gloo_device() -> None:
-    """Give groups made from here on the first one's, unless their maker gives options."""
+    """Make later groups use the first one's device, unless their maker passes options."""
     group: Any = dist.ProcessGroupGloo
     original = group.__init__
     first: list[Any] = []

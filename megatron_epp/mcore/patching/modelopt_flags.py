@@ -1,14 +1,14 @@
-"""Flags of Megatron-LM's entry for ModelOpt that say what a model is, read as Megatron's own.
+"""Flags of Megatron-LM's ModelOpt entry that describe a model, read as Megatron's own.
 
-Its example configurations (examples/post_training/modelopt/conf) describe models with flags that
-pretrain_gpt.py does not have. With --epp they are read as what they set there
-(megatron/post_training/arguments.py, model_builder.py); the others of that entry stay unknown.
+Its example configurations (examples/post_training/modelopt/conf) use flags that pretrain_gpt.py
+does not have. With --epp they set what they set there (megatron/post_training/arguments.py,
+model_builder.py). The other flags of that entry stay unknown.
 """
 
 import argparse
 from typing import Any
 
-# flag: (what it sets, by destination of Megatron's parser; what it is)
+# flag: (values that it sets, by destination of Megatron's parser; description)
 MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "--export-qk-l2-norm": (
         {"qk_l2_norm": True},
@@ -37,7 +37,7 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class _Meant(argparse.Action):
-    """Sets what the flag means, whatever was typed before it."""
+    """Action that sets the flag's values, whatever was typed before it."""
 
     def __init__(self, option_strings: list[str], dest: str, meant: dict[str, Any], **others: Any):
         super().__init__(option_strings, dest, nargs=0, default=False, **others)
@@ -55,7 +55,7 @@ class _Meant(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Teach Megatron's ``parser`` these flags, but those that it knows itself."""
+    """Add these flags to Megatron's ``parser``, except those that it has itself."""
     known = {option for action in parser._actions for option in action.option_strings}
     group = parser.add_argument_group("of Megatron-LM's entry for ModelOpt")
     for flag, (meant, what) in MEANT.items():

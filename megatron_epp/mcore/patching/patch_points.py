@@ -1,12 +1,12 @@
-"""The list of places where Megatron is touched, with the reason for each.
+"""List of the places where Megatron is patched, with the reason for each.
 
-A seam replaces one attribute of one module or class while the program runs. The replacement was
-written against the source that a release of the table has there (releases.py); when the source is
-another one, ``check_patch_points`` stops the start and says which seam drifted, instead of letting
-a patch meet code that it was not made for.
+A patch point replaces one attribute of one module or class while the program runs. The replacement
+was written against the source in a known release (releases.py). If the source differs,
+``check_patch_points`` stops the start and names the patch point, so that no patch meets code it was
+not made for.
 
-A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
-function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
+A Megatron-LM checkout with the patches of ``patches/`` has a marker in each patched function. Such
+a patch point counts as installed and is left alone; the schedule is then registered instead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ When = Literal["always", "cpu host", "epp"]
 class PatchPoint:
     """One attribute of Megatron that is replaced.
 
-    ``replacement`` is given the original and returns what takes its place. ``relies_on`` names
-    functions that stay as they are but whose way of using the target the replacement counts on;
-    they are part of the fingerprint, which is known for every release (releases.py).
+    ``replacement`` gets the original and returns its replacement. ``relies_on`` names functions
+    that are not replaced, but on whose use of the target the replacement depends. They are part of
+    the fingerprint, which is known for every release (releases.py).
     """
 
     name: str
@@ -55,10 +55,11 @@ class PatchPoint:
 
 
 def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None:
-    """Refuse a Megatron other than those that the seams were made for.
+    """Check that the installed Megatron is one that the patch points were made for.
 
-    ValueError: the version of megatron-core is none of the table's (releases.py), or the source at
-    a seam differs from that release's.
+    Raises:
+        ValueError: The version of megatron-core is unknown (releases.py), or the source at a patch
+            point differs from that release's.
     """
     import megatron.core
 
@@ -85,9 +86,10 @@ def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None
 
 
 def install(patch_points: Sequence[PatchPoint]) -> None:
-    """Check the seams and put their replacements in place. What is in place already is left alone.
+    """Check the patch points and install their replacements; installed ones are left alone.
 
-    ValueError: as ``check_patch_points``.
+    Raises:
+        ValueError: As ``check_patch_points``.
     """
     check_patch_points(patch_points)
     for patch_point in patch_points:
@@ -101,7 +103,7 @@ def install(patch_points: Sequence[PatchPoint]) -> None:
 
 
 def remove(patch_points: Sequence[PatchPoint]) -> None:
-    """Put the originals back; a seam that is not in place is left alone."""
+    """Restore the originals; a patch point that is not installed is left alone."""
     for patch_point in patch_points:
         owner, attribute = _find(patch_point.target)
         original = getattr(getattr(owner, attribute), _MARK, None)
@@ -110,20 +112,23 @@ def remove(patch_points: Sequence[PatchPoint]) -> None:
 
 
 def is_installed(patch_point: PatchPoint) -> bool:
-    """Whether the seam's replacement stands at its target, or a patch does its work."""
+    """Return whether the patch point is replaced, or patched in the source."""
     owner, attribute = _find(patch_point.target)
     return hasattr(getattr(owner, attribute), _MARK) or is_patched(patch_point)
 
 
 def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> bool:
-    """Whether the target's source says that the patch of this seam was applied (patches/)."""
+    """Return whether the target's source has the marker of this patch (patches/).
+
+    ``source`` returns the source of a dotted name; by default that of the running program.
+    """
     return f"megatron_epp patch: {patch_point.name}" in (source or _source)(patch_point.target)
 
 
 def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> str:
-    """Sixteen hexadecimal digits over the sources of the target and of what the seam relies on.
+    """Return sixteen hexadecimal digits: a hash of the sources of the target and ``relies_on``.
 
-    ``source`` gives that of a dotted name; the running program's, where none is given.
+    ``source`` returns the source of a dotted name; by default that of the running program.
     """
     read = source or _source
     text = "\n".join(read(name) for name in (patch_point.target, *patch_point.relies_on))
@@ -131,7 +136,7 @@ def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None 
 
 
 def _source(dotted: str) -> str:
-    """The source of a function, ours set aside, with what is only layout taken off."""
+    """Return the source of the original function without layout; "" if there is none."""
     owner, attribute = _find(dotted)
     function = getattr(owner, attribute)
     original = getattr(function, _MARK, function)
@@ -142,12 +147,12 @@ def _source(dotted: str) -> str:
 
 
 def without_layout(source: str) -> str:
-    """``source`` without blanks at the ends of its lines and blank lines around it."""
+    """Return ``source`` without trailing blanks and without blank lines around it."""
     return "\n".join(line.rstrip() for line in source.strip().splitlines())
 
 
 def _find(dotted: str) -> tuple[Any, str]:
-    """The object that holds the last name of ``dotted``, and that name."""
+    """Return the object that has the last name of ``dotted``, and that name."""
     *path, attribute = dotted.split(".")
     for length in range(len(path), 0, -1):
         try:
@@ -172,8 +177,10 @@ def _find(dotted: str) -> tuple[Any, str]:
 def _patch_point(
     name: str, target: str, when: When, reason: str, *relies_on: str
 ) -> Callable[[Callable[..., Any]], PatchPoint]:
-    """The seam whose target then calls the decorated function, with the original in front of what
-    the target is called with."""
+    """Return a decorator that makes a patch point of the decorated function.
+
+    The target then calls this function, with the original before its own arguments.
+    """
 
     def patch_point(body: Callable[..., Any]) -> PatchPoint:
         def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,6 +203,7 @@ def _patch_point(
     "megatron.training.initialize._compile_dependencies",
 )
 def INDEX_BUILDER(original: Callable[[], None]) -> None:
+    """Build the index helpers only if they cannot be imported."""
     try:
         import megatron.core.datasets.helpers_cpp  # noqa: F401
     except ImportError:
@@ -206,9 +214,7 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
 
 
 def _torch_steps(optimizer: Any) -> bool:
-    """Whether the distributed optimizer ``optimizer`` wraps torch's Adam, which counts steps per
-    parameter.
-    """
+    """Return whether ``optimizer`` wraps torch's Adam, which counts steps per parameter."""
     from megatron.core.optimizer import distrib_optimizer
 
     return (
@@ -225,11 +231,12 @@ def _torch_steps(optimizer: Any) -> bool:
     "with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
 )
 def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
+    """Return the state, with a step of 0 before the first step."""
     if not _torch_steps(self) or any("step" in state for state in self.optimizer.state.values()):
         return original(self)
-    # The original reads the step off the parameters' states, of which there are none before the
-    # first step: when the template is built that a checkpoint is loaded into. One entry that
-    # belongs to no parameter answers it.
+    # The original reads the step from the parameters' states. Before the first step, when the
+    # template is built that a checkpoint is loaded into, there are none. This entry, which belongs
+    # to no parameter, provides the step.
     self.optimizer.state["no step yet"] = {"step": torch.tensor(0.0)}
     try:
         return original(self)
@@ -244,11 +251,12 @@ def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
     "with torch's Adam the steps of all parameters become one tensor, which runs ahead",
 )
 def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> None:
+    """Load the state, with a step tensor per parameter."""
     original(self, state_dict)
     if not _torch_steps(self):
         return
-    # The original gives all parameters one tensor as their step, and torch's Adam adds one to
-    # it in place for each parameter: with n parameters every iteration would count as n.
+    # The original gives all parameters one tensor as their step, and torch's Adam adds one to it in
+    # place for each parameter: with n parameters every iteration would count as n.
     for state in self.optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].detach().clone()
@@ -263,12 +271,13 @@ def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> 
 def OPTIMIZER_SHARD(
     original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
-    # load_state_dict has set the step from the parameter groups; what comes with the shard is
-    # the template's step of 0, or nothing at all. A value that is no tensor is passed over.
+    """Set the shard, without changing the step and without autograd."""
+    # load_state_dict has set the step from the parameter groups. The shard has the template's step
+    # of 0, or none. A value that is no tensor is ignored.
     if _torch_steps(self):
         tensors = {**tensors, "step": None}
-    # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which
-    # nobody may write to while operations are recorded.
+    # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which must
+    # not be written to while operations are recorded.
     with torch.no_grad():
         original(self, model_param, tensors)
 
@@ -281,6 +290,7 @@ def OPTIMIZER_SHARD(
     "megatron.training.training.pretrain",
 )
 def NO_CUDA_ASSERTION(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Initialise Megatron with ``allow_no_cuda``."""
     return original(*args, **{**kwargs, "allow_no_cuda": True})
 
 
@@ -297,6 +307,7 @@ def RANDOM_STATE(
     device: int = -1,
     graph_safe: bool = False,
 ) -> None:
+    """Set the CPU's random state immediately."""
     torch.set_rng_state(new_state)
 
 
@@ -311,14 +322,15 @@ def RANDOM_STATE(
 def SEQUENCE_PARALLEL_NORM(
     original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> torch.nn.Module:
+    """Return torch's norm, also with sequence parallelism and zero-centred weights."""
     centred = config.layernorm_zero_centered_gamma
     copied = copy.copy(config)
     copied.sequence_parallel = copied.layernorm_zero_centered_gamma = False
     norm = original(cls, copied, *args, **kwargs)
     if centred:
         norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
-    # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
-    # weights' gradients over the tensor-parallel group; this attribute is how it finds them.
+    # Each rank normalises its own part of the tokens, so finalize_model_grads must sum the weights'
+    # gradients over the tensor-parallel group. It finds them by this attribute.
     for parameter in norm.parameters() if config.sequence_parallel else ():
         parameter.sequence_parallel = True
     return norm
@@ -333,6 +345,7 @@ def SEQUENCE_PARALLEL_NORM(
 def EXPERT_EXCHANGE(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
+    """Convert split sizes to a list on the CPU, too."""
     if torch.is_tensor(tensor) and as_numpy:
         return tensor.cpu().numpy()
     return original(tensor, as_numpy, record_stream)
@@ -345,8 +358,9 @@ def EXPERT_EXCHANGE(
     "it describes layers that predict further tokens anew, and not as the model's others",
 )
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the spec of MTP layers, completed like the model's other layers."""
     spec = original(config, *args, **kwargs)
-    # Set where the model's other layers are mended (mcore/model/layer_spec.py).
+    # Set where the model's other layers are completed (mcore/model/layer_spec.py).
     fix = getattr(config, "epp_fix_mtp", None)
     return spec if fix is None else fix(spec)
 
@@ -359,14 +373,13 @@ def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: 
     "megatron.training.initialize.set_jit_fusion_options",
 )
 def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) -> None:
-    pass
+    """Skip the warm-up."""
 
 
 def _multiply_as_configured(
     original: Callable[..., Any], self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    # Set for one iteration, and only where its plan splits backwards
-    # (mcore/model/split_backward.py).
+    # Set for one iteration, only if its plan splits backwards (mcore/model/split_backward.py).
     multiply = getattr(self, "epp_multiply", None)
     if multiply is not None:
         output = multiply(input, weight, *args, **kwargs)
@@ -403,23 +416,24 @@ MICRO_BATCHES = _patch_point(
 
 
 def allow_uneven_batches() -> None:
-    """Have Megatron take batches that the replicas do not divide, before it counts any.
+    """Make Megatron accept batches that the replicas do not divide, before it counts any.
 
-    ValueError: as ``check_patch_points``.
+    Raises:
+        ValueError: As ``check_patch_points``.
     """
     if not is_patched(MICRO_BATCHES):
         return install([MICRO_BATCHES])
     from megatron.core import num_microbatches_calculator
 
-    check_patch_points([])  # the version
+    check_patch_points([])  # checks the version
     num_microbatches_calculator.choose_builder(MICRO_BATCHES.replacement)
 
 
 def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> PatchPoint:
-    """The seam through which Megatron's trainer and its evaluation find their schedule.
+    """Return the patch point by which Megatron's trainer and its evaluation find their schedule.
 
-    ``factory`` is given the original ``get_forward_backward_func(pp_size=None, vp_size=None,
-    schedule_pg_collection=None)`` and returns the function that takes its place.
+    ``factory`` gets the original ``get_forward_backward_func(pp_size=None, vp_size=None,
+    schedule_pg_collection=None)`` and returns its replacement.
     """
     return PatchPoint(
         name="schedule",
@@ -435,17 +449,19 @@ def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., A
 
 
 def apply_schedule_patch(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Make Megatron's trainer and its evaluation use the schedule that ``factory`` makes; see
-    ``schedule_patch_point``.
+    """Make Megatron's trainer and its evaluation use the schedule that ``factory`` returns.
 
-    A second call with another factory starts again from Megatron's original. ValueError: as
-    ``check_patch_points``.
+    See ``schedule_patch_point``. A second call with another factory starts from Megatron's
+    original.
+
+    Raises:
+        ValueError: As ``check_patch_points``.
     """
     patch_point = schedule_patch_point(factory)
     if is_patched(patch_point):
         from megatron.core.pipeline_parallel import schedules
 
-        check_patch_points([])  # the version
+        check_patch_points([])  # checks the version
         schedules.choose_schedule(factory)
         return
     remove([patch_point])

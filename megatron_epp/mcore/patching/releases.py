@@ -4,14 +4,14 @@
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
     main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
 
-A fingerprint is of the sources of the patch point's target and of what it relies on
-(patch_points.py). Between these two, what changed at four patch points are spans of telemetry and
+A fingerprint covers the sources of the patch point's target and of what it relies on
+(patch_points.py). Between these two releases, four patch points changed by telemetry spans and
 options that --epp does not set, so the replacements are the same. A new release is a new entry
-here, once somebody has read what ``scripts/upstream/check_upstream.py`` shows of it; where a
-replacement must differ, the patch point gets a second one and the table says which release takes
+here, after the output of ``scripts/upstream/check_upstream.py`` for it has been read. If a
+replacement must differ, the patch point gets a second one, and the table says which release uses
 it.
 
-main changes its sources under one version number: there only the fingerprints tell.
+main changes its sources under one version number, where only the fingerprints differ.
 """
 
 import re
@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-NEWEST = "0.19.2"  # what requirements.txt pins and tests run on
+NEWEST = "0.19.2"  # the version that requirements.txt pins and tests run on
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """``versions``: what ``megatron.core.__version__`` says, without what follows a ``+``.
-    ``fingerprints``: by the seam's name."""
+    """Release of Megatron.
+
+    Attributes:
+        versions: Values of ``megatron.core.__version__``, without what follows a ``+``.
+        fingerprints: By the name of the patch point.
+    """
 
     name: str
     versions: tuple[str, ...]
@@ -73,7 +77,7 @@ RELEASES = (STABLE, MAIN)
 def installed_version() -> str | None:
     """Return the version of the Megatron that would be imported, without importing it.
 
-    None: there is none, or it says nothing of itself.
+    None means that there is no Megatron, or that it has no version.
     """
     spec = find_spec("megatron") and find_spec("megatron.core")
     if not spec or not spec.origin:
@@ -85,6 +89,6 @@ def installed_version() -> str | None:
 
 
 def release_of(version: str) -> Release | None:
-    """The release that calls itself ``version``; None where nobody has read it."""
+    """Return the release with ``version``; None if it is unknown."""
     base_version = version.split("+")[0]
     return next((release for release in RELEASES if base_version in release.versions), None)

@@ -1,8 +1,8 @@
-"""Gathering and summing rows of which every rank has another number, over gloo.
+"""All-gather and reduce-scatter over gloo with a different number of rows per rank.
 
-NCCL takes lists of tensors of unlike sizes, as experts whose matrices are split exchange
-(core/tensor_parallel/mappings.py, with split sizes); gloo takes one size only, and sums none. Its
-all-to-all takes any, so both go by that.
+NCCL takes lists of tensors of different sizes, with which experts with split matrices exchange
+(core/tensor_parallel/mappings.py, with split sizes). gloo takes one size only, and has no
+reduce-scatter. Its all-to-all takes any sizes, so both use that.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def take_unequal_rows() -> None:
-    """Make torch.distributed do it."""
+    """Replace torch.distributed's all_gather and reduce_scatter."""
     dist.all_gather = _gathering(dist.all_gather)
     dist.reduce_scatter = _summing(dist.reduce_scatter)
 

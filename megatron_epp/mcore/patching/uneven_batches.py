@@ -1,8 +1,8 @@
 """Global batches that the replicas do not divide, in Megatron's own counts.
 
 Megatron counts the samples of a batch as replicas x micro-batch size x micro-batches of a replica.
-With --epp a micro-batch is a document and a replica has as many as balance its seconds, so that
-the last factor is a mean, and need not be a whole number.
+With --epp a micro-batch is a document, and a replica has as many as balance its seconds. So the
+last factor is a mean, which need not be an integer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class UnevenMicroBatches(int):
-    """The mean number of micro-batches of a replica: rounded up as a number, exact in products.
+    """Mean number of micro-batches of a replica: rounded up as a number, exact in products.
 
     Three replicas have ``UnevenMicroBatches(7, 3)`` of 7 documents: 3, and 7 times three.
     """
@@ -39,7 +39,7 @@ class UnevenMicroBatches(int):
 
 
 def mean_micro_batches(documents: int, replicas: int) -> int:
-    """Return the mean number of documents of a replica, where it is an integer as an ``int``."""
+    """Return the mean number of documents of a replica, as a plain ``int`` if it is an integer."""
     if documents % replicas:
         return UnevenMicroBatches(documents, replicas)
     return documents // replicas
@@ -56,7 +56,16 @@ def build_calculator(
 ) -> Any:
     """Build Megatron's calculator as for one replica, and count micro-batches of a replica.
 
-    Who asks for smaller batches instead (--decrease-batch-size-if-needed) gets them as ever.
+    With --decrease-batch-size-if-needed, Megatron's own calculator is returned.
+
+    Args:
+        build: Megatron's function that builds a calculator.
+        rank: Rank of this process.
+        global_batch_size: Samples of a global batch.
+        micro_batch_size: Samples of a micro-batch.
+        data_parallel_size: Number of replicas.
+        decrease_batch_size_if_needed: Value of the flag.
+        *schedule: Further arguments of ``build``: batch sizes by iteration.
     """
     sizes = rank, global_batch_size, micro_batch_size
     if decrease_batch_size_if_needed:
@@ -68,7 +77,7 @@ def build_calculator(
 
 
 class _Undivided(int):
-    """A number of which every other is a divisor."""
+    """A number that every other number divides."""
 
     def __mod__(self, divisor: int) -> int:
         """Return no remainder."""
@@ -76,10 +85,10 @@ class _Undivided(int):
 
 
 def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
-    """Have ``parser`` give an --eval-global-batch-size that passes Megatron's check of it.
+    """Make ``parser`` return an --eval-global-batch-size that passes Megatron's check.
 
-    The check stands between hundreds of others in one function, of which no patch point is made.
-    :func:`restore_evaluation` undoes it.
+    The check is one of hundreds in a function that has no patch point. :func:`restore_evaluation`
+    undoes it.
     """
     parse = parser.parse_args
 
@@ -95,7 +104,7 @@ def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
 
 
 def restore_evaluation(args: Any) -> None:
-    """Make the number of :func:`undivided_evaluation` an ordinary one, as checkpoints keep it."""
+    """Convert the number of :func:`undivided_evaluation` to a plain int, as checkpoints save it."""
     args.eval_global_batch_size = int(args.eval_global_batch_size)
 
 
@@ -103,20 +112,20 @@ class SampleCount:
     """Comparison of the samples that Megatron counts with the documents that were read."""
 
     def __init__(self) -> None:
-        """Begin with the first iteration that is checked."""
+        """Start with the first iteration that is checked."""
         self._source: Any = None
         self._ahead = 0
 
     def check(self, source: Any, began: int, counted: int) -> None:
-        """Check at the start of an iteration of uneven batches.
+        """Check the counts at the start of an iteration of uneven batches.
 
         Args:
-            source: the global batches, of one phase of the training.
-            began: documents of it before this iteration.
+            source: The global batches of one phase of the training.
+            began: Documents of it before this iteration.
             counted: Megatron's consumed samples.
 
         Raises:
-            RuntimeError: Megatron's trainer counts otherwise than the ones that were read.
+            RuntimeError: Megatron's count does not advance by the documents that were read.
         """
         if source is not self._source:
             self._source, self._ahead = source, counted - began

@@ -1,1 +1,1 @@
-"""Stages placed on ranks: what flags ask for, and Megatron's parts of the model for it."""
+"""Placement of stages on ranks: the flags, and Megatron's model chunks for it."""

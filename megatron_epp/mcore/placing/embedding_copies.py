@@ -1,9 +1,9 @@
-"""Both ends of the model on one rank, each with a copy of the embedding: they stay alike.
+"""Synchronisation of the embedding and its copy when one rank has the first and the last stage.
 
-Megatron gives the first stage the embedding and the last a copy, for tied output layers and for
-layers that predict further tokens, and has the two ranks exchange their gradients. Where both ends
-lie on one rank its group has one member and exchanges nothing; here the copies get one start and,
-once per iteration, the sum of both gradients. The gradient norm counts one of them, as ever.
+For tied output layers and MTP layers, Megatron puts the embedding on the first stage and a copy on
+the last. It all-reduces their gradients over the two ranks. If both stages lie on one rank, that
+group has one member and exchanges nothing. This module instead copies the initial value once, and
+sums both gradients once per iteration. The gradient norm counts one of them, as in Megatron.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,15 @@ from megatron_epp.mcore.lm_head.shard import shard_of
 
 
 def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
-    """Give the last of ``count`` stages the first one's embedding, if this rank has both and they
-    share it; ``stages``: its own, not wrapped yet. ValueError: a third copy lies in the output
-    layer's shards."""
+    """Copy the first stage's embedding to the last stage if both are on this rank and share it.
+
+    Args:
+        stages: This rank's stage modules by stage, not wrapped yet.
+        count: Number of stages of the pipeline.
+
+    Raises:
+        ValueError: Vocabulary parallelism would add a third copy.
+    """
     copies = _copies([stages[stage] for stage in (0, count - 1) if stage in stages])
     if copies is None:
         return
@@ -34,9 +40,11 @@ def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
 
 
 def add_up_embedding_gradients(models: Sequence[Any]) -> None:
-    """Give both copies of a shared embedding the sum of their gradients; ``models``: this rank's
-    parts, wrapped by DDP. With the distributed optimizer each copy fills buckets of its own, so
-    that a replica has the same part of both."""
+    """Set the gradients of both copies of a shared embedding to their sum.
+
+    ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer each
+    copy has gradient buckets of its own, so a replica has the same shard of both.
+    """
     copies = _copies([unwrap_model(models[0]), unwrap_model(models[-1])] if models[1:] else [])
     if copies is None:
         return
@@ -46,13 +54,15 @@ def add_up_embedding_gradients(models: Sequence[Any]) -> None:
 
 
 def _copies(ends: Sequence[Any]) -> tuple[Any, Any] | None:
-    """The embedding of the first stage and its copy on the last; None where ``ends`` are not the
-    model's, or share none."""
+    """Return the embedding of the first stage and its copy on the last.
+
+    Returns None if ``ends`` are not the first and last stage, or share no embedding.
+    """
     if len(ends) < 2 or not (ends[0].pre_process and ends[1].post_process):
         return None
     first = ends[0]
     mtp_layers = getattr(first.config, "mtp_num_layers", None)
-    sharded = shard_of(first) is not None  # lm_head/tied.py adds up its words
+    sharded = shard_of(first) is not None  # lm_head/tied.py sums the gradients of sharded rows
     if not (mtp_layers or (first.share_embeddings_and_output_weights and not sharded)):
         return None
     return tuple(end.shared_embedding_or_output_weight() for end in ends)  # type: ignore[return-value]

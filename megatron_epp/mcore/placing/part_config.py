@@ -1,4 +1,4 @@
-"""Configurations of a rank's parts of the model, with what Megatron's DDP does for each."""
+"""Configurations of a rank's stage modules, with the functions of Megatron's DDP for each."""
 
 import copy
 from typing import Any
@@ -7,8 +7,10 @@ PART_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 def config_of_part(config: Any, number: int) -> Any:
-    """``config`` with what Megatron's DDP does for part ``number`` of a rank's: of several parts
-    the trainer keeps a list."""
+    """Return ``config`` with the DDP functions of the rank's stage module ``number``.
+
+    With several stage modules, the trainer's configuration holds lists of these functions.
+    """
     if not isinstance(config.no_sync_func, list):
         return config
     own = copy.copy(config)

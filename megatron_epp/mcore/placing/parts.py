@@ -1,20 +1,20 @@
-"""Parts of the model, one for each stage that lies on this rank.
+"""Stage modules of a rank: Megatron's model chunks, one for each stage placed on the rank.
 
-To Megatron each part is what a rank of a longer pipeline builds, one with a rank for every stage:
+Megatron builds each as the chunk of a rank in a longer pipeline, with one rank for every stage:
 
     place 1 0 0 1 on two ranks: rank 0 builds what ranks 1 and 2 of four would
 
-A part has a configuration, a layout and a pipeline group of its own that say so; which layers it
-has, their numbers, embedding, last norm and output layer follow as ever, and so do the keys of
-checkpoints, which know nothing of stages. Groups of the trainer are the job's, so losses, norms and
-the optimizer see a pipeline of as many ranks as there are.
+A stage module has a configuration, a layout and a pipeline group of its own that say so. Megatron
+derives its layers, their numbers, embedding, final norm and output layer from these. The keys of
+checkpoints do not depend on stages. The trainer keeps the job's process groups, so losses, norms
+and the optimizer see a pipeline with the job's number of ranks.
 """
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -28,37 +28,43 @@ from megatron_epp.mcore.placing.requested import STAGE_LAYERS, local_stages, pla
 
 
 class PartGroup:
-    """Pipeline group of a part: one rank for every stage. Nothing is sent over it."""
+    """Pipeline group of a stage module: one rank for every stage. It carries no messages."""
 
     def __init__(self, stage: int, stages: int):
         self.stage, self.stages = stage, stages
-        # HybridModel asks torch.distributed, which looks up whom it knows.
+        # HybridModel asks torch.distributed, which looks the group up in this table.
         dist.distributed_c10d._world.pg_group_ranks[self] = {dist.get_rank(): stage}  # type: ignore[index]
 
     def rank(self) -> int:
+        """Return the stage, which is the rank in the longer pipeline."""
         return self.stage
 
     def size(self) -> int:
+        """Return the number of stages."""
         return self.stages
 
 
 class PartLayout(PipelineParallelLayerLayout):
-    """Layout of all stages, asked about one of them whoever asks."""
+    """Layout of all stages that answers every query for one fixed stage."""
 
     def __init__(self, text: str, stages: int, stage: int):
         super().__init__(text, stages)
         self.stage = stage
 
+    @override
     def get_num_layers_to_build(self, *args: Any, **others: Any) -> int:
         return super().get_num_layers_to_build(*args, **others | {"pp_rank": self.stage})
 
+    @override
     def get_layer_offset(self, *args: Any, **others: Any) -> int:
         return super().get_layer_offset(*args, **others | {"pp_rank": self.stage})
 
 
 class _Parts:
-    """Before one of Megatron's builders: ``build_model`` builds the part of the rank's first stage,
-    ``other_stages`` those of the others."""
+    """Mixin for Megatron's model builders that builds the stage modules of a rank.
+
+    ``build_model`` builds the rank's first stage module, ``other_stages`` the others.
+    """
 
     _model_config: Any
 
@@ -77,7 +83,7 @@ class _Parts:
         return [*models, *added]
 
     def part(self, pg_collection: Any, stage: int) -> Any:
-        """The part of the model that is ``stage``."""
+        """Build the stage module of ``stage``."""
         description, layers = self._model_config, self._model_config.epp_layers
         own, groups = copy.copy(description), copy.copy(pg_collection)
         own.transformer = config = copy.copy(description.transformer)
@@ -98,11 +104,11 @@ class _Parts:
 
 
 class GPTParts(_Parts, GPTModelBuilder):
-    """GPTModels of a rank's stages."""
+    """Builder of the GPTModels of a rank's stages."""
 
 
 class HybridParts(_Parts, HybridModelBuilder):
-    """HybridModels of a rank's stages."""
+    """Builder of the HybridModels of a rank's stages."""
 
 
 _BUILDERS = {GPTModelBuilder: GPTParts, HybridModelBuilder: HybridParts}
@@ -110,7 +116,7 @@ _BUILDERS = {GPTModelBuilder: GPTParts, HybridModelBuilder: HybridParts}
 
 @contextmanager
 def _as_rank(stage: int, stages: int) -> Iterator[None]:
-    """To whoever asks Megatron, this is rank ``stage`` of a pipeline of ``stages``."""
+    """Make Megatron's parallel state report rank ``stage`` of a pipeline of ``stages`` ranks."""
     mpu.set_pipeline_model_parallel_rank(stage)
     mpu.set_pipeline_model_parallel_world_size(stages)
     try:
@@ -121,8 +127,11 @@ def _as_rank(stage: int, stages: int) -> Iterator[None]:
 
 
 def place_parts(description: Any, args: Any) -> None:
-    """Have Megatron's trainer build the stages that ``args`` place on this rank from
-    ``description`` (its ModelConfig), whose other hooks follow; as ever where they place none."""
+    """Make Megatron's trainer build the stages that ``args`` place on this rank.
+
+    ``description`` is the ModelConfig; its other hooks run afterwards. Without a placement, nothing
+    changes.
+    """
     if not place_of(args):
         return
     builder = _BUILDERS[description.get_builder_cls()]
@@ -134,7 +143,7 @@ def place_parts(description: Any, args: Any) -> None:
 
 
 def _build_other_stages(description: Any, models: list[Any]) -> list[Any]:
-    """Megatron's pre-wrap hook: the parts of the rank's other stages behind its first."""
+    """Append the stage modules after the rank's first (Megatron's pre-wrap hook)."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     builder = description.get_builder_cls()(description)
@@ -142,7 +151,7 @@ def _build_other_stages(description: Any, models: list[Any]) -> list[Any]:
 
 
 def _in_groups_of_the_job(models: list[Any]) -> list[Any]:
-    """Megatron's post-wrap hook: who asks a part from outside for its groups learns the job's."""
+    """Set the job's pipeline group on the stage modules (Megatron's post-wrap hook)."""
     for model in models:
         module = model
         while module is not None:
@@ -152,7 +161,8 @@ def _in_groups_of_the_job(models: list[Any]) -> list[Any]:
                 module.pg_collection = copy.copy(groups)
                 module.pg_collection.pp = mpu.get_pipeline_model_parallel_group()
                 if isinstance(module, Float16Module):
-                    # By these two it tells the last part, whose losses it makes float32.
+                    # Float16Module finds the last stage by these two; it converts its losses to
+                    # float32.
                     module.vp_stage, module.vp_size = stage.rank(), stage.size()
             module = getattr(module, "module", None)
     return models

@@ -1,7 +1,7 @@
-"""The placement that a job's flags ask for, and what it needs on Megatron's args.
+"""Placement that a job's flags ask for, and the values it needs on Megatron's args.
 
-Megatron's own checks see a pipeline of as many stages as there are ranks; its model is built part
-by part (parts.py).
+Megatron's own checks see a pipeline with one stage per rank; its model is built one stage at a time
+(parts.py).
 """
 
 from argparse import Namespace
@@ -21,29 +21,32 @@ from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.safe_files import bounded_text
 
-# On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
-# hold args. Empty where stage i lies on rank i.
+# Attributes of Megatron's args, not flags: the rank and the layers of every stage. Plain lists, as
+# checkpoints save args. Empty if stage i lies on rank i.
 PLACE, STAGE_LAYERS = "epp_place", "epp_stage_layers"
 
 
 def place_of(args: Any) -> tuple[int, ...]:
-    """The rank of every stage; () where stage i lies on rank i."""
+    """Return the rank of every stage; () if stage i lies on rank i."""
     return tuple(getattr(args, PLACE, None) or ())
 
 
 def stages_of(args: Any) -> int:
-    """Stages of the job's pipeline, however many ranks they lie on."""
+    """Return the number of stages of the job's pipeline."""
     return len(place_of(args)) or args.pipeline_model_parallel_size
 
 
 def local_stages(place: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, first to last."""
+    """Return the stages of a pipeline rank, first to last."""
     return tuple(stage for stage, where in enumerate(place) if where == rank) or (rank,)
 
 
 def asked_placement(args: Namespace, ranks: int) -> Placement | None:
-    """The placement that --epp-placement asks for on ``ranks``; None: stage i on rank i.
-    ValueError: one line."""
+    """Return the placement of --epp-placement on ``ranks`` ranks; None if stage i lies on rank i.
+
+    Raises:
+        ValueError: The placement cannot be read, has no effect, or another flag contradicts it.
+    """
     text = getattr(args, "epp_placement", None)
     if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
         return None
@@ -73,7 +76,11 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
 
 
 def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
-    """Layers of every stage: those that the placement says, or even ones. ValueError: one line."""
+    """Return the layers of every stage: those of the placement, or an even partition.
+
+    Raises:
+        ValueError: The layers are not those of the model, or there are more stages than layers.
+    """
     stated = placement.layers
     if stated and sum(stated) != layers:
         raise ValueError(
@@ -91,9 +98,20 @@ def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
 def placed_values(
     placement: Placement, layers: Sequence[int], mtp_layers: int, pattern: str | None = None
 ) -> dict[str, Any]:
-    """Values on Megatron's args for stages of ``layers``, the last of which predicts ``mtp_layers``
-    tokens; ``pattern``: of a HybridModel. To Megatron's checks a rank has the layers of all its
-    stages; where stage i lies on rank i, no others are needed."""
+    """Return the values on Megatron's args for a placement.
+
+    To Megatron's checks, a rank has the layers of all its stages. If stage i lies on rank i, no
+    other values are needed.
+
+    Args:
+        placement: The rank of every stage.
+        layers: Layers of every stage.
+        mtp_layers: MTP layers of the last stage.
+        pattern: Layer pattern of a HybridModel.
+
+    Returns:
+        Values by attribute name.
+    """
     from megatron_epp.planner.choose.partition import layout_text
 
     of_ranks = [0] * placement.ranks

@@ -5,7 +5,8 @@
     --pipeline-model-parallel-layout 'Et|t|t|ttL'       on two ranks interleaved 2, of those layers
     --hybrid-layer-pattern 'M*|M-|M*|M-'                the same
 
-Without --epp-placement flags the first two have no effect, and segments of a rank become one stage.
+Without --epp-placement flags, the first two have no effect, and the segments of a rank become one
+stage.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -22,8 +23,10 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
-    """Have ``parser`` put a placement in the place of these flags where it is asked to, before
-    other flags are looked at; the parser."""
+    """Make ``parser`` translate these flags with --epp-placement flags, and return it.
+
+    The translation comes before other flags are checked.
+    """
     parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -37,8 +40,11 @@ def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _obey(args: Namespace) -> None:
-    """Set --epp-placement of ``args`` to what these flags ask for, and take them out. ValueError:
-    they ask for none that can be."""
+    """Set --epp-placement on ``args`` to the placement of these flags, and clear them.
+
+    Raises:
+        ValueError: The flags ask for no valid placement.
+    """
     ranks, pattern = args.pipeline_model_parallel_size, pattern_of(args)
     placement = EVENLY
     if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
@@ -62,7 +68,7 @@ def _obey(args: Namespace) -> None:
 
 
 def _times(args: Namespace, ranks: int) -> int:
-    """Stages of every rank."""
+    """Return the number of stages per rank."""
     times = args.num_virtual_stages_per_pipeline_rank
     each = args.num_layers_per_virtual_pipeline_stage
     if times is not None:
@@ -77,7 +83,7 @@ def _times(args: Namespace, ranks: int) -> int:
 
 
 def _assigned(layers: Sequence[int], ranks: int, text: str) -> str:
-    """Stages of ``layers``, dealt to the ranks in turn, as --epp-placement has it."""
+    """Return --epp-placement's text for stages of ``layers``, assigned to the ranks round-robin."""
     if len(layers) % ranks or min(layers) < 1:
         raise ValueError(
             f"--epp-placement flags: {text} has {len(layers)} segments for {ranks} pipeline ranks; "

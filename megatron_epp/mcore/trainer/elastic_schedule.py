@@ -1,7 +1,7 @@
-"""The schedule that takes the place of Megatron's: its contract, and nothing else.
+"""Schedule that replaces Megatron's forward-backward function.
 
-What step to run is control.accept's answer, what to do without memory control.retry's, what to make
-of the outcome control.observe's; stage_runner.py runs it.
+``control.accept`` gives the step, stage_runner.py runs it, ``control.retry`` handles running out of
+memory, and ``control.observe`` reports the outcome.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,11 @@ from megatron_epp.runtime.executor import OutsidePhase
 
 
 class ElasticSchedule:
-    """Stands in for Megatron's ``forward_backward_func``: one call, one global batch.
+    """Replacement of Megatron's ``forward_backward_func``: one call runs one global batch.
 
-    validate   shows Megatron's re-run machine the iteration's summed loss
-    ran        the latest attempt, on this rank
+    Attributes:
+        validate: Shows the iteration's summed loss to Megatron's re-run state machine.
+        ran: The latest attempt, on this rank.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class ElasticSchedule:
         pg_collection: Any = None,
         force_all_reduce: bool = False,
     ) -> list[dict[str, torch.Tensor]]:
-        """One iteration over the next global batch of documents.
+        """Run one iteration over the next global batch of documents.
 
-        ``data_iterator`` gives :class:`Batch` after Batch, one per call; ``num_microbatches`` and
-        the shapes are Megatron's counters and decide nothing. Returns, on the last stage, one
-        report: each entry summed over the tokens of this replica.
+        ``data_iterator`` yields a :class:`Batch` per call. ``num_microbatches`` and the shapes are
+        Megatron's counters and have no effect.
+
+        Returns:
+            On the last stage, one report: each entry summed over the tokens of this replica.
         """
         if collect_non_loss_data:
             raise NotImplementedError("--epp collects no data other than the loss in evaluation")
@@ -123,8 +126,11 @@ class ElasticSchedule:
             return Attempt(step, ran.records, report)
 
         def undo() -> None:
-            """Nothing of the attempt counts, as of biases that Megatron moves before its failure is
-            known; the next one draws what it drew."""
+            """Discard the attempt: restore random states and changed tensors, drop gradients.
+
+            Megatron moves expert biases before a failure is known, and the next attempt draws the
+            same random numbers.
+            """
             restore_random_states(random)
             for tensor, before in changed:
                 tensor.copy_(before)
@@ -140,8 +146,8 @@ class ElasticSchedule:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if not forward_only:
-            # Whole documents of this replica, once per iteration on every rank: Megatron's log
-            # line then shows true tokens and TFLOP/s.
+            # Every rank passes its replica's documents once per iteration, so that Megatron's log
+            # line shows true tokens and TFLOP/s.
             update_seqlen_stats_from_cu_seqlens(self.runner.flop_boundaries(self.ran.plan))
             if self.ran.reports:
                 self.validate(next(iter(self.ran.reports[0].values()))[0])
@@ -149,21 +155,21 @@ class ElasticSchedule:
 
 
 def _batches(data_iterator: Any) -> GlobalBatches:
-    """The global batches behind Megatron's iterator.
+    """Return the global batches that Megatron's iterator wraps.
 
-    In training Megatron wraps a data set's iterator so that its re-run machine can replay what an
-    iteration has read (megatron/core/rerun_state_machine.py, RerunDataIterator). What it wraps, its
-    ``iterable``, is what can look ahead and read tokens. The certificate hands its own, unwrapped.
+    In training, Megatron wraps the iterator of a data set so that its re-run machine can replay an
+    iteration (megatron/core/rerun_state_machine.py, RerunDataIterator). Its attribute ``iterable``
+    is the wrapped one, which can look ahead and read tokens. The certificate passes it unwrapped.
     """
     return getattr(data_iterator, "iterable", data_iterator)
 
 
 def _iteration() -> int:
-    """Number of the iteration that runs, from 1; of an evaluation: after which it comes.
+    """Return the number of the current iteration, from 1; an evaluation has the one that follows.
 
-    ``train`` keeps the number of finished ones in ``args.curr_iteration``, anew before each. Until
-    the first it is 0, or missing where nothing is trained; then ``args.iteration``, the
-    checkpoint's, says how many there were.
+    ``train`` sets ``args.curr_iteration`` to the number of finished iterations before each one.
+    Before the first, it is 0, or missing if nothing is trained. Then ``args.iteration`` is the
+    checkpoint's number.
     """
     args = get_args()
     return (getattr(args, "curr_iteration", None) or args.iteration or 0) + 1

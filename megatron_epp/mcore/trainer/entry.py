@@ -1,9 +1,9 @@
-"""Megatron's ``pretrain`` from the command line, with its own schedule and data or with ours.
+"""Entry of training: Megatron's ``pretrain``, with its own schedule and data or those of --epp.
 
-The wheel of megatron-core holds the trainer but not the script that calls it. This is that script's
-work: read the flags, build the configuration, hand over data, forward step and loss (with --epp
-setup.py, else megatron_gpt.py), train. Without ``--epp`` it computes the same numbers as
-Megatron-LM's own script, bit for bit (scripts/upstream/compare_upstream.py).
+The megatron-core wheel contains the trainer but not the script that calls it. This module is that
+script: it reads the flags, builds the configuration, passes data, forward step and loss (with --epp
+from setup.py, else from megatron_gpt.py), and trains. Without ``--epp`` it computes the same
+numbers as Megatron-LM's own script, bit for bit (scripts/upstream/compare_upstream.py).
 
 A user's mistake ends every rank with status 2 and one line (job_exit.py).
 """
@@ -28,7 +28,7 @@ from megatron_epp.mcore.job.read_flags import (
 from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 from megatron_epp.te_reference import reference_switch
 
-if TYPE_CHECKING:  # Megatron is imported when its host is prepared
+if TYPE_CHECKING:  # cpu_host and cuda_host must run before Megatron is imported
     from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
@@ -38,12 +38,19 @@ def main(
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
-    """Train as the command line says; a user's mistake ends the process with status 2.
+    """Train with the flags of the command line.
 
-    program_start   seconds since the epoch when the program started
-    hooks           what stands in for parts of --epp (setup.py)
-    datasets        Megatron's data provider without --epp, in the place of its own
-    hybrid          a HybridModel; else a GPTModel
+    A user's mistake ends the process with status 2.
+
+    Args:
+        program_start: Seconds since the epoch when the program started.
+        hooks: Replacements of components of --epp (:class:`TrainerHooks`).
+        datasets: Replacement of Megatron's data provider without --epp.
+        hybrid: Whether the model is a HybridModel; else it is a GPTModel.
+
+    Example:
+        >>> from megatron_epp.mcore.trainer.entry import main
+        >>> main(hybrid=True)  # flags from sys.argv, as torchrun starts it
     """
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
@@ -63,7 +70,14 @@ def train(
 ) -> None:
     """Read the command line and train; see :func:`main`.
 
-    ValueError: the command line, or a file that it names, cannot be used.
+    Args:
+        program_start: Seconds since the epoch when the program started.
+        hooks: Replacements of components of --epp (:class:`TrainerHooks`).
+        datasets: Replacement of Megatron's data provider without --epp.
+        hybrid: Whether the model is a HybridModel; else it is a GPTModel.
+
+    Raises:
+        ValueError: The command line, or a file that it names, cannot be used.
     """
     require_environment()
     if "RANK" not in os.environ:
@@ -71,7 +85,7 @@ def train(
             print(f"megatron_epp: {line}", file=sys.stderr, flush=True)
         be_the_only_process()
     if rank() != 0:
-        # One rank's word is enough, as Megatron-LM's script has it.
+        # Only rank 0 warns, as in Megatron-LM's script.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
     cuda_host.prepare(sys.argv[1:])
@@ -134,8 +148,10 @@ def train(
 
 
 def _require_iterations(args: Any) -> None:
-    """A ValueError where nothing says how long to train: Megatron's schedule of learning rates has
-    no length then, with --skip-train too."""
+    """Raise a ValueError unless the flags give the length of training.
+
+    Megatron's learning-rate schedule needs it, with --skip-train, too.
+    """
     for name in ("train_iters", "train_samples"):
         wanted = getattr(args, name) or 0
         if wanted < 0:
@@ -158,7 +174,7 @@ def _require_iterations(args: Any) -> None:
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:
-    """A ValueError where the program and the flags do not speak of the same kind of model."""
+    """Raise a ValueError unless the program and the flags ask for the same kind of model."""
     if pattern is not None and not hybrid:
         raise ValueError(
             f"--hybrid-layer-pattern {pattern}: pretrain_gpt trains Megatron's GPTModel; run "

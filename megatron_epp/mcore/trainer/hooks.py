@@ -1,4 +1,4 @@
-"""Context of a job with ``--epp``, and hooks that replace parts of the trainer."""
+"""Context of a job with ``--epp``, and hooks that replace components of the trainer."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,9 +28,10 @@ from megatron_epp.runtime.groups import Groups
 class JobContext:
     """This rank's place in the job, known when Megatron has built the model.
 
-    layers   of every stage
-    row_shard    of a chunk's rows, which this rank computes
-    placement  the rank of every stage; none where stage i lies on rank i
+    Attributes:
+        layers: Of every stage.
+        row_shard: The rows of a chunk that this rank computes.
+        placement: The rank of every stage; empty if stage i lies on rank i.
     """
 
     args: Any
@@ -44,8 +45,11 @@ class JobContext:
 
 
 def make_steps(place: JobContext, model: Any) -> StepSource:
-    """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
-    ``model``, this rank's first stage, is wrapped, in its final number format. Collective."""
+    """Return the steps of --epp-plan, or the planner's. Collective.
+
+    Without a given cost model, the planner's is measured. ``model`` is this rank's first stage
+    module, wrapped, in its final number format.
+    """
     if place.config.epp_plan is not None:
         return RecordedSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
@@ -54,29 +58,30 @@ def make_steps(place: JobContext, model: Any) -> StepSource:
 
 
 def limit_bytes(config: Config) -> float:
-    """Bytes that chunks may hold on a host at most, whatever was planned."""
+    """Return the most bytes that chunks may hold on a CPU-only host, whatever was planned."""
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """Replacements of the trainer's own parts by a benchmark, an example or a test.
+    """Replacements of the trainer's components by a benchmark, an example or a test.
 
-    pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
-                       wraps them; or None
-    make_steps         where steps come from
-    items              (samples wanted of training, validation, test, or None for one epoch): three
-                       datasets of items in the place of the corpora of --data-path
-                       (data/item_documents.py), or None
-    make_batches       (documents, size of a batch, or of that behind so many samples, samples
-                       consumed): the global batches
-    summary            the line that is logged of an iteration
-    choose             (part of layers, flags, layers of every stage): what flags leave open of it
-    attention_for      (--epp-attention, model's configuration, device): the attention
-    install_in_model   (model, context, attention): makes the model compute chunks
-    make_stage         the model's side of the executor
-    limit_bytes        (configuration): what chunks may hold on a host
+    Attributes:
+        pre_wrap: (stage modules): the stage modules with adapters or the like, before the trainer
+            wraps them; or None.
+        make_steps: The source of steps.
+        items: (samples wanted for training, validation, test, or None for one epoch): three
+            datasets of items that replace the corpora of --data-path (data/item_documents.py), or
+            None.
+        make_batches: (documents, batch size or a function from consumed samples to it, samples
+            consumed): the global batches.
+        summary: The line that is logged for an iteration.
+        choose: (sublayers, flags, layers of every stage): values of open choices.
+        attention_for: (--epp-attention, model's configuration, device): the attention.
+        install_in_model: (model, context, attention): makes the model compute chunks.
+        make_stage: Makes the model's side of the executor.
+        limit_bytes: (configuration): the most bytes that chunks may hold on a host.
     """
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None

@@ -1,7 +1,7 @@
-"""Facts that every rank reads from its own disk and acts on: compared before a rank waits for them.
+"""Comparison of the files that ranks read from their own disks, before a rank acts on them.
 
-A rank that sees no checkpoint where the others do, or another tokenizer, would wait in a collective
-that they never join, or train on other tokens.
+A rank that sees no checkpoint where the others do would block in a collective that they never join.
+A rank with another tokenizer would train on other tokens.
 """
 
 from collections.abc import Iterable
@@ -30,9 +30,10 @@ _FILE_FLAGS = (
 
 
 def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
-    """Raise on every rank of ``group`` unless all see the same checkpoint, tokenizer and files.
+    """Require that all ranks of ``group`` see the same checkpoint, tokenizer and files. Collective.
 
-    Collective, on the host. ValueError: which rank sees what of which folder.
+    Raises:
+        ValueError: On every rank: which rank sees what in which folder.
     """
     require_same(
         facts_of(args), group, "the same on every host: a shared file system, or copies of it"
@@ -63,7 +64,7 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _content(paths: Iterable[Path]) -> str:
-    """Return a digest of the files that are there, or that none is."""
+    """Return a digest of the files that exist, or a text that says that none does."""
     files = [path for path in paths if path.is_file()]
     try:
         return f"digest {digest_of(files)[:12]}" if files else "no file"

@@ -1,4 +1,4 @@
-"""One rank's part of a job with ``--epp``, built step by step when Megatron builds its model."""
+"""One rank's part of a job with ``--epp``, set up in steps when Megatron builds its model."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -56,36 +56,38 @@ from megatron_epp.te_reference import reference_switch
 
 
 class Job:
-    """This rank's part of the job.
+    """One rank's part of a job.
 
-    Megatron's hooks build it: ``attach`` before the model is wrapped, ``prepare`` after it, which
+    Megatron's hooks call ``attach`` before the model is wrapped and ``prepare`` afterwards, which
     makes the ``schedule``.
     """
 
     def __init__(self, args: Any, config: Config, hooks: TrainerHooks):
         self.args, self.config, self.hooks = args, config, hooks
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
-        # Megatron's evaluation takes another mean of the losses where it sees the flag.
+        # With this flag, Megatron's evaluation averages the losses differently.
         self._reads_chats, args.sft = getattr(args, "sft", False), False
         self._data = JobData(config.epp_overlong, hooks, config.epp_blend)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
-        self._locks: list[TextIO] = []  # open as long as the job
-        self._current_op = CurrentOp(0)  # its rank is known when the model is built
+        self._locks: list[TextIO] = []  # open until the process ends
+        self._current_op = CurrentOp(0)  # attach sets the rank
         self._place: JobContext | None = None
         self._schedule: ElasticSchedule | None = None
 
     def install(self, model_config: Any) -> None:
-        """Have Megatron's builder call this job when it builds the model of ``model_config``."""
+        """Make Megatron's builder call this job when it builds the model of ``model_config``."""
         model_config.pre_wrap_hooks.append(self.attach)
         model_config.post_wrap_hooks.append(self.prepare)
 
     @property
     def schedule(self) -> ElasticSchedule:
+        """The schedule that ``prepare`` made."""
         assert self._schedule is not None, "the model is not built yet"
         return self._schedule
 
     @property
     def place(self) -> JobContext:
+        """The context that ``attach`` made."""
         assert self._place is not None, "the model is not built yet"
         return self._place
 
@@ -95,7 +97,10 @@ class Job:
         """Make the model compute chunks (Megatron's pre-wrap hook). Collective.
 
         Args:
-            models: the stages of this rank, first to last.
+            models: Stage modules of this rank, first to last.
+
+        Returns:
+            ``models``.
         """
         place, device = place_of(self.args), this_device()
         attention = self._warm_up(models[0].config, device)
@@ -116,10 +121,10 @@ class Job:
         return models
 
     def _warm_up(self, config: Any, device: torch.device) -> Attention:
-        """Return the attention of the model, after its kernels have run once for every view."""
+        """Return the attention of the model, after a first run of its kernels for every variant."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
         heads, all_heads = heads_of(config), heads_of(config, context=1)
-        # The reference of the kernels compiles nothing: large packs take it seconds in vain.
+        # The reference kernels compile nothing, and large packs would take them seconds.
         packs_to = self.args.seq_length if reference_switch.is_started() else None
         for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
@@ -130,10 +135,11 @@ class Job:
         """Return the layers of every stage of the pipeline. Collective.
 
         Args:
-            stages: the model of each stage of this rank.
+            stages: The stage modules of this rank, by stage.
+            groups: The job's process groups.
 
         Raises:
-            ValueError: ranks differ in vocabulary parallelism, which each has chosen for itself.
+            ValueError: Ranks chose different vocabulary parallelism.
         """
         count = stages_of(self.args)
         local = torch.zeros(count + 1, dtype=torch.int64)
@@ -157,12 +163,12 @@ class Job:
         place: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """Replace what computes whole micro-batches in the models of this rank's stages."""
+        """Replace the modules of this rank's stages that compute whole micro-batches."""
         models = list(stages.values())
         for model in models:
             self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
-            refusals.require_vocabulary_parallel(self.args)  # padded now
+            refusals.require_vocabulary_parallel(self.args)  # the vocabulary size is padded now
             shard_output_layer(stages, place, device)
             tie(models, device)
         tie_embeddings(stages, stages_of(self.args))
@@ -173,7 +179,8 @@ class Job:
     def _claim_folders(self, groups: Groups) -> None:
         """Lock the folders that this job writes against other jobs. Collective.
 
-        ValueError: not all ranks see the one folder of --save that rank 0 has locked.
+        Raises:
+            ValueError: Some rank does not see the folder of --save that rank 0 has locked.
         """
         save = self.args.save
 
@@ -187,7 +194,7 @@ class Job:
             require_same(seen, groups.control, "one folder that all hosts share")
 
     def _watch(self, groups: Groups) -> None:
-        """Have this rank say its op when it is terminated, and when it hangs."""
+        """Report this rank's current op when it is terminated and when it hangs."""
         report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
@@ -228,7 +235,7 @@ class Job:
         return models
 
     def _stage_runner(self, models: list[Any]) -> StageRunner:
-        """Return what runs this rank's program of a plan."""
+        """Return the runner of this rank's programs."""
         place, config = self.place, self.config
         meter: AllocatorMeter | SavedBytesMeter
         if place.device.type == "cuda":
@@ -249,7 +256,7 @@ class Job:
         )
 
     def _observer(self, steps: StepSource) -> Observer:
-        """Return what reports, records and compares an iteration with its prediction."""
+        """Return the observer, which reports iterations and compares them with predictions."""
         args, config, groups = self.args, self.config, self.place.groups
         folders = [folder for _, folder in self._folders if folder]
         may_refit = config.epp_cost_model is None and config.epp_plan is None

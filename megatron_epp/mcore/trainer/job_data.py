@@ -1,4 +1,4 @@
-"""The documents of a job, and the global batches made of them."""
+"""Documents of a job, and the global batches made of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
 def consumed_in_phase(args: Any) -> int:
-    """Return the training samples consumed, of the phase of --phase-transition-iterations."""
+    """Return the training samples consumed in the current phase (--phase-transition-iterations)."""
     progress = progress_of(args)
     if not args.phase_transition_iterations:
         return progress.consumed_train_samples
@@ -33,15 +33,19 @@ def consumed_in_phase(args: Any) -> int:
 
 
 def progress_of(args: Any) -> Any:
-    """Return what counts iterations and samples: in later Megatrons (#7447) a state of its own."""
+    """Return the object that counts iterations and samples.
+
+    Later versions of Megatron (#7447) have a state object for it; earlier ones use the args.
+    """
     return getattr(global_vars, "get_train_state", lambda: args)()
 
 
 class JobData:
-    """Reads the documents of training, validation and test.
+    """Documents of training, validation and test.
 
-    chats                the corpora that chat files were converted to, by file
-    truncated_documents  how many documents of the training set were truncated
+    Attributes:
+        chats: The corpora that chat files were converted to, by file.
+        truncated_documents: Number of training documents that were truncated.
     """
 
     def __init__(self, overlong: str, hooks: TrainerHooks, blend_by: str = TOKENS):
@@ -52,23 +56,22 @@ class JobData:
     def global_batches(
         self, samples: Sequence[int], group: Any
     ) -> tuple[GlobalBatches | None, ...]:
-        """Return the global batches of training, validation and test, from where the checkpoint
-        stopped.
+        """Return the global batches of training, validation and test after the checkpoint.
 
         Args:
-            samples: how many documents each of the three needs.
-            group: process group of all ranks, over which indices are built once.
+            samples: Number of documents that each of the three needs.
+            group: Process group of all ranks, over which indices are built once.
         """
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
         start, of_training = consumed_in_phase(args), scheduled_sizes()
-        if not args.train_samples:  # Megatron counts --global-batch-size for each iteration
+        if not args.train_samples:  # Megatron computes samples with a constant --global-batch-size
             samples = (scheduled_samples(args.train_iters or 0, of_training), *samples[1:])
         wanted = samples[0], None if args.full_validation else samples[1], samples[2]  # None: all
         training, validation, test = self._documents(args, wanted, group)
         megatron_gpt.require_validation(args, validation is not None)
         make, of_evaluation = self._hooks.make_batches, args.eval_global_batch_size
-        before = progress_of(args).consumed_train_samples - start  # in earlier phases
+        before = progress_of(args).consumed_train_samples - start  # consumed in earlier phases
         batches: list[GlobalBatches | None] = [None, None, None]
         if training is not None:
             batches[0] = make(training, lambda consumed: of_training(before + consumed), start)
@@ -84,13 +87,12 @@ class JobData:
             else:
                 batches[place] = make(documents, of_evaluation, consumed)
         if isinstance(passes := batches[1], FullPasses):
-            # Megatron would ask its data loader how many batches a pass has, and wrap it; this is
-            # what it makes of the answer.
+            # Megatron would compute these from the length of its data loader, and wrap the loader.
             args.full_validation, args.eval_iters = False, passes.batches
         return tuple(batches)
 
     def _describe(self, training: DocumentSource, args: Any) -> None:
-        """Print what training reads and what counts its documents."""
+        """Print the corpora and the document counts of training."""
         print_rank_0(f"> {training.counts}")
         self.truncated_documents = training.counts.truncated
         if isinstance(training, Documents):

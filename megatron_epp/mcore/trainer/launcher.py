@@ -1,12 +1,12 @@
-"""A rank ends soon after the launcher that would have ended it was killed.
+"""Watch on torchrun: a rank ends soon after the launcher that started it was killed.
 
-torchrun ends its ranks when it fails or is told to end; killed outright it cannot, and they would
-train on without anybody to restart them. It alone is watched. srun's and mpirun's daemons end what
-they started themselves, and a plain launch has no launcher: the shell of a job under nohup or
-setsid may go as it likes.
+torchrun ends its ranks when it fails or is terminated. If it is killed, it cannot, and the ranks
+would train on without supervision. Only torchrun is watched. The daemons of srun and mpirun end the
+processes that they started, and a plain launch has no launcher: the shell of a job under nohup or
+setsid may exit.
 
-Watched by a thread, and not by the kernel's parent-death signal: that one speaks of the direct
-parent, which a wrapper (``torchrun --no-python run.sh``) is, and ends a rank without a word.
+A thread watches, instead of the kernel's parent-death signal. That signal reports the direct
+parent, which may be a wrapper (``torchrun --no-python run.sh``), and ends a rank without a message.
 """
 
 import os
@@ -19,16 +19,16 @@ import psutil
 from megatron_epp.mcore.job.emergency_exit import SAVES, leave
 
 EVERY_SECONDS = 1.0
-_RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun gives it to those that it starts
-_watching: set[int] = set()  # this process, once it watches; not one that is forked from it
+_RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it for the ranks that it starts
+_watching: set[int] = set()  # this process, once it watches; a forked process has another id
 
 
 def end_with_launcher() -> None:
-    """Watch the torchrun that started this process, if one did, from a thread.
+    """Start a thread that watches the torchrun that started this process, if any.
 
-    Called first of all: torchrun may be killed while this process imports torch and Megatron, and
-    whoever asks for its parent afterwards finds another. What happens before is found out at the
-    store (:func:`~megatron_epp.mcore.job.job_exit.require_launcher`).
+    Call it before anything else. torchrun may be killed while this process imports torch and
+    Megatron, and the process then has another parent. A launcher that ended earlier is detected at
+    the store (:func:`~megatron_epp.mcore.job.job_exit.require_launcher`).
     """
     leader = None if os.getpid() in _watching else _leader()
     if leader is not None:
@@ -38,7 +38,7 @@ def end_with_launcher() -> None:
 
 
 def _leader() -> psutil.Process | None:
-    """torchrun's child that this process is or descends from: it leads a session of its own."""
+    """Return the child of torchrun that is this process or its ancestor; it leads a session."""
     if _RUN_ID not in os.environ:
         return None
     try:

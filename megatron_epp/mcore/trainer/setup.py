@@ -1,4 +1,4 @@
-"""``--epp`` put into a process of Megatron's trainer."""
+"""Setup of ``--epp`` in a process of Megatron's trainer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -31,22 +31,22 @@ def setup(
     hooks: TrainerHooks | None = None,
     placement: Placement | None = None,
 ) -> tuple[Any, Any]:
-    """Put elastic pipelines into this process.
+    """Install elastic pipeline parallelism in this process.
 
     Args:
-        args: Megatron's, with ours (:mod:`megatron_epp.mcore.flags.config`).
-        model_config: the model configuration that ``pretrain`` will build from.
-        hooks: replacements of parts of the trainer.
-        placement: with the layers of the stages, where these were chosen.
+        args: Megatron's arguments, including those of :mod:`megatron_epp.mcore.flags.config`.
+        model_config: The model configuration that ``pretrain`` builds from.
+        hooks: Replacements of components of the trainer.
+        placement: Placement with the layers of the stages, if these were chosen.
 
     Returns:
         The forward step and the data provider for Megatron's ``pretrain``.
 
     Raises:
-        ValueError: one line on what cannot run.
+        ValueError: One line that says what cannot run.
     """
     if args.epp_vocab_parallel == AUTO:
-        args.epp_vocab_parallel = OFF  # in whose script whatever comes may change the model
+        args.epp_vocab_parallel = OFF  # a user's own script may change the model
         if args.pipeline_model_parallel_size > 1 and rank() == 0:
             print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
     if args.epp_blend == AUTO and (line := choose_blend(args)) is not None and rank() == 0:
@@ -68,7 +68,7 @@ def setup(
     job = Job(args, config, hooks)
     fix_layer_spec(model_config)
     job.install(model_config)
-    if args.save and rank() == 0:  # after the hook that claims the folder
+    if args.save and rank() == 0:  # after the hook that locks the folder
         SAVES.first_line = resumable_line(args)
         print(SAVES.first_line, flush=True)
         model_config.pre_wrap_hooks.append(partial(keep_choices, args, placement))
@@ -82,7 +82,7 @@ def setup(
 
 
 def _refuse(args: Any, config: Config) -> None:
-    """Refuse what cannot run, before anything is slow; warn of flags without effect."""
+    """Refuse unsupported flags before any slow work, and warn about flags without effect."""
     refusals.refuse(args)
     replaced.warn(args)
     warn_of_scales(args)

@@ -1,4 +1,4 @@
-"""A last word when the job is being killed: which op this rank was in."""
+"""Report of the current op when this rank is terminated by SIGTERM."""
 
 import signal
 import socket
@@ -12,13 +12,13 @@ _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
 def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
-    """On SIGTERM, print what ``current_op`` says and end the process and its children.
+    """Install a SIGTERM handler that prints ``current_op`` and ends the process and its children.
 
-    At once, unless a checkpoint is being written (emergency_exit.py).
+    It ends the process at once, unless a checkpoint is being written (emergency_exit.py).
 
-    A rank that waits inside a collective or for a message runs no Python signal handler; the
-    wake-up descriptor is written by the C-level handler and read by a thread, which can.
-    Left alone where somebody else handles SIGTERM already (Megatron's --exit-signal-handler).
+    A rank that waits in a collective or for a message runs no Python signal handler. The C-level
+    handler writes to the wake-up descriptor, and a thread reads it. Nothing is installed if SIGTERM
+    already has a handler (Megatron's --exit-signal-handler).
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
@@ -30,7 +30,7 @@ def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
 
     def listen(_wake: socket.socket) -> None:
-        # Both ends stay open as long as this thread has them: as long as the process.
+        # This thread references both sockets, so they stay open as long as the process.
         while signal.SIGTERM not in woken.recv(1):
             pass
         print(f"megatron_epp: rank {rank} terminated: {current_op}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Runs a rank's part of a step: puts plan, data, stores and parts of the model together."""
+"""Runner of a rank's part of a step: combines plan, data, K/V stores and stage modules."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -40,10 +40,12 @@ from megatron_epp.runtime.program_runner import ProgramRunner
 class StageRun:
     """Results of a rank for its part of a step.
 
-    reports   where the last stage lies one, each entry summed over this replica's tokens; else none
-    tokens    that carry a loss
-    failure   the op that ran out of memory, if one did: then nothing else counts
-    host_peak_bytes   that offloaded layers took of the host's memory
+    Attributes:
+        reports: Each entry summed over this replica's tokens; empty on ranks without the last
+            stage.
+        tokens: Number of tokens with a loss.
+        failure: The op that ran out of memory, if any; the other results are then void.
+        host_peak_bytes: Peak of host memory that offloaded layers took.
     """
 
     plan: Plan
@@ -58,9 +60,10 @@ class StageRun:
 class StageRunner:
     """Runner of a rank's part of steps.
 
-    stages       those of the rank, first to last
-    make_stage   the model's side of the executor (model/stage.py)
-    host_bytes   that offloaded layers may take of the host's memory
+    Attributes:
+        stages: Stages of the rank, first to last.
+        make_stage: Makes the model's side of the executor (model/stage.py).
+        host_bytes: Limit of the host memory that offloaded layers may take.
     """
 
     programs: ProgramRunner
@@ -82,18 +85,35 @@ class StageRunner:
         config: Any,
         forward_step: ForwardStep,
     ) -> StageRun:
-        """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
+        """Run this replica's plan on its documents of ``batch``.
+
+        Args:
+            step: The accepted step, which has the plans of all replicas.
+            batch: The global batch.
+            documents: Source of the documents' tokens.
+            models: Stage modules of :attr:`stages`, in the same order.
+            config: Megatron's configuration of the models.
+            forward_step: Megatron's forward step function.
+
+        Returns:
+            Records, summed losses and number of tokens. An op that ran out of memory is reported in
+            :attr:`StageRun.failure`; no exception is raised for it.
+        """
+        # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
         plan, block = step.plan_of(replica), step.plans
         samples = batch.samples[list(step.part.documents_of(replica))]
+        # Step 2: drop fp8 weights cached in the previous iteration; check that linears can split B.
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if step.splits_backward:
                 early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
+        # Step 3: lower this rank's ops to a program, which adds sends and receives.
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
         program = lower_rank(plan, rank, block)
+        # Step 4: determine the shapes of the messages between stages.
         predictions = Predictions.of(config, not plan.forward_only)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
@@ -103,6 +123,8 @@ class StageRunner:
             dtype,
             predictions.each,
         )
+        # Step 5: build the model's side of every stage of this rank: tokens, K/V store, host store,
+        # LM head.
         computes: dict[int, ModelStage] = {}
         host: HostStore | None = None
         with ExitStack() as stack:
@@ -124,20 +146,23 @@ class StageRunner:
                 )
                 reserve_exchange(stage_object, block, self.row_shard)
                 computes[stage] = stack.enter_context(stage_object)
+            # Step 6: start the gradient reductions of the stages in one order on all replicas.
             reduce_in_turn(computes, plan.rank_orders[rank])
+            # Step 7: connect the stages and run the program.
             store = StageStores([compute.store for compute in computes.values()])
             links = self.programs.links(shapes, dtype)
             records, failure = self.programs.run(program, computes, store, links, self.meter)
+        # Step 8: sum the tokens and reports of the stages.
         assert host is not None, "a rank has at least one stage"
         tokens = sum((compute.tokens for compute in computes.values()), 0)
         reports = [one for compute in computes.values() for one in sum_reports(compute.reports)]
         return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
-        """Where the whole documents of ``plan`` begin and end: [documents + 1] int64.
+        """Return the cumulative lengths of the documents of ``plan``: [documents + 1] int64.
 
-        Without documents, those of one without tokens: Megatron's sum over the ranks is one that
-        all of them take part in, and whoever counts no document leaves it out.
+        Without documents, return those of one document without tokens. All ranks take part in
+        Megatron's sum, and an empty document adds nothing to it.
         """
         boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
         return torch.from_numpy(boundaries).to(self.programs.device)

@@ -1,4 +1,4 @@
-"""Elastic pipelines in TensorBoard and Weights & Biases, through Megatron's own writers."""
+"""Metrics for TensorBoard and Weights & Biases, written by Megatron's own writers."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from megatron_epp.cost.catalogue.devices import GIB
 
 
 def scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict[str, float]:
-    """Scalars that are drawn for an iteration, by name.
+    """Return the scalars of an iteration, by name.
 
-    ``truncated``: documents of the training set that are longer than the context.
+    ``truncated`` is the number of training documents that are longer than the context.
     """
     values: dict[str, float] = {
         "tokens-per-second": step.tokens / report.seconds,
@@ -28,18 +28,19 @@ def scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict
     }
     for rank, peak in enumerate(report.peak_bytes):
         values[f"peak-gib-rank-{rank}"] = peak / GIB
-        values[f"peak-gib-stage-{rank}"] = peak / GIB  # its name before ranks had several stages
+        values[f"peak-gib-stage-{rank}"] = peak / GIB  # its former name
     if step.predicted_seconds:
         values["predicted-seconds"] = step.predicted_seconds
     return values
 
 
 def wanted() -> bool:
-    """Whether this rank has one of Megatron's writers."""
+    """Return whether this rank has one of Megatron's writers."""
     return get_tensorboard_writer() is not None or get_wandb_writer() is not None
 
 
 def write(values: Mapping[str, float], iteration: int) -> None:
+    """Log ``values`` under ``epp/`` to the writers that this rank has."""
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     for name, value in values.items():
         if tensorboard is not None:

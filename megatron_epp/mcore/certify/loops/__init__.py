@@ -1,1 +1,1 @@
-"""`certify --loop` with Megatron: ranks of a training loop, and its plain model."""
+"""`certify --loop` with Megatron: ranks of a training loop, and its reference model."""

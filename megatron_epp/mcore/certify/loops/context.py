@@ -1,12 +1,12 @@
-"""A loop whose forward step takes its own part of a micro-batch over context-parallel ranks.
+"""Loop with a forward step that shards a micro-batch over context-parallel ranks itself.
 
-    samples side by side    [B, S]: each rank has two of 2 x ranks equal parts, the first with the
+    padded samples          [B, S]: each rank has two of 2 x ranks equal parts, the first with the
                             last, ..., as Megatron's get_batch_on_this_cp_rank cuts them
-    documents in a row      [1, T]: the same of every document (THD, packed_seq_params)
+    documents in one row    [1, T]: the same for every document (THD, packed_seq_params)
 
-The losses of tokens are summed where they are, or gathered and then handed to a loss of whole
-sequences, as loops of others do either. On a host without a GPU there is no attention of Megatron's
-for this; in its place is the plainest: rows of K and V are gathered, and all scores are computed.
+The losses of tokens are summed locally, or gathered for a loss of full sequences, because loops do
+either. On a CPU-only host, Megatron has no attention for this. A simple one replaces it: rows of K
+and V are gathered, and all scores are computed.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Forward step that such a loop hands to ``forward_backward_func``."""
+    """Run the forward step that such a loop passes to ``forward_backward_func``."""
     batch = next(data_iterator)
     local = _on_this_rank(batch)
     params = None
@@ -54,20 +54,20 @@ def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
     full = {name: batch[name] for name in _CUT}
     if "cu_seqlens" not in batch:
         return get_batch_on_this_cp_rank({**full, "cu_seqlens": None}, False, group)
-    # Megatron's own asks Transformer Engine, which needs a GPU, for these rows.
+    # Megatron's own calls Transformer Engine, which needs a GPU.
     rows = _parts(batch["cu_seqlens"])[group.rank()]
     return {name: tensor.index_select(1, rows) for name, tensor in full.items()}
 
 
 def _parts(starts: Tensor) -> Parts:
-    """The rows of every rank, of documents between ``starts``."""
+    """Return the rows of every rank, for documents between ``starts``."""
     ranks = mpu.get_context_parallel_world_size()
     pairs = list(pairwise(starts.tolist()))
     return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
 
 
 def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) -> Any:
-    """``local_losses``: losses of this rank's tokens, [B, S / ranks] or [1, T / ranks]."""
+    """Return the loop's loss of this rank's token losses, [B, S / ranks] or [1, T / ranks]."""
     group = mpu.get_context_parallel_group()
     packed = "cu_seqlens" in batch
     parts = _parts(batch["cu_seqlens"] if packed else torch.tensor([0, batch["tokens"].shape[1]]))
@@ -89,7 +89,7 @@ def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) 
 
 
 class _Gathered(Function):
-    """[B, s] of every rank, as [B, S] at their places; a gradient goes back to where it is from."""
+    """[B, s] of every rank, gathered to [B, S] in order; backward selects this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, parts: Parts, group: Any) -> Tensor:
@@ -107,7 +107,7 @@ class _Gathered(Function):
 
 
 class _RowsOfAll(Function):
-    """[s, ...] of every rank, one behind the other; gradients of all ranks are summed."""
+    """[s, ...] of every rank, concatenated; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
@@ -124,14 +124,17 @@ class _RowsOfAll(Function):
 
 
 def attend_over_ranks(model: Any) -> None:
-    """Make the attention of ``model`` that of a token's whole document, spread over ranks."""
+    """Make the attention of ``model`` cover a token's full document, sharded over ranks."""
     for layer in model.decoder.layers:
         core = layer.self_attention.core_attention
         core.forward = _GatheredAttention(core.softmax_scale)
 
 
 class _GatheredAttention:
-    """s rows of this rank, S of all, b samples (1 where documents lie in a row), D head size."""
+    """Attention with gathered K and V.
+
+    s rows of this rank, S of all, b samples (1 if documents are in one row), D head size
+    """
 
     def __init__(self, scale: float):
         self.scale = scale

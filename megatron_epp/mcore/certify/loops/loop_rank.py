@@ -1,9 +1,9 @@
-"""One rank of a loop under test: Megatron's model and reduction, the loop's calls, our schedule."""
+"""Rank of a training loop under test: Megatron's model, the loop's calls, our schedule."""
 
 import copy
 from collections.abc import Sequence
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 import numpy
 import torch
@@ -40,7 +40,7 @@ from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.choose.partition import layout_text
 
-# The collectives that a call of a loop may issue: those of a schedule, over a replica.
+# Collectives that a call of a loop may issue: those of a schedule, over a replica.
 _LOOP_COLLECTIVES = (
     AllowedCollective(
         "call",
@@ -90,11 +90,13 @@ class LoopRank(Rank):
     LISTED: ClassVar = LOOP
     RESULT: ClassVar = LoopResult
 
+    @override
     def prepare(self, prepared: ModelSetup) -> None:
         if (before := installed()) is not None:
             before.remove()
         super().prepare(prepared)
 
+    @override
     def build(self) -> list[Any]:
         self.ran: list[CallRecord] = []
         kind, frame = self.trial.loop_model, self.frame
@@ -124,9 +126,11 @@ class LoopRank(Rank):
         self.models = models
         return models
 
+    @override
     def problems(self, drawn: Any, messages: Any) -> list[str]:
         return []  # a loop's messages are not compared
 
+    @override
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         plan, values = self.ran[-1].plan, tuple(item["value"] for item in trained)
         halved = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
@@ -135,7 +139,7 @@ class LoopRank(Rank):
         return replica, values, tuple(evaluated), len(plan.chunks), halved, branches
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """Megatron's forward_data_store."""
+        """Return Megatron's forward_data_store."""
         batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
@@ -181,7 +185,8 @@ class LoopRank(Rank):
         )
 
     def _random(self, forward_only: bool) -> Random:
-        block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it
+        # The same order for the lockstep group.
+        block = mpu.get_data_parallel_rank() // self.frame.model.lockstep
         return Random(f"{self.seed} {self.number} {block} {forward_only}")
 
 
@@ -193,8 +198,7 @@ def _on_device(batch: MicroBatch) -> MicroBatch:
 
 
 def _virtual_parts(args: Any) -> Any:
-    """``args`` that have Megatron build the parts of a placed pipeline itself, as of one that is
-    interleaved."""
+    """Return ``args`` with which Megatron builds a placed pipeline itself, as interleaved."""
     if not (place := place_of(args)):
         return args
     ranks, own = args.pipeline_model_parallel_size, copy.copy(args)

@@ -1,9 +1,10 @@
-"""Models of other classes around Megatron's layers, as frameworks have them: what attach must take.
+"""Models of other classes around Megatron's layers, as frameworks have them, to test ``attach``.
 
-subclass   a GPTModel that never asks its rotary embedding for a length, and takes from its
-           table the rows of the positions that it is given
-encoder    an encoder of every token's pixels beside the word embedding, in front of a language
-           model: it sees whole documents, once
+Attributes:
+    subclass: A GPTModel that never asks its rotary embedding for a length; it takes the rows of the
+        given positions from its table.
+    encoder: An encoder of every token's pixels next to the word embedding, before a language model;
+        it sees documents unsliced, once.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from megatron_epp.mcore.loops.adapters.samples import Samples
 
 
 class TurnedByPositions(GPTModel):
-    """A GPTModel whose ``_preprocess`` turns rows as those of ms-swift do."""
+    """GPTModel with a ``_preprocess`` that rotates rows as in ms-swift."""
 
     def _preprocess(
         self,
@@ -48,7 +49,7 @@ class TurnedByPositions(GPTModel):
 
 
 class WithEncoder(MegatronModule):
-    """``language_model`` behind an encoder: pixels [1, L, PIXELS] of every token."""
+    """``language_model`` after an encoder of the pixels [1, L, PIXELS] of every token."""
 
     def __init__(self, language_model: Any):
         super().__init__(language_model.config)
@@ -69,6 +70,10 @@ class WithEncoder(MegatronModule):
         pixels: Tensor | None = None,
         padding_mask: Tensor | None = None,
     ) -> Tensor:
+        """Return the language model's output; the first stage encodes ``pixels`` [1, L, PIXELS].
+
+        Other arguments are those of the language model.
+        """
         hidden = None
         if self.pre_process:
             assert pixels is not None, "whole documents have pixels"
@@ -88,17 +93,20 @@ class WithEncoder(MegatronModule):
         return output
 
     def set_input_tensor(self, tensor: Any) -> None:
+        """Set the input of the language model."""
         self.language_model.set_input_tensor(tensor)
 
     def shared_embedding_or_output_weight(self) -> Tensor:
+        """Return the language model's shared weight."""
         weight: Tensor = self.language_model.shared_embedding_or_output_weight()
         return weight
 
 
 class PixelSamples(Samples):
-    """Samples whose tokens have pixels."""
+    """Samples with pixels for every token."""
 
     def inputs(self, micro_batch: Mapping[str, Any], document: int) -> Mapping[str, Any]:
+        """Return the arguments of the model's forward for a full document."""
         names = {"tokens": "input_ids", "position_ids": "position_ids", "pixels": "pixels"}
         row = slice(document, document + 1)
         return {argument: micro_batch[name][row] for name, argument in names.items()}

@@ -1,12 +1,12 @@
-"""The plain model on micro-batches: every document alone, and the loop's loss on the outputs.
+"""Reference model on micro-batches: every document alone, and the loop's loss on the outputs.
 
-Auxiliary losses of experts are a micro-batch's, padding included: with them it is run whole.
+Auxiliary losses of experts cover a micro-batch, including padding; with them it runs unsliced.
 """
 
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.utils import get_model_config
@@ -32,10 +32,10 @@ from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 
 
 class ReferenceLoop(ReferenceModel):
-    """Megatron's model in one process, the loop's losses, Megatron's scaling written out."""
+    """Megatron's model in one process, with the loop's losses and Megatron's scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
-        """As of the trainer; the arguments of the ranks' model are those of a loop."""
+        """Prepare as for the trainer; the arguments of the ranks' model are those of a loop."""
         degrees = self.trial.degrees
         raw = parsed(self.flags(turn), degrees.pp)
         if vocabulary_parallel(raw):
@@ -51,7 +51,8 @@ class ReferenceLoop(ReferenceModel):
         for model in filter(None, (self.model, self.own)):
             get_model_config(model).calculate_per_token_loss = per_token
             for module in model.modules():
-                if hasattr(module, "calculate_per_token_loss"):  # a router, which read it when made
+                # A router, which reads it when it is built.
+                if hasattr(module, "calculate_per_token_loss"):
                     module.calculate_per_token_loss = per_token
         args = pickle.loads(setup.args)
         args.calculate_per_token_loss = per_token
@@ -62,12 +63,13 @@ class ReferenceLoop(ReferenceModel):
         description = f"{setup.description}, mean over {loss}"
         return ModelSetup(pickle.dumps(args), self.frame, setup.weights, description)
 
+    @override
     def built(self, args: Any, elastic: Any) -> Any:
         model = super().built(args, elastic)
         return WithEncoder(model) if self.trial.loop_model == ENCODER else model
 
     def compute(self, number: int) -> LoopReference:
-        """Losses and gradients of batch ``number``."""
+        """Return the losses and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
         with self._exactly():
             run = self._run(self.model, drawn)
@@ -88,7 +90,7 @@ class ReferenceLoop(ReferenceModel):
 
     def _run(self, model: Any, drawn: DrawnMicroBatches) -> "LoopRun":
         run, sums = LoopRun(), Sums(model)
-        losses: list[tuple[Tensor, float]] = []  # each with its share of the whole
+        losses: list[tuple[Tensor, float]] = []  # each with its weight in the total
         tokens = 0
         for replica in drawn.micro_batches:
             run.values.append([])
@@ -118,8 +120,11 @@ class ReferenceLoop(ReferenceModel):
     def _units(
         self, exact: Sequence[Tensor], own: Sequence[Tensor], batches: Sequence[MicroBatch]
     ) -> tuple[tuple[float, float], ...]:
-        """Errors of the plain model in its own format, of every micro-batch's value and sum: at
-        most what they are where the errors of all tokens add up."""
+        """Return the errors of the reference model in its own dtype, for every micro-batch.
+
+        They are upper bounds of the errors of its value and sum, as if the errors of all tokens
+        added up.
+        """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
             samples, error = batch.get("side by side", batch), off([result_BS], [expected_BS])
@@ -134,8 +139,11 @@ class ReferenceLoop(ReferenceModel):
         return tuple(units)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
-        """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
-        context-parallel rank gives those of its tokens, the mean of the ranks' means."""
+        """Return the mean loss, as Megatron's schedules do from a sum and a number of tokens.
+
+        If every context-parallel rank returns those of its tokens, it is the mean of the ranks'
+        means.
+        """
         samples, ranks = batch.get("side by side", batch), self.frame.parts
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
         means = []
@@ -143,7 +151,7 @@ class ReferenceLoop(ReferenceModel):
             local_BS = torch.zeros_like(mask_BS)
             for sample, length in enumerate(samples["lengths"]):
                 rows = mask_BS.shape[1]
-                if samples is not batch:  # documents in a row are padded, and cut, one by one
+                if samples is not batch:  # documents in one row are padded and cut one by one
                     rows = -(-length // self.frame.multiple) * self.frame.multiple
                 local_BS[sample, zigzag(rows, ranks)[rank]] = 1
             local_BS = local_BS * mask_BS
@@ -153,7 +161,7 @@ class ReferenceLoop(ReferenceModel):
 
 @dataclass
 class LoopRun:
-    """Results of one model: ``outputs`` [B, S] of its micro-batches, and as in LoopReference."""
+    """Results of one model: ``outputs`` [B, S] of micro-batches; others as in LoopReference."""
 
     values: list[list[float]] = field(default_factory=list)
     sums: list[list[float]] = field(default_factory=list)
@@ -162,8 +170,10 @@ class LoopRun:
 
 
 def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
-    """[B, S] of every document alone, zeros on padding. Experts' losses of a micro-batch are those
-    of its padding, too, where that is computed: not in slices."""
+    """Return the losses [B, S] of every document alone, with zeros on padding.
+
+    Experts' losses of a micro-batch include its padding where that is computed: not in slices.
+    """
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
     if any(kind.adds_losses(config) for kind in LAYER_CERTIFICATES):
@@ -191,7 +201,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
 
 
 def _refuse_for_context(args: Any) -> None:
-    """ValueError: the attention that stands in for Megatron's over ranks does not compute it."""
+    """Raise a ValueError if our attention over ranks does not support the model."""
     if any(kind.adds_losses(args) for kind in LAYER_CERTIFICATES):
         raise ValueError(
             "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "

@@ -1,1 +1,1 @@
-"""Attention over heads (MHA, GQA, MQA)."""
+"""Multi-head attention (MHA, GQA, MQA)."""

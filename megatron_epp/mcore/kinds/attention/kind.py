@@ -1,7 +1,7 @@
-"""Attention over heads, in Megatron."""
+"""Multi-head attention in Megatron's flags."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.layers.attention.layer_attention import Heads
@@ -14,12 +14,12 @@ from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 
 def derived_symbols(kind: type[LayerKind]) -> str:
-    """Return the letters of ``kind`` and of the kinds derived from it."""
+    """Return the layer symbols of ``kind`` and of the kinds derived from it."""
     return kind.SYMBOL + "".join(map(derived_symbols, kind.__subclasses__()))
 
 
 def _undivided(model: Any) -> str | None:
-    """Text on heads that context-parallel ranks cannot share."""
+    """Return the reason why context-parallel ranks cannot share the heads; None if they can."""
     config = model.config
     heads, groups = config.num_attention_heads, config.num_query_groups or 0
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
@@ -36,14 +36,14 @@ ODD_ROTARY = "an odd number of rotary channels of a head, times --rotary-percent
 
 
 def odd_rotary(args: Any, channels: int) -> bool:
-    """Return whether the rotary ``channels`` of a head do not make the pairs that are turned."""
+    """Return whether the number of rotary ``channels`` is odd, so that they form no pairs."""
     return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
 
 
 def _odd_rotary(args: Any) -> bool:
     if args.position_embedding_type not in ("rope", "yarn", "mrope"):
         return False
-    latent = getattr(args, "multi_latent_attention", False)  # its sizes are MLA's to refuse
+    latent = getattr(args, "multi_latent_attention", False)  # MLA checks its own sizes
     return not latent and odd_rotary(args, getattr(args, "kv_channels", None) or 0)
 
 
@@ -56,7 +56,7 @@ _ODD_ROTARY = Limit(
 
 
 class AttentionKind(LayerKind):
-    """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
+    """Attention, in all layers but a HybridModel's MLP, MoE, SSM and linear-attention layers."""
 
     PRICED, NAME, SYMBOL = AttentionPart, "attention", "*"
     ABSENT: ClassVar = {"attention": False}
@@ -94,17 +94,20 @@ class AttentionKind(LayerKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Those of it and of the kinds derived from it, but for gated delta nets in its place."""
+        """Return the mask of layers with it or a derived kind, without gated delta nets."""
         layers = layers_with(args, derived_symbols(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         return {"output_gate": bool(getattr(args, "attention_output_gate", False))}
 
+    @override
     def model_sizes(self, args: Any) -> dict[str, Any]:
         return {"kv_heads": query_groups(args), "head_size": args.kv_channels}
 
+    @override
     def heads(self, config: Any, context: int) -> Heads | None:
         tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
         return Heads(

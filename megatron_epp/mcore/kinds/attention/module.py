@@ -1,9 +1,9 @@
-"""A layer's attention over heads, on chunks: in the place of its core attention's forward."""
+"""Multi-head attention on chunks, in the forward of a layer's core attention."""
 
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 from megatron.core.transformer.attention import Attention as MegatronAttention
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -21,12 +21,11 @@ from megatron_epp.mcore.kinds.local_layers import fix_local_attention, local_att
 
 
 class ElasticAttention:
-    """In place of the forward of a layer's core attention: the module stays, so checkpoints keep
-    their keys.
+    """Replacement of the forward of a layer's core attention.
 
-    t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
-    ``local``: of the documents that this rank computes alone; ``original``: that forward, for all
-    that is no chunk.
+    The module itself stays, so checkpoints keep their keys. t rows of this rank, T of the chunk; T
+    is larger if ``ulysses`` exchanges rows for heads. ``local`` attends over documents that this
+    rank computes alone. ``original`` is Megatron's forward, for inputs that are not chunks.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class ElasticAttention:
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
+        """Return the attention's output [t, H D]."""
         if not isinstance(packed_seq_params, ChunkParams):
             inputs = query_tHD, key_tGD, value_tGD, attention_mask
             return self.original(*inputs, packed_seq_params=packed_seq_params, **others)
@@ -77,17 +77,19 @@ class ElasticAttention:
 
 
 class SingleRank:
-    """A process group of this rank only, as far as the rotary embedding asks."""
+    """Process group of this rank only, with the methods that the rotary embedding calls."""
 
     def size(self) -> int:
+        """Return 1."""
         return 1
 
     def rank(self) -> int:
+        """Return 0."""
         return 0
 
 
 def install_heads(place: LayerPlace) -> None:
-    """Make the attention of a layer of the stage that of chunks."""
+    """Make the attention of a layer of the stage compute chunks."""
     around, dropped = place.layer.self_attention, place.dropped
     core, (own, single_rank, ulysses) = around.core_attention, attention_of(place)
     core.forward = ElasticAttention(core.forward, own, single_rank, place.index, dropped, ulysses)
@@ -97,8 +99,12 @@ def install_heads(place: LayerPlace) -> None:
 
 
 def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | None]:
-    """The attention of a layer: over rows of all context-parallel ranks, over documents that this
-    rank computes alone, and what exchanges rows for heads. Megatron's own part in that ends."""
+    """Return the attentions of a layer over all ranks' rows and over this rank's, and its Ulysses.
+
+    The first attends over the rows of all context-parallel ranks, the second over documents that
+    this rank computes alone. Ulysses exchanges rows for heads. Megatron's own context parallelism
+    of the layer is disabled.
+    """
     around = place.layer.self_attention
     ranks = around.pg_collection.cp
     ulysses = Ulysses(ranks) if ranks.size() > 1 else None
@@ -106,7 +112,7 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
     own = single_rank = of_layer(place.attention, ranks)
     if ulysses is not None:
         single_rank = of_layer(place.attention.all_heads, SingleRank())
-    # Each rank would take its rows' positions from the table, which here holds them already.
+    # Each rank would take its rows' positions from the table, which contains only them here.
     around.pg_collection = copy.copy(around.pg_collection)
     around.pg_collection.cp = SingleRank()
     return own, single_rank, ulysses
@@ -115,8 +121,10 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
 def _of_layer(
     config: Any, number: int, core_attention: Any, attention: Attention, ranks: Any
 ) -> Attention:
-    """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
-    the heads that this one of ``ranks`` attends to. The sinks stay ``core_attention``'s."""
+    """Return ``attention`` with the window of layer ``number`` and the sinks of this rank's heads.
+
+    The sinks remain parameters of ``core_attention``.
+    """
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
     sinks_H = getattr(core_attention, "softmax_offset", None)
     if not windowed and sinks_H is None:
@@ -126,19 +134,24 @@ def _of_layer(
         return attention.of_layer(before, lambda: None)
     heads = len(sinks_H) // ranks.size()
     local_heads = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
-    # Looked up whenever it is used: DDP gives parameters other storage after this.
+    # Read at every use: DDP later moves parameters to other storage.
     return attention.of_layer(before, lambda: core_attention.softmax_offset[local_heads])
 
 
 class AttentionModule(KindModule):
+    """Multi-head attention in Megatron's modules."""
+
     KIND = AttentionKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, MegatronAttention)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_heads(place)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config = layer.config
         ranks = config.tensor_model_parallel_size * config.context_parallel_size
@@ -146,8 +159,10 @@ class AttentionModule(KindModule):
         last = layer.self_attention.core_attention.forward.stores_last_slice
         return KeptShapes((shape, shape), bool(last))
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return local_attention(config)
 
+    @override
     def fix_local(self, layer: Any, config: Any) -> None:
         fix_local_attention(layer, config)

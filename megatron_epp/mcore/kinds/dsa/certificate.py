@@ -1,6 +1,6 @@
-"""DeepSeek sparse attention in certificates."""
+"""DSA in certificates."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossAutoScaler,
@@ -12,16 +12,18 @@ from megatron_epp.layers import dsa
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind, asks_for_dsa, indexer_learns
 from megatron_epp.mcore.kinds.mla.certificate import MLACertificate
 
-# Of small models. So many heads that a score of exactly 0, which ties, needs all of them negative;
-# so few keys that most queries have to choose, and drawn slices are shorter and longer.
+# For small models. With many heads, a tied score of exactly 0 (all heads negative) is unlikely.
+# With few keys, most queries have to choose, and random slices are shorter and longer.
 MOST_HEADS, MOST_KEYS = 32, 7
-AT_ONCE = 2000  # numbers of a block of rows: a few rows of a small model
+AT_ONCE = 2000  # elements of a block of rows: a few rows of a small model
 
 
 class DSACertificate(MLACertificate):
-    """Scaled down besides the latents' sizes are the indexer's channels, and its heads and chosen
-    keys where they are many. In a small model nothing is turned by a Hadamard matrix, queries and
-    keys alike, which the scores do not notice.
+    """Certificate of DSA layers.
+
+    Besides MLA's sizes, the small model has fewer channels, heads and chosen keys of the indexer.
+    It applies no Hadamard matrix, which rotates queries and keys alike and does not change the
+    scores.
     """
 
     KIND = DSAKind()
@@ -34,6 +36,7 @@ class DSACertificate(MLACertificate):
         ),
     )
 
+    @override
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
@@ -51,23 +54,28 @@ class DSACertificate(MLACertificate):
         }
 
     def without_ties(self, small: Any) -> dict[str, Any]:
-        """Every key is chosen: of two that score about the same, rounding chooses."""
+        """Choose every key: of two keys with nearly equal scores, rounding would choose."""
         return {"dsa_indexer_topk": small["seq_length"]} if "dsa_indexer_topk" in small else {}
 
+    @override
     def small_words(self, args: Any) -> list[str]:
         learns = indexer_learns(args)
         taught = f"taught by {args.dsa_indexer_loss_coeff}" if learns else "not taught"
         of = " of the chosen keys" * bool(learns and args.dsa_indexer_use_sparse_loss)
         return [f"{words}, {taught}{of}" for words in self.KIND.words(args)]
 
+    @override
     def shrink_blocks(self) -> None:
         dsa.AT_ONCE = dsa.GPU_AT_ONCE = AT_ONCE
 
+    @override
     def adds_losses(self, holder: Any) -> bool:
         return indexer_learns(holder)
 
+    @override
     def weigh_losses(self, scale: Any) -> None:
         DSAIndexerLossAutoScaler.set_loss_scale(scale)
 
+    @override
     def forget_losses(self) -> None:
         DSAIndexerLossLoggingHelper.tracker.clear()

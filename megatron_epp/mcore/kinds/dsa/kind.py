@@ -1,8 +1,8 @@
-"""DeepSeek's sparse attention, in Megatron."""
+"""DeepSeek sparse attention (DSA) in Megatron's flags."""
 
 import math
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.dsa import DSAPart
 from megatron_epp.layers.attention.layer_attention import Heads
@@ -16,14 +16,14 @@ _SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
 def asks_for_dsa(args: Any) -> bool:
-    """Whether flags, however few of them there are, ask for such layers."""
+    """Return whether ``args``, possibly incomplete, ask for DSA layers."""
     variant = getattr(args, "experimental_attention_variant", None)
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
     return variant in DSAKind.VARIANTS or DSAKind.SYMBOL in pattern
 
 
 def _where(asked: Any) -> Any:
-    """The same asked of models with such layers alone."""
+    """Return ``asked`` restricted to models with DSA layers."""
     return lambda args: asks_for_dsa(args) and bool(asked(args))
 
 
@@ -73,11 +73,13 @@ class DSAKind(MLAKind):
         ),
     )
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         if getattr(args, "hybrid_layer_pattern", None):
             return layers_with(args, self.SYMBOL)
         return (asks_for_dsa(args),) * args.num_layers
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         among = getattr(args, "dsa_indexer_use_sparse_loss", False)
         return super().sizes(args) | {
@@ -87,21 +89,23 @@ class DSAKind(MLAKind):
             "taught_on_all": indexer_learns(args) and not among,
         }
 
+    @override
     def model_sizes(self, args: Any) -> dict[str, Any]:
-        return {}  # MLA says them
+        return {}  # MLA's
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """On hosts without a GPU no Hadamard matrix, whose kernel they lack: the scores are the
-        same."""
+        """Disable the Hadamard matrix on CPU-only hosts, without its kernel; scores are equal."""
         lacks = asks_for_dsa(wanted) and cpu_host.is_cpu_host()
         return {"dsa_indexer_rotate_activation": False} if lacks else {}
 
+    @override
     def words(self, args: Any) -> list[str]:
         if not asks_for_dsa(args):
             return []
         heads = f"{args.dsa_indexer_n_heads} heads of {args.dsa_indexer_head_dim}"
         return [f"indexer of {heads}, {args.dsa_indexer_topk} keys of a query"]
 
+    @override
     def require(self, args: Any, tp: int) -> None:
         if not asks_for_dsa(args):
             return
@@ -142,6 +146,7 @@ class DSAKind(MLAKind):
                 "alone; give --q-lora-rank"
             )
 
+    @override
     def refuse(self, args: Any) -> None:
         self.require(args, args.tensor_model_parallel_size)
         if not asks_for_dsa(args):
@@ -158,6 +163,7 @@ class DSAKind(MLAKind):
                 "fast-hadamard-transform, or give --no-dsa-indexer-rotate-activation"
             )
 
+    @override
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
         if self.SYMBOL not in symbols or MLAKind.SYMBOL not in symbols:
             return None
@@ -166,14 +172,16 @@ class DSAKind(MLAKind):
             "one model; expected one of the two"
         )
 
+    @override
     def unshared(self, holder: Any) -> str:
         losses = "the losses of an indexer, one of every document's rows"
         return losses if indexer_learns(holder) else ""
 
+    @override
     def heads(self, config: Any, context: int) -> Heads | None:
-        return None  # MLA says them
+        return None  # MLA's
 
 
 def indexer_learns(holder: Any) -> bool:
-    """Whether the indexer has a loss; ``holder``: flags, or a model's configuration."""
+    """Return whether the indexer has a loss; ``holder``: flags or the model's configuration."""
     return asks_for_dsa(holder) and bool(getattr(holder, "dsa_indexer_loss_coeff", None))

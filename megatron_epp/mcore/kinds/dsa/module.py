@@ -1,17 +1,16 @@
-"""DeepSeek's sparse attention of Megatron on chunks: its projections and its indexer, our positions
-and attention (layers/dsa.py).
+"""DeepSeek sparse attention (DSA) on chunks: Megatron's projections and indexer, our attention.
 
-Megatron's AbsorbedMLASelfAttention attends in latents: the up-projection of K is part of queries,
-that of V comes behind the output, and all heads have one key, the latent and its rotated part. Q
-and that key are made in place of ``get_query_key_value_tensors``; what chooses and attends stands
-in place of the core attention's forward, which is handed the layer's input and the queries' latent
-for its indexer.
+In Megatron's AbsorbedMLASelfAttention, queries include the up-projection of K, and that of V
+follows the attention. All heads share one key: the latent and its rotary part. ``project`` replaces
+``get_query_key_value_tensors`` and makes Q and that key. ``attend`` replaces the forward of the
+core attention, which chooses keys and attends (layers/dsa.py). Its indexer reads the layer's input
+and the queries' latent.
 
-The indexer learns from a loss of its own alone: what it reads is detached, here as in Megatron. Its
-linears are alike on all tensor-parallel ranks, which have the same rows, loss and gradients.
+The indexer learns from its own loss only: its inputs are detached, as in Megatron. Its linears are
+equal on all tensor-parallel ranks, which have the same rows, loss and gradients.
 
 On CPU-only hosts its layers are Megatron's local modules, which lack duplicated linears;
-checkpoints have the keys that Transformer Engine's layers give them.
+checkpoints have the keys of Transformer Engine's layers.
 
 t rows of this rank (with sequence parallelism t / TP), T of the chunk, H heads of this rank, R
 channels of a latent, P rotary ones, D = R + P, V; J heads of the indexer
@@ -19,7 +18,7 @@ channels of a latent, P rotary ones, D = R + P, V; J heads of the indexer
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.models.backends import LocalSpecProvider
@@ -63,22 +62,25 @@ from megatron_epp.mcore.kinds.positions import PositionedRotary
 
 @dataclass(frozen=True, slots=True)
 class _Absorbed:
-    """Handover from ``project`` to ``attend``: the up-projection [N, R] that queries have seen, and
-    Q that need not be saved."""
+    """Values that ``project`` passes to ``attend``.
+
+    ``weight_NR`` is the up-projection [N, R] applied to queries, ``with_handles`` a recomputable Q.
+    """
 
     weight_NR: Tensor
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
 
 
 class DSALayer(MLALayer):
-    """Layer of the stage whose self-attention is Megatron's AbsorbedMLASelfAttention ``around``."""
+    """Attention of a layer with Megatron's AbsorbedMLASelfAttention ``around``."""
 
     def __init__(self, around: Any, attention: Attention, *others: Any):
         super().__init__(around, attention, *others)
         self.stores_last_slice = False
-        self._absorbed: _Absorbed | None = None  # by project, for attend
+        self._absorbed: _Absorbed | None = None  # set by project for attend
         self._indexer = around.core_attention.indexer
 
+    @override
     def install(self) -> None:
         around, indexer = self.around, self._indexer
         core = around.core_attention
@@ -95,21 +97,22 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor, ...]:
-        """Q [T, H, D], the key of all heads [T, 1, D], and the queries' latent [t, L]. Where there
-        is no chunk, as Megatron has it."""
+        """Return Q [T, H, D], the key of all heads [T, 1, D], and the queries' latent [t, L].
+
+        Without a chunk, return Megatron's own tensors.
+        """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             return self._originals[0](hidden_s1E, key_value_states, packed_seq_params, **ignored)
         queries_sL, latent_tR, key_tP = self._compressed(hidden_s1E)
         table, factor = self._table(state, packed_seq_params.positions)
-        if self._tensor > 1:  # each rank's heads are a part of what its gradient comes from
+        if self._tensor > 1:  # each rank's heads yield part of its gradient
             latent_tR = gather_from_sequence_parallel_region(latent_tR)
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
         key_T1D = torch.cat((latent_tR[:, None], rotary_t1P), -1)
 
         def heads(queries_sL: Tensor) -> tuple[Tensor, ...]:
-            """And the up-projection, whose gradient from behind attention is one with that from
-            here."""
+            """Return Q and the up-projection, so that autograd sums both of its gradients."""
             weight_NR = self.around.linear_kv_up_proj.weight
             return self._queries_of(queries_sL, weight_NR, table, factor), weight_NR.view_as(
                 weight_NR
@@ -136,7 +139,7 @@ class DSALayer(MLALayer):
         return torch.cat((absorbed_THR, self._rotated(turning, table, factor)), -1)
 
     def _up_projections(self, weight_NR: Tensor) -> tuple[Tensor, Tensor]:
-        """The up-projections of K and of V, of each head."""
+        """Return the up-projections of K and of V, of each head."""
         sizes = [self.around.config.qk_head_dim, self.around.config.v_head_dim]
         of_keys, of_values = weight_NR.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
         return of_keys, of_values
@@ -150,7 +153,7 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """[T, H V], of the heads of this rank. ``x``, ``qr``: what the indexer reads."""
+        """Return [T, H V] of this rank's heads; the indexer reads ``x`` and ``qr``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask
@@ -198,14 +201,14 @@ class DSALayer(MLALayer):
         return out
 
     def _index(self, x_s1E: Tensor, queries_sL: Tensor, params: Any) -> tuple[Tensor, ...]:
-        """The indexer's queries [T, J, I], their weights [T, J] and keys [T, 1, I]."""
+        """Return the indexer's queries [T, J, I], their weights [T, J] and keys [T, 1, I]."""
         query_T1JI, key_T1I, weight_T1J = self._indexer.forward_before_topk(
             x_s1E, queries_sL, params
         )
         return query_T1JI.squeeze(1), weight_T1J.squeeze(1), key_T1I
 
     def _loss_scale(self) -> Any:
-        """The optimizer's factor of the loss: the indexer's adds its gradients outside of it."""
+        """Return the optimizer's loss scale: the indexer's gradients are added outside of it."""
         scale = self.around.config.grad_scale_func
         return 1.0 if scale is None else scale(torch.ones(())).reshape(())
 
@@ -214,33 +217,34 @@ class DSALayer(MLALayer):
 
 
 class _Duplicated(DuplicatedLinear):
-    """As layers of an indexer are built."""
+    """DuplicatedLinear with the arguments with which Megatron builds an indexer."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
         super().__init__(inputs, outputs, config, init_method)
 
 
 class _Modules(LocalSpecProvider):
-    """Megatron's local modules, with what they lack."""
+    """Megatron's local modules, with duplicated linears."""
 
+    @override
     def linear(self) -> type:
         return _Duplicated
 
 
 def _sparse(config: Any) -> ModuleSpec:
-    """The attention, whose latents are made as those of Megatron's local ones."""
+    """Return the spec of the attention, with column-parallel down-projections."""
     module = get_dsa_module_spec_for_backend(config, _Modules())
     down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
     return replace(module, submodules=replace(module.submodules, **down))
 
 
 def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
-    """Description of a stage's layers of a GPTModel, with sparse attention in each."""
+    """Return the spec of a stage's layers of a GPTModel with DSA in each."""
     attention = _sparse(config)
     experts = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
 
     def changed(number: int, _: TransformerLayerSubmodules) -> dict[str, Any]:
-        # Norms of attention and of experts stand alone, as in Transformer Engine's layers.
+        # The norms of attention and of MoE are separate modules, as in Transformer Engine's layers.
         keys = {} if experts[number] else {**NORM_OF_MLP}
         return {"self_attention": attention, "sharded_state_dict_keys_map": keys}
 
@@ -248,35 +252,42 @@ def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
 
 
 class DSAModule(MLAModule):
+    """DSA layers in Megatron's modules."""
+
     KIND = DSAKind()
     CHOICES = ()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, AbsorbedMLASelfAttention)
 
     def prepare(self, config: Any) -> None:
-        """Have stages without such layers take part in what is logged of their losses."""
+        """Prepare the log of the indexers' losses, also on stages without such layers."""
         if not indexer_learns(config):
             return
         logged = DSAIndexerLossLoggingHelper.tracker
         if len(logged.get("values", ())) != config.num_layers:
             logged["values"] = torch.zeros(config.num_layers, device=torch.cuda.current_device())
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_mla(place, DSALayer)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config = layer.config
         key = config.kv_lora_rank + config.qk_pos_emb_head_dim
         return KeptShapes(((context, 1, key), (context, 1, config.dsa_indexer_head_dim)))
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return local_attention(config, _sparse(config), {})
 
+    @override
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
         if config.experimental_attention_variant not in self.KIND.VARIANTS:
             return None
         return local_dsa_block(config, vp_stage)
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Its own spec lacks nothing."""
+        """Do nothing: the spec of DSA is complete."""

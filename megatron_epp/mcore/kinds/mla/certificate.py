@@ -1,7 +1,7 @@
-"""Multi-latent attention in certificates."""
+"""MLA in certificates."""
 
 from math import lcm
-from typing import Any
+from typing import Any, override
 
 from megatron_epp.layers import mla
 from megatron_epp.mcore.kinds.base import LayerKind
@@ -9,28 +9,31 @@ from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.mla.kind import MLAKind
 
 LEAST_RANK = 8
-BLOCK = 7  # tokens of a context that are expanded at a time: as small as the contexts are
+BLOCK = 7  # context tokens expanded at a time: as small as the contexts
 
 
 class MLACertificate(LayerCertificate):
-    """Scaled down are sizes and ranks. Kept: whether queries have a latent, sizes of a head's parts
-    over one another, so that Q and K differ from V where they do, ranks over the hidden size, at
-    least 8.
+    """Certificate of MLA layers.
+
+    The small model has smaller sizes and ranks. It keeps whether queries have a latent, and the
+    ratios of a head's sizes, so that Q and K differ from V if they do. It also keeps the ratio of
+    ranks to the hidden size, at least 8.
     """
 
     KIND: LayerKind = MLAKind()
 
+    @override
     def read_pattern(self, args: Any, symbols: str) -> None:
         args.multi_latent_attention |= self.KIND.SYMBOL in symbols
 
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
-        """``head_size``: of the part of Q and K that is not rotated."""
+        """Return sizes of the small model; ``head_size`` of Q and K has no rotary channels."""
         if not args.multi_latent_attention:
             return {}
         self.KIND.require(args, tp)
-        block = min(step, 32)  # what is no rank's part need not be whole blocks
+        block = min(step, 32)  # channels that ranks do not split need no full blocks
         rotary, latent = lcm(2, tp, block), lcm(tp, block)
 
         def rank(value: int) -> int:
@@ -50,6 +53,7 @@ class MLACertificate(LayerCertificate):
             changed["q_lora_rank"] = rank(args.q_lora_rank)
         return changed
 
+    @override
     def small_words(self, args: Any) -> list[str]:
         if not args.multi_latent_attention:
             return []
@@ -57,5 +61,6 @@ class MLACertificate(LayerCertificate):
         heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
         return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
 
+    @override
     def shrink_blocks(self) -> None:
         mla.BLOCK = BLOCK

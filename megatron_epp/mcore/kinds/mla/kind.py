@@ -1,7 +1,7 @@
-"""Multi-latent attention, in Megatron."""
+"""Multi-latent attention (MLA) in Megatron's flags."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
@@ -21,7 +21,7 @@ KEEPS = "epp_mla_keeps"  # what later slices of a document get: latents, or K an
 class MLAKind(AttentionKind):
     """--multi-latent-attention.
 
-    Every tensor-parallel rank makes the same part of a latent and of the rotary key.
+    All tensor-parallel ranks make the same latents and rotary key.
     """
 
     PRICED, NAME, SYMBOL = MLAPart, "latent attention", "+"
@@ -38,13 +38,14 @@ class MLAKind(AttentionKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """But those of a GPTModel with a variant of it, which attends in latents otherwise."""
+        """Return the mask, without a GPTModel's layers of a variant with its own latents."""
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
             variant = getattr(args, "experimental_attention_variant", None)
             here = here and variant in (None, *GatedDeltaNetKind.VARIANTS)
         return super().layers(args) if here else (False,) * args.num_layers
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         return {
             "kv_rank": args.kv_lora_rank,
@@ -54,16 +55,17 @@ class MLAKind(AttentionKind):
             "carries_latents": getattr(args, KEEPS, LATENTS) != EXPANDED,
         }
 
+    @override
     def model_sizes(self, args: Any) -> dict[str, Any]:
         if not getattr(args, "multi_latent_attention", False):
             return {}
         return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """No fused rotary embedding: Megatron's for latents is YaRN's, and takes no rows of other
-        positions."""
+        """Disable fused rotary embedding: Megatron's for MLA is YaRN's and has fixed positions."""
         return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
 
+    @override
     def words(self, args: Any) -> list[str]:
         if not args.multi_latent_attention:
             return []
@@ -72,7 +74,7 @@ class MLAKind(AttentionKind):
         return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Megatron's own linears must make as many channels on each of ``tp`` ranks."""
+        """Raise a ValueError unless ``tp`` ranks of Megatron's own linears divide the channels."""
         if not args.multi_latent_attention:
             return
         names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
@@ -84,7 +86,7 @@ class MLAKind(AttentionKind):
         rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
         if odd_rotary(args, rotary):
             raise ValueError(f"--qk-pos-emb-head-dim {rotary}: {ODD_ROTARY}")
-        if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
+        if args.transformer_impl != "local":  # Transformer Engine makes all of them on every rank
             return
         over = f"over --tensor-model-parallel-size {tp}; expected a multiple of it"
         if both % tp:
@@ -95,6 +97,7 @@ class MLAKind(AttentionKind):
         if (args.q_lora_rank or 0) % tp:
             raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
 
+    @override
     def refuse(self, args: Any) -> None:
         if getattr(args, "multi_latent_attention", False):
             self.require(args, args.tensor_model_parallel_size)
@@ -104,6 +107,7 @@ class MLAKind(AttentionKind):
                 "out"
             )
 
+    @override
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
         other = next((symbol for symbol in derived_symbols(MLAKind) if symbol in symbols), None)
         if other is None or AttentionKind.SYMBOL not in symbols:
@@ -113,6 +117,7 @@ class MLAKind(AttentionKind):
             "expected one of the two"
         )
 
+    @override
     def heads(self, config: Any, context: int) -> Heads | None:
         if not getattr(config, "multi_latent_attention", False):
             return None
@@ -122,8 +127,10 @@ class MLAKind(AttentionKind):
 
 
 def mla_scale(config: Any) -> float:
-    """Return the softmax scale; YaRN's stretch of the context is in it, whichever rotary embedding
-    the layer has (MultiLatentAttention.__init__)."""
+    """Return the softmax scale, including YaRN's factor of the context.
+
+    It does not depend on the rotary embedding of the layer (MultiLatentAttention.__init__).
+    """
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 
     stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)

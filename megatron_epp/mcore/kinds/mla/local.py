@@ -1,11 +1,11 @@
-"""Multi-latent attention of Megatron's local modules, on CPU-only hosts.
+"""MLA with Megatron's local modules, on CPU-only hosts.
 
-Megatron's local attention does not know that V may have another size than Q and K, and norms of
-queries that have no latent exist inside of Transformer Engine's linear alone.
+Megatron's local attention does not support a V of another size than Q and K. A norm of queries
+without a latent exists only inside Transformer Engine's linear.
 """
 
 import copy
-from typing import Any
+from typing import Any, override
 
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, local_attention_o
 
 
 def fix_local_mla(layer: Any, config: Any) -> None:
-    """Make the latent attention in ``layer``, submodules that describe one, as is wanted."""
+    """Complete the local MLA in ``layer``, the submodules of a layer."""
     attention = local_attention_of(layer, mla=True)
     if attention is None:
         return
@@ -35,9 +35,11 @@ def fix_local_mla(layer: Any, config: Any) -> None:
 
 
 class _LocalMLAAttention(DotProductAttention):
-    """Attention with heads of Q and K of ``k_channels``, of V of ``v_channels``: the second is what
-    Megatron's attention shapes its output by; how long Q and K are it need not know. (It is built
-    without these at first, to be thrown away.)"""
+    """Attention with Q and K heads of ``k_channels`` and V heads of ``v_channels``.
+
+    Megatron's attention shapes its output by the second; it does not need the first. (It is first
+    built without these arguments, and that module is dropped.)
+    """
 
     def __init__(
         self,
@@ -53,24 +55,28 @@ class _LocalMLAAttention(DotProductAttention):
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):
-    """A norm in front of Megatron's linear, as Transformer Engine's has it inside. Its parameters
-    are ``layer_norm_weight`` and ``layer_norm_bias``: checkpoints have the same keys."""
+    """Megatron's linear with a norm before it, as in Transformer Engine's.
+
+    The parameters of the norm are ``layer_norm_weight`` and ``layer_norm_bias``: checkpoints have
+    the same keys.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any):
         super().__init__(input_size, output_size, config=config, **others)
         norm = WrappedTorchNorm(config, input_size, eps=config.layernorm_epsilon)
         for name, parameter in norm.named_parameters():
             self.register_parameter(f"layer_norm_{name}", parameter)
-        # No module of this one, whose parameters would have two names.
+        # In a tuple, so that it is no submodule, whose parameters would have two names.
         self._norm = (norm,)
 
+    @override
     def forward(self, input_: Tensor, *args: Any, **others: Any) -> Any:
         (norm,) = self._norm
         return super().forward(norm(input_), *args, **others)
 
 
 class _NormedQueries(MLASelfAttention):
-    """With a norm in front of the queries' projection of the hidden state."""
+    """MLASelfAttention with a norm before the queries' projection of the hidden state."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

@@ -1,20 +1,20 @@
-"""Megatron's multi-latent attention on chunks: its own projections, our positions and attention.
+r"""Megatron's multi-latent attention (MLA) on chunks: its own projections, our attention.
 
     hidden --- q down, norm --- q up ----------------- rope --- Q
-       \\------ kv down --------- latent, norm - kv up ---------- K, V
-                   \\----------- rotary key ------------ rope ---/  the same for all heads
+       \------ kv down --------- latent, norm - kv up ---------- K, V
+                   \----------- rotary key ------------ rope ---/  the same for all heads
 
-Every layer has a rotary embedding and a scale of its own. Q, K and V are made by Megatron's modules
-in place of ``get_query_key_value_tensors``; the attention stands in place of
-``_run_core_attention``, in front of which Megatron would pad V to the size of Q.
+Every layer has its own rotary embedding and scale. ``project`` replaces
+``get_query_key_value_tensors`` and makes Q, K and V with Megatron's modules. ``attend`` replaces
+``_run_core_attention``, before which Megatron would pad V to the size of Q.
 
-What later slices of a document get is either K and V as they are or, of a rank's heads whatever
-their number, the input of the kv up-projection (the latent, behind its norm) and the rotated key.
+Later slices of a document get either K and V, or what all heads share: the input of the kv
+up-projection (the latent after its norm) and the rotary key.
 
-Two sums over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own linears
-make the latents: each rank's heads are a part of what the rotated key's gradient comes from, and
-without sequence parallelism the norm of the queries' latent has its whole gradient on every rank,
-which finalize_model_grads adds up all the same (it looks for ``q_layernorm``).
+Two reductions over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own
+linears make the latents. Each rank's heads yield only part of the rotary key's gradient. Without
+sequence parallelism, the norm of the queries' latent has its full gradient on every rank, but
+finalize_model_grads sums it (it looks for ``q_layernorm``).
 
 t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H heads of this rank, R
 latent channels, P rotary ones, D = qk_head_dim + P, V
@@ -22,7 +22,7 @@ latent channels, P rotary ones, D = qk_head_dim + P, V
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
@@ -58,20 +58,21 @@ from megatron_epp.mcore.kinds.mla.kind import KEEPS, MLAKind, mla_scale
 from megatron_epp.mcore.kinds.mla.local import fix_local_mla
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
-UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
+UP_PROJECTION = "mla_up_proj"  # Megatron's name for the projections of latents to Q, K and V
 
 
 def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
-    """Make the latent attention of a layer of the stage that of chunks."""
+    """Make the MLA of a layer of the stage compute chunks."""
     around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
     kind(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 class MLALayer:
-    """Layer ``layer`` of the stage, whose self-attention is Megatron's MLASelfAttention
-    ``around``. ``local``: the attention over documents that this rank computes alone; ``context``:
-    the most inputs of a document."""
+    """Layer ``layer`` of the stage, with Megatron's MLASelfAttention ``around``.
+
+    ``local`` attends over documents that this rank computes alone; ``context``: most tokens of one.
+    """
 
     def __init__(
         self,
@@ -88,13 +89,14 @@ class MLALayer:
         self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
         self._latent_attention = LatentKVAttention(mla_scale(around.config))
-        self._projected: _Projected | None = None  # by project, for attend
+        self._projected: _Projected | None = None  # set by project for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
         up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         self._queries = getattr(around, up)
 
     def install(self) -> None:
+        """Replace Megatron's projections and core attention."""
         around = self.around
         self._originals = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
@@ -102,10 +104,9 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap what reads something that may be dropped: the ``more_readers`` linears read the
-        layer's norm, too."""
+        """Wrap the linears that read dropped outputs; ``more_readers`` read the norm, too."""
         around = self.around
-        # The first ones leave the handle of the layer's norm to the last.
+        # Only the last one takes the handle of the layer's norm.
         if around.config.q_lora_rank is None:
             readers = around.linear_kv_down_proj, around.linear_q_proj, *more_readers
         else:
@@ -131,9 +132,11 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Q [T, H, D], K [T, H, D] and V [T, H, V] of the heads that this rank attends with, and
-        for Megatron two that only inference uses. Where there is no chunk, as Megatron has it.
-        Those of local documents beside spread ones wait for ``attend``."""
+        """Return Q [T, H, D], K [T, H, D], V [T, H, V] of this rank's heads, and two None.
+
+        Megatron uses the last two in inference only. Without a chunk, return Megatron's own
+        tensors. ``attend`` handles documents of one rank next to sharded ones.
+        """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             others = key_value_states, position_ids, packed_seq_params
@@ -143,7 +146,7 @@ class MLALayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
-            """And the up-projection, whose gradient from the context is one with that from here."""
+            """Return Q, K, V and the up-projection, so that autograd sums both of its gradients."""
             qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
             exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
@@ -166,8 +169,7 @@ class MLALayer:
         return *qkv[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries' latent, or what queries are made of; the latent, behind its norm; the key
-        of all heads, of whole rows. The first two have this rank's rows of sequence parallelism."""
+        """Return the input of the queries' projection, the normed latent, the key of all rows."""
         around, config = self.around, self.around.config
         parallel = self._tensor > 1 and config.sequence_parallel
         queries = hidden_s1E
@@ -179,7 +181,7 @@ class MLALayer:
                     queries = scatter_to_sequence_parallel_region(queries)
         both, _ = around.linear_kv_down_proj(hidden_s1E)
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        if both.shape[-1] != sum(sizes):  # a part of the channels, of whole rows
+        if both.shape[-1] != sum(sizes):  # part of the channels, of all rows
             latent, key = gather_from_tensor_model_parallel_region(both).split(sizes, -1)
             key = copy_to_tensor_model_parallel_region(key)
             if parallel:
@@ -203,7 +205,7 @@ class MLALayer:
         table: Tensor,
         factor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V of all heads of the tensor-parallel rank, of this rank's rows."""
+        """Return Q, K and V of all heads of the tensor-parallel rank, of this rank's rows."""
         config = self.around.config
         q, _ = self._queries(queries_sL)
         kv, _ = self.around.linear_kv_up_proj(latent_sR)
@@ -217,17 +219,17 @@ class MLALayer:
         return query_tHD, key_tHD, value.contiguous()
 
     def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
-        """The rotary embedding's rows of this rank's rows [t, 1, 1, P], and YaRN's factor."""
+        """Return this rank's rows of the rotary table [t, 1, 1, P], and YaRN's factor."""
 
         def table() -> tuple[Tensor, float]:
             result = self.around.rotary_pos_emb(self.context, packed_seq=True)
             full_table, factor = result if isinstance(result, tuple) else (result, 1.0)
             return full_table.index_select(0, positions_t), factor
 
-        return state.once("rotary table", table)  # all latent layers have the same
+        return state.once("rotary table", table)  # all MLA layers share it
 
     def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
-        """Not Megatron's fused kernels, which count positions from 0."""
+        """Apply the rotary embedding; Megatron's fused kernels would count positions from 0."""
         return apply_rotary_pos_emb(
             x_tHP[:, None],
             table,
@@ -248,7 +250,7 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> Tensor:
-        """[t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        """Return [t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
         if getattr(packed_seq_params, "state", None) is None:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
@@ -278,9 +280,10 @@ class MLALayer:
     def _carried(
         self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
     ) -> LatentKV:
-        """Latents of all rows of the chunk, with the part of the up-projection for K and V of the
-        heads that this rank attends with. Their gradients here are of these heads alone: what made
-        the rows whole adds them up over the ranks."""
+        """Return the latents of the chunk's rows and the up-projection of this rank's heads.
+
+        Their gradients cover these heads only; the gather of the rows sums them over the ranks.
+        """
         if self._tensor > 1:
             if self.around.config.sequence_parallel:
                 latent_sR = gather_from_sequence_parallel_region(latent_sR)
@@ -297,8 +300,11 @@ class MLALayer:
 
 @dataclass(frozen=True, slots=True)
 class _Projected:
-    """``with_handles``: Q, K and V that need not be saved; ``latent_kv``: where later slices get or
-    have got them; ``local``: Q, K and V of local documents beside spread ones."""
+    """Values that ``project`` passes to ``attend``.
+
+    ``with_handles`` are recomputable Q, K and V, ``latent_kv`` the latents for later slices.
+    ``local`` are Q, K and V of documents of one rank next to sharded ones.
+    """
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
     latent_kv: LatentKV | None
@@ -306,8 +312,10 @@ class _Projected:
 
 
 def why_expanded(model: Any, attention: Attention) -> str | None:
-    """Why this rank's ``model`` cannot keep latents; None where it can: K and V must follow from a
-    kept latent by the weight alone, of Megatron's own linear with no norm in it."""
+    """Return the reason why this rank's ``model`` cannot cache latents; None if it can.
+
+    K and V must follow from a latent by the weight alone, of Megatron's own linear without a norm.
+    """
     if not isinstance(attention, PartsAttention):
         return "attention kernels of GPUs take K and V of a whole context only"
     if model.config.window_size:
@@ -329,26 +337,34 @@ class LatentCacheChoice:
     values: tuple[str, ...] = (EXPANDED, LATENTS)
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
+        """Exclude latents, with the reason, if ``model`` cannot cache them."""
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
+        """Return ``LATENTS`` if a measured layer replicates its cache, else ``EXPANDED``."""
         return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
+        """Set ``stores_latent`` on ``attention``."""
         attention.stores_latent = value == LATENTS
 
 
 class MLAModule(KindModule):
+    """MLA layers in Megatron's modules."""
+
     KIND = MLAKind()
     CHOICES: tuple[OpenChoice, ...] = (LatentCacheChoice(),)
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, MultiLatentAttention)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_mla(place, MLALayer)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim
         elastic: MLALayer = layer.self_attention._run_core_attention.__self__
@@ -363,8 +379,10 @@ class MLAModule(KindModule):
             )
         return KeptShapes(shapes, bool(elastic.stores_last_slice))
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return local_attention(config, mla=True)
 
+    @override
     def fix_local(self, layer: Any, config: Any) -> None:
         fix_local_mla(layer, config)

@@ -1,1 +1,1 @@
-"""The dense MLP."""
+"""Dense MLP."""

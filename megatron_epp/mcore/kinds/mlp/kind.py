@@ -1,4 +1,4 @@
-"""The dense MLP, in Megatron."""
+"""Dense MLP in Megatron's flags."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from megatron_epp.mcore.kinds.base import LayerKind
 
 
 class MLPKind(LayerKind):
-    """An MLP, or experts in its place: in all layers but those of attention of a HybridModel."""
+    """An MLP, or an MoE in its place: all layers of a GPTModel, - and E of a HybridModel."""
 
     PRICED, NAME, SYMBOL, SYMBOLS = MLPPart, "MLP", "-", "-E"
     ABSENT: ClassVar = {"mlp": False}

@@ -1,6 +1,6 @@
-"""The dense MLP on chunks."""
+"""Dense MLP on chunks."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
@@ -13,16 +13,21 @@ from megatron_epp.mcore.kinds.mlp.kind import MLPKind
 
 
 class MLPModule(KindModule):
+    """MLP layers in Megatron's modules."""
+
     KIND = MLPKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, MLP)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         mlp = place.layer.mlp
         wrap_norm(place.layer.pre_mlp_layernorm, place.dropped)
         wrap_consumer(mlp.linear_fc1, place.dropped)
         wrap_mlp(mlp, place.dropped)
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return ModuleSpec(module=MLPLayer, submodules=feed_forward(config))

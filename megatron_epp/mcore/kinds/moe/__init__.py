@@ -1,1 +1,1 @@
-"""Megatron's mixture of experts in chunks: routers that count documents, and what they leave."""
+"""Mixture of experts (MoE): routers that balance over documents, experts, exchange of tokens."""

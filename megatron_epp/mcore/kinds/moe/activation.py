@@ -1,12 +1,11 @@
-"""Recompute of the activation alone in Megatron's experts: their first product is kept, nothing is
-exchanged or routed again.
+"""Recompute of only the activation in Megatron's experts, without another exchange or routing.
 
-    kept from F to B    rows of tokens, the first linear's output, each row's weight
-    made again in B     the activation, times the weight: what the second linear saves
+    saved from F to B    rows of tokens, the first linear's output, each row's weight
+    recomputed in B      the activation, times the weight: what the second linear saves
 
-Of local experts (core/transformer/mlp.py) the activation is run by Megatron's own forward, with
-the two linears taken out. Transformer Engine's grouped experts know how themselves
-(core/transformer/moe/experts.py): they are told, for each chunk anew.
+For local experts (core/transformer/mlp.py), Megatron's own forward computes the activation, with
+the two linears replaced. Transformer Engine's grouped experts support it themselves
+(core/transformer/moe/experts.py); an attribute is set for each chunk.
 """
 
 import copy
@@ -24,8 +23,10 @@ ACTIVATION = "moe_act"
 
 
 def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
-    """Where the experts' activation is recomputed: what it gives is dropped once it is used.
-    ``dropped``: what the layer drops."""
+    """Drop the output of the experts' activation after its use, where a plan recomputes it.
+
+    ``dropped`` collects what the layer drops.
+    """
     experts = layer.experts
     if hasattr(experts, "activation_recompute"):
         _tell(experts, dropped)
@@ -66,8 +67,16 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
 
 
 def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """Output of ``expert`` up to its second linear, from its first's, [t, inner] -> [t, ffn], for
-    rows that weigh ``scale`` [t]: Megatron's own forward between the linears."""
+    """Return the second linear's input, [t, inner] -> [t, ffn], from the first linear's output.
+
+    Rows are weighted by ``scale`` [t]. It runs Megatron's own forward between the linears.
+
+    Args:
+        expert: An expert of Megatron's.
+        inside: Output of its first linear.
+        bias: Bias of its first linear.
+        scale: Weights of the rows.
+    """
     between = copy.copy(expert)
     between._modules = {
         **expert._modules,
@@ -79,7 +88,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
 
 
 class _Computed(nn.Module):
-    """Replaces a linear: returns its input, or what was computed before."""
+    """Replacement of a linear: returns its input, or the outputs given."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()

@@ -1,14 +1,14 @@
-"""Biases in the experts of Megatron's layers: two things that Megatron gets wrong.
+"""Fixes for two errors of Megatron with biases of experts.
 
 Megatron adds an expert's last bias in place (core/transformer/mlp.py, ``output += output_bias``).
-Of its local linears, and Transformer Engine's, what comes back is a view that a function of its own
-made, on which autograd forbids that. So here it comes back as a tensor of its own.
+The output of its local linears and of Transformer Engine's is a view made by a custom function, on
+which autograd forbids that. Here the output is a tensor of its own.
 
-With sequence parallelism that bias is marked as what every tensor-parallel rank has a part of the
-gradient of (core/tensor_parallel/layers.py, RowParallelLinear), and the parts are summed over these
-ranks (core/distributed/finalize_model_grads.py). But they hold different experts, or have seen one
-expert's tokens all, or are summed as expert data parallel ranks: never is that sum a gradient. So
-the mark is taken away.
+With sequence parallelism, Megatron marks that bias as if every tensor-parallel rank had a part of
+its gradient (core/tensor_parallel/layers.py, RowParallelLinear), and sums these
+(core/distributed/finalize_model_grads.py). But the ranks hold different experts, or have seen all
+tokens of one expert, or are summed as expert-data-parallel ranks. That sum is never a gradient, so
+the mark is removed.
 """
 
 from functools import wraps
@@ -19,13 +19,14 @@ from torch import Tensor
 
 
 def fix_expert_biases(layer: MoELayer) -> None:
-    """Make the experts of ``layer`` take biases, whose gradients nobody else's are added to."""
+    """Make the experts of ``layer`` support biases, without summing gradients of other experts."""
     for parameter in layer.experts.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.sequence_parallel = False
     for expert in getattr(layer.experts, "local_experts", ()):
         linear = expert.linear_fc2
-        if linear.bias is not None and linear.bias.numel():  # Transformer Engine's none is empty
+        # Transformer Engine's is empty if there is none.
+        if linear.bias is not None and linear.bias.numel():
             linear.forward = _with_own_output(linear.forward)
 
 

@@ -1,8 +1,8 @@
-"""Mixture of experts in certificates."""
+"""MoE in certificates."""
 
 from collections.abc import Mapping
 from math import lcm
-from typing import Any
+from typing import Any, override
 
 from megatron.core.distributed.finalize_model_grads import (
     _update_router_expert_bias,
@@ -23,14 +23,17 @@ MOST_GROUPS = 4
 
 
 class MoECertificate(LayerCertificate):
-    """Scaled down are experts (to 8, or twice what a token chooses), experts of a token (to 4) and
-    widths. Kept: groups of experts and how many a token may reach, experts per rank of expert
-    parallelism at least two where the model has them, shared experts, how an expert's width, the
-    shared experts' and the latents' compare with the hidden size.
+    """Certificate of MoE layers.
+
+    The small model has 8 experts (or twice what a token chooses), at most 4 experts of a token, and
+    smaller widths. It keeps groups of experts and how many a token reaches, at least two experts
+    per rank if the model has them, and shared experts. It also keeps the ratios of the experts',
+    shared experts' and latents' widths to the hidden size.
     """
 
     KIND = MoEKind()
 
+    @override
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
@@ -52,7 +55,7 @@ class MoECertificate(LayerCertificate):
             multiple, least = ranks, 2 * chosen
         experts = -(-max(least, SMALL_EXPERTS) // multiple) * multiple
         changed |= {"num_experts": min(experts, args.num_experts), "moe_router_topk": chosen}
-        # In bf16 alone, and on several ranks.
+        # flex runs in bf16 only, and on several ranks.
         if getattr(args, "moe_token_dispatcher_type", None) == "flex":
             changed["moe_token_dispatcher_type"] = "alltoall"
         for name in (
@@ -67,12 +70,13 @@ class MoECertificate(LayerCertificate):
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Every token goes to every expert: of two that are about as good, rounding chooses."""
+        """Send every token to every expert: rounding would choose between nearly equal scores."""
         changed = {"moe_router_topk": small["num_experts"]} if small.get("num_experts") else {}
         if groups := small.get("moe_router_num_groups"):
             changed["moe_router_group_topk"] = groups
         return changed
 
+    @override
     def small_words(self, args: Any) -> list[str]:
         if not args.num_experts:
             return []
@@ -92,14 +96,15 @@ class MoECertificate(LayerCertificate):
         return words
 
     def splits(self, args: Any) -> bool:
-        """Not where products of experts are in groups, as a HybridModel's are."""
+        """Return whether plans may split the backward: not with grouped GEMMs of experts."""
         groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
         return args.transformer_impl == "local" or not has_experts(args) or not groups
 
+    @override
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
         fix_expert_biases(layer.mlp)
         router = layer.mlp.router
-        count = router._apply_expert_bias  # which fails where it is given a mask
+        count = router._apply_expert_bias  # it fails with a mask
 
         def count_tokens(routing_map_TE: Any, padding_mask: Any = None) -> None:
             if padding_mask is not None:
@@ -110,16 +115,20 @@ class MoECertificate(LayerCertificate):
         if by_engine:
             norm_as_engines(layer)
 
+    @override
     def adds_losses(self, holder: Any) -> bool:
         balanced = {*balancing_types(holder)} - {"none"}
         return has_experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
 
+    @override
     def weigh_losses(self, scale: Any) -> None:
         MoEAuxLossAutoScaler.set_loss_scale(scale)
 
+    @override
     def forget_losses(self) -> None:
         get_moe_metrics_tracker().metrics.clear()
 
+    @override
     def finish_reference(self, model: Any, config: Any) -> None:
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([model], config)

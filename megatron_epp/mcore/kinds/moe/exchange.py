@@ -1,11 +1,11 @@
-"""Rows of chunks in HybridEP's exchange, which Megatron's flex dispatcher may hand tokens to.
+"""Rows of chunks in HybridEP's exchange, one of the backends of Megatron's flex dispatcher.
 
-DeepEP takes any number of rows of each rank. HybridEP wants as many of every rank that holds a part
-of the experts, a multiple of 64, and buffers for the most of them (core/transformer/moe/,
-token_dispatcher.py and fused_a2a.py). A plan knows both before an iteration: rows of padding, which
-go to no expert, fill a chunk up to what the largest of its replicas in lockstep has, and buffers
-are made large enough at once, as they must not grow while handles to them wait for a backward.
-Megatron itself asks all ranks of the group before each exchange, which happens outside of plans.
+DeepEP takes any number of rows per rank. HybridEP needs the same number, a multiple of 64, on every
+rank that shares the experts, and buffers for the largest (core/transformer/moe/,
+token_dispatcher.py and fused_a2a.py). A plan gives both before an iteration. Padding rows, which go
+to no expert, fill a chunk up to the largest of its replicas in lockstep. Buffers are allocated at
+once, because they must not grow while handles to them wait for a backward. Outside of plans,
+Megatron itself asks all ranks of the group before each exchange.
 """
 
 import copy
@@ -20,9 +20,9 @@ from megatron_epp.layers.moe.current_chunk import CurrentChunk
 from megatron_epp.mcore.data.row_shard import RowShard
 
 ALIGNMENT = 64  # rows, of HybridEP's kernels
-# Attributes of ours: a manager's rows of each chunk, and rows that a buffer was made for.
+# Our attributes: a manager's rows of each chunk, and the rows a buffer was made for.
 _ROWS, _RESERVED = "epp_rows", "epp_reserved"
-# What a dispatcher, or what exchanges for it, holds of the chunk that came last.
+# What a dispatcher or its manager holds of the last chunk.
 _HELD = (
     "probs", "routing_map", "local_probs", "local_map", "token_probs", "token_indices",
     "dispatched_probs", "dispatched_indices", "dispatched_routing_map", "tokens_per_expert",
@@ -31,9 +31,9 @@ _HELD = (
 
 
 def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
-    """Have an MoE layer's dispatcher exchange as many rows of a chunk as all ranks have of it."""
+    """Make an MoE layer's dispatcher exchange the planned number of rows of a chunk."""
     manager = _manager(experts)
-    if manager is None or not hasattr(manager, "_padded_num_tokens"):  # HybridEP's alone
+    if manager is None or not hasattr(manager, "_padded_num_tokens"):  # only HybridEP's has it
         return
     setup = manager.setup_metadata
     known, asking = copy.copy(manager.config), copy.copy(manager.config)
@@ -60,14 +60,14 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
 
 
 def reserve_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowShard) -> None:
-    """Tell the MoE ``layers`` of a rank the rows of every chunk, and make buffers for the most.
+    """Set the rows of every chunk on the MoE ``layers`` of a rank, and allocate buffers.
 
-    Every rank that holds a part of their experts calls it before the plans run.
+    Every rank that shares their experts calls it before the plans run.
 
     Args:
         layers: MoE layers of one rank.
-        plans: of all replicas that run in lockstep, this rank's among them.
-        row_shard: what a rank has of a chunk's rows.
+        plans: Plans of all replicas that run in lockstep, including this rank's.
+        row_shard: Rows of a chunk on a rank.
     """
     managers = [one for one in map(_manager, layers) if hasattr(one, "_padded_num_tokens")]
     if not managers:
@@ -105,7 +105,7 @@ def _reserve(manager: Any, rows: int) -> None:
 
 
 def drop_exchanged(experts: Any) -> None:
-    """Free what an MoE layer's dispatcher holds of the last chunk, which Megatron keeps."""
+    """Free what an MoE layer's dispatcher holds of the last chunk; Megatron keeps it."""
     for holder in filter(None, (experts.token_dispatcher, _manager(experts))):
         for name in _held(holder):
             setattr(holder, name, None)

@@ -1,7 +1,7 @@
-"""Experts in the place of the dense MLP, in Megatron."""
+"""Mixture of experts (MoE) in Megatron's flags."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.moe import MoEPart
 from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.moe.limits import (
 
 
 class MoEKind(LayerKind):
-    """--num-experts, --moe-layer-freq or the pattern."""
+    """--num-experts with --moe-layer-freq or the pattern."""
 
     PRICED, NAME, SYMBOL, SLOT = MoEPart, "experts", "E", "mlp"
     TIMED: ClassVar = MLPKind.TIMED
@@ -26,6 +26,7 @@ class MoEKind(LayerKind):
     FLAGS: ClassVar = {"num_experts": None}
     LIMITS, REPLACED = MOE_LIMITS, MOE_REPLACED
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         if not args.num_experts:
             return (False,) * args.num_layers
@@ -36,6 +37,7 @@ class MoEKind(LayerKind):
             return tuple(layer % every == 0 for layer in range(args.num_layers))
         return mask_of_layers("--moe-layer-freq", every, args.num_layers)
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         return {
             "experts": args.num_experts,
@@ -45,11 +47,13 @@ class MoEKind(LayerKind):
             "expert_latent": args.moe_latent_size or 0,
         }
 
+    @override
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if not args.num_experts or getattr(args, "hybrid_layer_pattern", None) is not None:
             return {}
         return {"moe_layer_freq": 1 if all(mask) else [int(there) for there in mask]}
 
+    @override
     def words(self, args: Any) -> list[str]:
         if not args.num_experts:
             return []
@@ -66,8 +70,7 @@ class MoEKind(LayerKind):
         return [*words, f"exchanged by {args.moe_token_dispatcher_type}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Every rank must hold as many of the experts as any other, and a token can choose no more
-        than there are."""
+        """Raise a ValueError unless ranks have equally many experts, and enough for a token."""
         experts = getattr(args, "num_experts", None)
         if not experts:
             return
@@ -88,6 +91,7 @@ class MoEKind(LayerKind):
                 "expected a multiple of it"
             )
 
+    @override
     def refuse(self, args: Any) -> None:
         blocks, replicas = lockstep_width(args), getattr(args, "data_parallel_size", None)
         if replicas is not None and replicas % blocks:
@@ -97,9 +101,11 @@ class MoEKind(LayerKind):
                 f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
             )
 
+    @override
     def needs_full_documents(self, args: Any) -> bool:
         return has_experts(args) and SINKHORN in balancing_types(args)
 
+    @override
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
         there = self.SYMBOL in symbols
         if there == bool(args.num_experts):
@@ -109,15 +115,19 @@ class MoEKind(LayerKind):
             f"{args.num_experts or 'is not given'}; expected both or neither"
         )
 
+    @override
     def active(self, config: Any) -> int:
         return (getattr(config, "moe_router_topk", None) or 1) if has_experts(config) else 1
 
+    @override
     def replays(self, config: Any) -> bool:
         return has_experts(config)  # what routers recorded
 
+    @override
     def expert_ranks(self, args: Any) -> int:
         return expert_ranks(args) if has_experts(args) else 1
 
+    @override
     def layer_groups(self, holder: Any) -> list[Any]:
         from megatron.core import parallel_state as mpu
 
@@ -128,6 +138,7 @@ class MoEKind(LayerKind):
             groups.append(mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
         return [*groups, mpu.get_expert_tensor_and_model_parallel_group()]
 
+    @override
     def trainer_groups(self, args: Any) -> list[Any]:
         from megatron.core import parallel_state as mpu
 
@@ -139,5 +150,6 @@ class MoEKind(LayerKind):
             mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
         ]
 
+    @override
     def unshared(self, holder: Any) -> str:
         return "experts, whose routers count the tokens of documents" if has_experts(holder) else ""

@@ -1,4 +1,4 @@
-"""Limits of experts: flags of Megatron's refused here, or replaced by what computes the same."""
+"""Limits of MoE: flags of Megatron's that are refused, or replaced by an equivalent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,12 @@ _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})
 
 
 def lockstep_width(args: Any) -> int:
+    """Return the number of replicas that share experts and run in lockstep; 1 without."""
     return max(1, expert_ranks(args) // dense_ranks(args)) if has_experts(args) else 1
 
 
 def has_experts(holder: Any) -> bool:
-    """Whether the model of ``holder``, flags or a configuration, has experts."""
+    """Return whether the model of ``holder``, flags or a configuration, has experts."""
     names = "num_experts", "num_moe_experts"
     return any(getattr(holder, name, None) for name in names)
 
@@ -25,28 +26,34 @@ def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Fields of a Limit of --epp and of slices in loops."""
+    """Return the fields of a Limit that holds for --epp and for slices in loops."""
     return {"epp": asked, "slices": of_config(asked)}
 
 
 def expert_ranks(args: Any) -> int:
-    """Ranks that hold a layer's experts; Megatron splits their matrices as others, where nothing
-    else is said."""
+    """Return the number of ranks that share a layer's experts.
+
+    Megatron splits the matrices of experts over the tensor-parallel ranks by default.
+    """
     split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return int(args.expert_model_parallel_size * split)
 
 
 def dense_ranks(args: Any) -> int:
+    """Return the number of ranks of a stage in one replica."""
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
 
 
-# What has to be importable, by the name of Megatron's that says so (fused_a2a.py).
+# Required packages, by the name of Megatron's variable that reports them (fused_a2a.py).
 _BACKENDS = {"deepep": "HAVE_DEEP_EP", "hybridep": "HAVE_HYBRIDEP"}
 
 
 def _cannot_flex(holder: Any) -> bool:
-    """Whether ``holder``, flags or a configuration, asks for an exchange by flex that is not there,
-    or does not run chunks: ncclep has one size for all of them, and the others no other format."""
+    """Return whether flex is asked for, but missing or unable to run chunks.
+
+    ncclep needs one size for all chunks, and the others run bf16 only. ``holder`` is flags or a
+    configuration.
+    """
     if getattr(holder, "moe_token_dispatcher_type", None) != "flex":
         return False
     deprecated = "deepep" if getattr(holder, "moe_enable_deepep", False) else None
@@ -65,14 +72,16 @@ def _cannot_exchange(holder: Any) -> bool:
 
 
 def _exchanges_alike(args: Any) -> bool:
-    """Whether the exchange that ``args`` name gives what alltoall gives, and no chunks go by it:
-    gathering wants as many rows of each rank, which replicas do not have."""
+    """Return whether ``args`` name a dispatcher that cannot run chunks but equals alltoall.
+
+    allgather needs as many rows of each rank, which replicas do not have.
+    """
     gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
     return _cannot_flex(args) or (gathers and lockstep_width(args) > 1)
 
 
 def balancing_types(holder: Any) -> list[str]:
-    """Names of the ways in which the routers of ``holder``, flags or a configuration, balance."""
+    """Return the load-balancing types of ``holder``, flags or a configuration."""
     types = getattr(holder, "moe_router_load_balancing_type", None) or ()
     return [types] if isinstance(types, str) else list(types)
 

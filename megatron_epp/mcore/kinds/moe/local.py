@@ -1,6 +1,7 @@
-"""Experts on latents (--moe-latent-size) where Megatron's layers are its local ones: a token's
-hidden state is projected to fewer channels, goes to its experts and back as such, and is projected
-up behind them. Megatron builds the two projections of Transformer Engine's linears alone.
+"""MoE on latents (--moe-latent-size) with Megatron's local layers.
+
+A token's hidden state is projected to fewer channels, exchanged with its experts in that form, and
+projected up after them. Megatron builds the two projections of Transformer Engine's linears only.
 """
 
 import copy
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 
 class DuplicatedLinear(nn.Linear):
-    """As Transformer Engine's linear of parallel mode "duplicated": every tensor-parallel rank has
-    all of it, and with sequence parallelism multiplies its own rows, so that gradients are summed
-    over them (core/extensions/transformer_engine.py, TELinear)."""
+    """Linear like Transformer Engine's with parallel mode "duplicated".
+
+    Every tensor-parallel rank has the full weight. With sequence parallelism it multiplies its own
+    rows, so gradients are summed over the ranks (core/extensions/transformer_engine.py, TELinear).
+    """
 
     def __init__(self, inputs: int, outputs: int, config: Any, init_method: Any):
         shared = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
@@ -35,11 +38,12 @@ class DuplicatedLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the product and None, which Megatron expects as the bias."""
         return super().forward(x), None
 
 
 class LatentMoELayer(MoELayer):
-    """Built as one without latents, but for its experts, and then with the projections."""
+    """MoE layer with projections to latents; all but its experts are built without latents."""
 
     def __init__(self, config: Any, submodules: MoESubmodules, *args: Any, **others: Any):
         bare = copy.copy(config)
@@ -61,8 +65,7 @@ class LatentMoELayer(MoELayer):
 
 
 def fix_latent_experts(mlp: Any) -> Any:
-    """``mlp``, which builds what stands in a layer's place of an MLP, with such experts where it is
-    Megatron's."""
+    """Return ``mlp``, a builder of a layer's MLP, with LatentMoELayer in place of MoELayer."""
     if getattr(mlp, "func", None) is not MoELayer:
         return mlp
     return partial(LatentMoELayer, *mlp.args, **mlp.keywords)

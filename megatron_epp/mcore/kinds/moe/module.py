@@ -1,6 +1,6 @@
-"""Mixture of experts on chunks (router.py)."""
+"""MoE layers on chunks (router.py)."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -17,25 +17,33 @@ from megatron_epp.mcore.kinds.moe.router import install_in_moe, prepare_log, rou
 
 
 class MoEModule(KindModule):
+    """MoE layers in Megatron's modules."""
+
     KIND = MoEKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, MoELayer)
 
+    @override
     def prepare(self, config: Any) -> None:
         if has_experts(config):
             prepare_log(config)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_in_moe(place.layer, place.index, place.dropped, place.in_loop)
 
+    @override
     def changed(self, model: Any) -> list[Tensor]:
         return routing_tensors(model)
 
+    @override
     def local_layer(self, config: Any) -> Any:
         experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 1)
         return ModuleSpec(module=MoETransformerLayer, submodules=feed_forward(config, experts))
 
+    @override
     def fix_local(self, layer: Any, config: Any) -> None:
         if getattr(config, "moe_latent_size", None):
             layer.mlp = fix_latent_experts(layer.mlp)

@@ -1,18 +1,18 @@
-"""Megatron's routers in chunks: they choose experts as ever, and leave the rest to the ledger.
+"""Megatron's routers on chunks: the choice is Megatron's, losses come from router statistics.
 
-Four methods of a router are replaced on the instance, so weights, checkpoints and the choice of
-experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
+Four methods of a router are replaced on the instance. Weights, checkpoints and the choice of
+experts stay Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
 
-    apply_z_loss          first, with the logits: every loss, of documents and not of what runs
-                          together (layers/moe/router_stats.py)
-    is_aux_loss_enabled   never again
+    apply_z_loss          first, with the logits: every loss, per document instead of per chunk
+                          (layers/moe/router_stats.py)
+    is_aux_loss_enabled   always False
     _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
-                          (Megatron's counts padding, and fails where it is given a mask)
+                          (Megatron's counts padding, and fails with a mask)
     sinkhorn_load_balancing     balances every document alone (layers/moe/sinkhorn.py)
 
-Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
-In a training loop of others, what is no chunk, as whole micro-batches, has Megatron's own
-(``outside``).
+Outside an iteration, as in calibration and evaluation, a router adds no loss and counts nothing. In
+an external training loop, inputs that are not chunks, such as whole micro-batches, use Megatron's
+methods (``outside``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +37,16 @@ from megatron_epp.mcore.kinds.moe.biases import fix_expert_biases
 from megatron_epp.mcore.kinds.moe.exchange import drop_exchanged, install_exchange
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
-# Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
+# Megatron's auxiliary losses that can be computed per document, and their names in its log.
 AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 LOGGED = (*AUXILIARY.values(), "z_loss")
 
 
 def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
-    """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel; a repeated
-    one is there once for each run."""
+    """Yield (index in its stage, MoE layer) of every MoE layer of this rank's model.
+
+    A shared MTP layer occurs once for each run.
+    """
     model = unwrap_model(model)
     decoder = getattr(model, "decoder", None)
     for index, layer in enumerate(() if decoder is None else layers_of(model)):
@@ -53,12 +55,12 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Replacements of four methods of ``router``, of layer ``index`` of the stage."""
+    """Replacements of four methods of ``router``, in layer ``index`` of the stage."""
 
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk, outside: bool = False):
         self.router, self.index, self.current_chunk = router, index, current_chunk
-        self._first = False  # whether this run of the chunk counts: set by ``losses``
-        self.outside = outside  # whether what is no chunk is Megatron's own
+        self._first = False  # whether this run of the chunk counts; set by ``losses``
+        self.outside = outside  # whether inputs that are not chunks use Megatron's methods
         self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
         original = router.is_aux_loss_enabled
         router.is_aux_loss_enabled = lambda: self._is_outside and original()
@@ -71,7 +73,7 @@ class ChunkRouter:
         return self.outside and self.current_chunk.state is None
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """In place of ``apply_z_loss(logits [t, E])``."""
+        """Add all losses of the router to ``logits`` [t, E]; replaces ``apply_z_loss``."""
         if self._is_outside:
             return self._z_loss(logits_tE, **_if_masked(padding_mask))
         assert padding_mask is None, "the router stats know padding"
@@ -85,7 +87,7 @@ class ChunkRouter:
         return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, fraction)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
-        """In place of ``_apply_expert_bias(routing_map [t, E])``."""
+        """Count tokens per expert of ``routing_map`` [t, E]; replaces ``_apply_expert_bias``."""
         router = self.router
         if self._is_outside:
             self._count(routing_map_tE, **_if_masked(padding_mask))
@@ -97,8 +99,11 @@ class ChunkRouter:
         router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
 
     def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
-        """In place of ``sinkhorn_load_balancing(logits [t, E])``: scores of the chosen experts,
-        [t, E], and which they are. In evaluation Megatron's own chooses for each token alone."""
+        """Return the scores [t, E] of the chosen experts and their mask.
+
+        It replaces ``sinkhorn_load_balancing``. In evaluation, Megatron's own chooses for each
+        token alone.
+        """
         router_stats, state = self._router_stats()
         if router_stats is None:
             return self._sinkhorn(logits_tE)
@@ -126,16 +131,21 @@ class ChunkRouter:
 
 
 def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
-    """As a keyword, which Megatron before 0.19 does not know."""
+    """Return the mask as a keyword, which Megatron before 0.19 does not have."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
 
 def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: bool = False) -> None:
-    """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops;
-    ``in_loop``: what is no chunk is Megatron's own.
+    """Make the experts of Megatron's ``layer`` compute chunks.
 
-    What a recomputed norm gives goes to the shared experts first, then to the router, then to the
-    projection to latents.
+    The output of a recomputed norm is read by the shared experts first, then by the router, then by
+    the projection to latents.
+
+    Args:
+        layer: Megatron's layer with an MoE.
+        index: Its index in the stage.
+        dropped: Outputs that the layer drops.
+        in_loop: Whether inputs that are not chunks use Megatron's methods.
     """
     experts, current_chunk = layer.mlp, CurrentChunk()
     wrap_norm(layer.pre_mlp_layernorm, dropped)
@@ -163,9 +173,19 @@ def router_stats_for(
     scale: Callable[[torch.device], Tensor | float],
     micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> RouterStats | None:
-    """An iteration's statistics of this rank's stage, for ``plan``; None where no router asks:
-    without experts, and in loops of others, whose routers are Megatron's own. ``micro_batches``:
-    lengths of the documents of each of a loop's (None: every document is balanced alone)."""
+    """Return the router statistics of an iteration on this rank's stage.
+
+    Args:
+        model: The stage module.
+        plan: The plan of the iteration.
+        scale: Returns the loss scale on a device.
+        micro_batches: Document lengths of each micro-batch of a loop; None: every document is
+            balanced
+            alone.
+
+    Returns:
+        The statistics; None without MoE layers, and in loops whose routers are Megatron's own.
+    """
     model = unwrap_model(model)
     routers = [layer.router for _, layer in moe_layers(model)]
     if not any("apply_z_loss" in vars(router) for router in routers):
@@ -179,11 +199,12 @@ def router_stats_for(
 
 
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
-    """Pools that experts are balanced over in slices of micro-batches, with documents of
-    ``lengths``: those of whole ones, padding left out.
+    """Return the pools of documents over which slices of micro-batches balance experts.
 
-    aux_loss       all tokens of a micro-batch
-    seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
+    They are those of unsliced micro-batches with documents of ``lengths``, without padding.
+
+        aux_loss       all tokens of a micro-batch
+        seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
@@ -191,7 +212,7 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
     token_fractions: list[float] = []
     for number, of_batch in enumerate(lengths):
         tokens, count = sum(of_batch), len(of_batch)
-        # Megatron divides losses of micro-batches by their number, and by all that reduce them.
+        # Megatron divides losses by the number of micro-batches and by the ranks that reduce them.
         scale, each = 1.0, 1.0
         if not config.calculate_per_token_loss:
             scale = config.context_parallel_size / len(lengths)
@@ -211,15 +232,18 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
 
 
 def _count_in_full(router: Any) -> None:
-    """Counts of tokens went to bf16 with the model: from 257 on a chunk of one token would add
-    nothing, and what is counted depend on how documents are cut."""
+    """Convert the router's token counts to float32.
+
+    In bf16, from 257 on, one more token would not change a count, so counts would depend on how
+    documents are cut.
+    """
     counts = router.local_tokens_per_expert
     if counts is not None and counts.dtype != torch.float32:
         counts.data = counts.data.float()
 
 
 def balancing_of(config: Any) -> Balancing:
-    """How Megatron's ``config`` keeps experts balanced, on this rank."""
+    """Return the load balancing of Megatron's ``config`` on this rank."""
     kinds = config.moe_router_load_balancing_type
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients = config.moe_aux_loss_coeff
@@ -230,8 +254,8 @@ def balancing_of(config: Any) -> Balancing:
         for kind, coefficient in zip(kinds, coefficients, strict=True)
         if kind in AUXILIARY and coefficient
     )
-    # Rows are spread over context-parallel ranks, and with sequence parallelism each part over the
-    # tensor-parallel ranks (mcore/data/row_shard.py).
+    # Rows are sharded over context-parallel ranks, and with sequence parallelism over
+    # tensor-parallel ranks within each shard (mcore/data/row_shard.py).
     splits = config.tensor_model_parallel_size if config.sequence_parallel else 1
     place = mpu.get_context_parallel_rank() * splits
     place += mpu.get_tensor_model_parallel_rank() if splits > 1 else 0
@@ -255,21 +279,25 @@ def report(router_stats: RouterStats, model: Any) -> None:
     for name, losses_L in router_stats.losses().items():
         values = _entry(tracker, name, config).values
         for index, layer in moe_layers(model):
-            # Of a depth of several layers Megatron's number may be one behind the last.
+            # With several layers per MTP module, Megatron's number may be one too large.
             place = min(logged_number(layer), len(values)) - 1
             values[place] += losses_L[index] * fraction_of_run(layer.router) / replicas
 
 
 def logged_number(layer: MoELayer) -> int:
-    """Number by which Megatron logs an MoE layer: those of depths, whose own begin at 1 again, are
-    behind the decoder's."""
+    """Return the number under which Megatron logs an MoE layer.
+
+    Layers of MTP modules, which are numbered from 1 again, follow the decoder's.
+    """
     is_mtp = getattr(layer.router, "is_mtp_layer", False)
     return int(layer.layer_number + (layer.router.config.num_layers if is_mtp else 0))
 
 
 def fraction_of_run(router: Any) -> float:
-    """Share of one run in a router's auxiliary losses, and in its logged z-loss: the runs of
-    a repeated layer count once together."""
+    """Return the weight of one run in a router's auxiliary losses and in its logged z-loss.
+
+    The runs of a shared MTP layer count once together.
+    """
     config = router.config
     if getattr(router, "is_mtp_layer", False) and config.mtp_use_repeated_layer:
         return 1.0 / config.mtp_num_layers
@@ -277,18 +305,17 @@ def fraction_of_run(router: Any) -> float:
 
 
 def prepare_log(config: Any) -> None:
-    """Have every stage log what any stage logs, the same way: summed over the ranks that share
-    documents and over replicas, of which each has added its part.
+    """Prepare Megatron's log of MoE losses in the same way on every stage.
 
-    Megatron's own averages, which gloo cannot, and takes every chunk for the same share of the
-    documents.
+    Losses are summed over the ranks that share documents and over replicas; each has added its
+    part. Megatron's own log averages, which gloo cannot, and gives every chunk the same weight.
     """
     for name in LOGGED:
         _entry(_tracker(), name, config)
 
 
 def _tracker() -> Any:
-    # Here, not above: loops of others may have a Megatron before 0.18, which has none.
+    # Imported here: external training loops may have a Megatron before 0.18, which lacks it.
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     return get_moe_metrics_tracker()
@@ -307,8 +334,10 @@ def _entry(tracker: Any, name: str, config: Any) -> Any:
 
 
 def routing_tensors(model: Any) -> list[Tensor]:
-    """Tensors that an iteration changes beside gradients: the biases that choose experts, the
-    tokens counted for them, the losses to be logged."""
+    """Return the tensors that an iteration changes besides gradients.
+
+    These are the expert biases, the token counts for them, and the losses to log.
+    """
     tensors = [entry.values for entry in _tracker().metrics.values()]
     for _, layer in moe_layers(model):
         if layer.router.enable_expert_bias:
@@ -317,6 +346,6 @@ def routing_tensors(model: Any) -> list[Tensor]:
 
 
 def drop_routing(model: Any) -> None:
-    """Free what dispatchers hold of the chunk that came last: Megatron keeps it until the next."""
+    """Free what dispatchers hold of the last chunk; Megatron keeps it until the next."""
     for _, layer in moe_layers(model):
         drop_exchanged(layer)

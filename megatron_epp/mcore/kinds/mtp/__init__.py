@@ -1,1 +1,1 @@
-"""Prediction of further tokens (multi-token prediction): depths behind the decoder."""
+"""Multi-token prediction (MTP): layers after the decoder's."""

@@ -1,6 +1,6 @@
-"""Multi-token prediction (MTP): layers after the decoder's."""
+"""Multi-token prediction (MTP) in Megatron's flags."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.mtp import MTPPart
 from megatron_epp.mcore.hybrid.segments import layout_symbols
@@ -11,6 +11,7 @@ _BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
 
 
 def mtp_depths(args: Any) -> int:
+    """Return the number of MTP modules."""
     return getattr(args, "mtp_num_layers", None) or 0
 
 
@@ -21,7 +22,7 @@ def _tied_over_stages(args: Any) -> bool:
 
 
 def _elsewhere(args: Any) -> bool:
-    """Whether a layout places depths on another stage than the last, or alone there."""
+    """Return whether a layout places MTP layers outside the last stage, or alone on it."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not mtp_depths(args) or layout is None:
         return False
@@ -30,7 +31,7 @@ def _elsewhere(args: Any) -> bool:
 
 
 class MTPKind(LayerKind):
-    """--mtp-num-layers, / in --hybrid-layer-pattern: of no layer of the decoder."""
+    """--mtp-num-layers, / in --hybrid-layer-pattern; no layer of the decoder has it."""
 
     PRICED, NAME = MTPPart, "prediction of further tokens"
     ABSENT: ClassVar = {"predicts": False}
@@ -74,11 +75,14 @@ class MTPKind(LayerKind):
         ),
     )
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         return (False,) * args.num_layers
 
+    @override
     def unshared(self, holder: Any) -> str:
         return "further tokens, predicted behind whole documents" if mtp_depths(holder) else ""
 
+    @override
     def words(self, args: Any) -> list[str]:
         return [f"{mtp_depths(args)} further tokens predicted"] * bool(mtp_depths(args))

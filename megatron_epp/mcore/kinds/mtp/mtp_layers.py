@@ -1,12 +1,14 @@
-"""MTPForward behind the decoder, each of which predicts a further token, on chunks.
+"""MTP modules after the decoder on chunks; each predicts one more token.
 
     hidden 0 = the decoder's output
-    hidden k = layers of depth k ( projection ( norm (hidden k-1), norm (embedding of token + k) ) )
+    hidden k = layers of MTP module k ( projection ( norm (hidden k-1), norm (embedding of token +
+      k) ) )
 
-Megatron takes token + k by rolling a row's tokens and adds the losses up itself
+Megatron gets token + k by rolling a row's tokens, and sums the losses itself
 (core/transformer/multi_token_prediction.py). Here tokens and targets come from the corpus
-(data/mtp_targets.py), and the output layer runs on each hidden state in turn. A depth's layers
-are layers of the last stage: they have a letter of the plan, and K and V of their own in the store.
+(data/mtp_targets.py), and the LM head runs on each hidden state in turn. Layers of MTP modules are
+layers of the last stage: each has a recompute mode in the plan, and K and V of its own in the
+store.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +23,11 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """A depth of the stage: Megatron's ``module`` (MultiTokenPredictionLayer), and the first of its
-    ``layers`` among the stage's. ``repeated``: layers behind the run that it was installed for."""
+    """An MTP module of the stage.
+
+    ``module`` is Megatron's MultiTokenPredictionLayer, ``first`` the index of its first layer in
+    the stage. ``repeated`` is the offset of a shared module's layers from those of its first run.
+    """
 
     module: Any
     first: int
@@ -31,8 +36,7 @@ class MtpLayer:
 
 
 def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
-    """The depths of Megatron's ``model``, a GPTModel or HybridModel; none where it has none on this
-    stage."""
+    """Return the MTP modules of Megatron's GPTModel or HybridModel on this stage."""
     block = getattr(model, "mtp", None)
     if block is None:
         return ()
@@ -41,7 +45,7 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
     for depth in range(model.config.mtp_num_layers):
         module = block.layers[0 if block.mtp_use_repeated_layer else depth]
         inner = module.mtp_model_layer
-        layers = tuple(getattr(inner, "layers", (inner,)))  # a HybridModel's are a stack of some
+        layers = tuple(getattr(inner, "layers", (inner,)))  # a HybridModel has a stack
         repeated = first - mtp_layers[0].first if block.mtp_use_repeated_layer and mtp_layers else 0
         mtp_layers.append(MtpLayer(module, first, layers, repeated))
         first += len(layers)
@@ -49,8 +53,10 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:
-    """The layers of a stage in the order of their letters: the decoder's, then those of depths. A
-    repeated one is there once for each run."""
+    """Return the layers of a stage in the order of recompute modes: the decoder's, then MTP's.
+
+    Layers of a shared MTP module occur once for each run.
+    """
     return (
         *model.decoder.layers,
         *(layer for depth in mtp_layers_of(model) for layer in depth.layers),
@@ -58,8 +64,7 @@ def layers_of(model: Any) -> tuple[Any, ...]:
 
 
 def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
-    names none."""
+    """Return the kinds of the layers of this stage's ``model``; () if ``shape`` has none."""
     word = shape.layer_kinds
     if not word:
         return ()
@@ -69,7 +74,7 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
 
 
 def embedded(model: Any, tokens_t: Tensor, positions_t: Tensor) -> Tensor:
-    """Embeddings of the tokens that a depth reads."""
+    """Return the embeddings of the tokens that an MTP module reads."""
     embedding = model.embedding(input_ids=tokens_t[None], position_ids=positions_t[None])
     return embedding.detach() if model.config.mtp_detach_heads else embedding
 
@@ -77,14 +82,24 @@ def embedded(model: Any, tokens_t: Tensor, positions_t: Tensor) -> Tensor:
 def enter(
     depth: MtpLayer, model: Any, hidden_t1H: Tensor, tokens_t: Tensor, positions_t: Tensor
 ) -> Tensor:
-    """Input of a depth's layers: the projection of hidden states and embeddings."""
+    """Return the input of an MTP module's layers: the projection of hidden states and embeddings.
+
+    Args:
+        depth: The MTP module.
+        model: The model of the last stage.
+        hidden_t1H: Hidden states of the decoder or the previous MTP module.
+        tokens_t: Tokens that the module reads.
+        positions_t: Positions of the rows.
+    """
     embedding = embedded(model, tokens_t, positions_t)
     return depth.module._concat_embeddings(hidden_t1H, embedding)
 
 
 class MTPForward:
-    """In place of the forward of ``model.mtp``: the hidden states of the decoder and of each depth,
-    as a tuple; an evaluation's chunks have the decoder's alone. What is no chunk goes to Megatron.
+    """Replacement of the forward of ``model.mtp`` for chunks.
+
+    It returns the hidden states of the decoder and of each MTP module as a tuple; in an evaluation
+    the decoder's only. Inputs that are not chunks go to Megatron's forward.
     """
 
     def __init__(self, model: Any):
@@ -100,6 +115,7 @@ class MTPForward:
         rotary_pos_emb: Tensor | None = None,
         **others: Any,
     ) -> Any:
+        """Return the hidden states, or Megatron's result for inputs that are not chunks."""
         if not isinstance(packed_seq_params, ChunkParams):
             return self.original(
                 hidden_states=hidden_states,
@@ -129,6 +145,6 @@ class MTPForward:
 
 
 def install_mtp(model: Any) -> None:
-    """Make the depths of ``model``, if it has any, those of chunks; its layers are elsewhere."""
+    """Make the MTP modules of ``model`` run on chunks; their layers are installed separately."""
     if mtp_layers_of(model):
         MTPForward(model)

@@ -1,1 +1,1 @@
-"""Megatron's layers with a state on chunks: Mamba-2 and the gated delta net."""
+"""SSM and linear-attention layers: Mamba-2, gated delta net, Kimi delta attention."""

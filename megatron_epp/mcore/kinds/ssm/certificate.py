@@ -1,23 +1,28 @@
 """SSM and linear-attention layers in certificates."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.ssm.gated_delta_net import make_rule_double
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, MambaKind, SSMKind
 
-# Of small models: neither alike nor powers of two, so that nothing fits by accident.
+# Of small models: unequal, so that a swap of the two is noticed.
 SMALL_KEYS, SMALL_VALUES = 6, 4
 STATE_GROUPS = 2
 MOST_STATE_HEADS = 4
 
 
 class SSMCertificate(LayerCertificate):
-    """Scaled down are heads, groups and sizes of states. Kept: heads of a group, up to 4."""
+    """Certificate of layers with a state.
+
+    The small model has fewer heads, groups and channels of states. It keeps the heads per group, up
+    to 4.
+    """
 
     KIND: SSMKind
-    SIZES: tuple[str, str, str, str]  # its flags: heads, groups, sizes of keys and of values
+    SIZES: tuple[str, str, str, str]  # flags: heads, groups, channels of keys and of values
 
+    @override
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
@@ -26,11 +31,12 @@ class SSMCertificate(LayerCertificate):
         sizes = (*self.small_heads(args, tp), SMALL_KEYS, SMALL_VALUES)
         return dict(zip(self.SIZES, sizes, strict=True))
 
+    @override
     def small_words(self, args: Any) -> list[str]:
         return self.KIND.words(args)
 
     def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
-        """(heads, groups) of a small model: few of both, in the same ratio up to 4."""
+        """Return (heads, groups) of a small model: few of both, in the same ratio up to 4."""
         self.KIND.require(args, tp)
         heads, groups = self.KIND.counts(args)
         cp = args.context_parallel_size
@@ -42,15 +48,20 @@ class SSMCertificate(LayerCertificate):
 
 
 class MambaCertificate(SSMCertificate):
+    """Certificate of Mamba-2 layers."""
+
     KIND = MambaKind()
     SIZES = ("mamba_num_heads", "mamba_num_groups", "mamba_state_dim", "mamba_head_dim")
 
 
 class GatedDeltaNetCertificate(SSMCertificate):
+    """Certificate of gated delta nets."""
+
     KIND = GatedDeltaNetKind()
     SIZES = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim",
              "linear_value_head_dim")  # fmt: skip
 
+    @override
     def make_double(self, args: Any) -> None:
         if self.KIND.asked(args):
             make_rule_double()

@@ -1,8 +1,8 @@
-"""flash-linear-attention's kernels, for chunks of many sizes.
+"""flash-linear-attention's kernels, adapted to chunks of many sizes.
 
-Two of its habits suit one size a run. Its convolution is tuned anew for every 1,024 rows more, 16
-configurations each, though neither kernel reads that number; and its table of blocks is made with a
-wait for the device. Both would come in the midst of iterations, one stage after the other.
+Two of its habits suit one size per run. It tunes the convolution again for every 1,024 more rows,
+with 16 configurations each, although neither kernel reads that number. It makes its table of blocks
+with a device synchronisation. Both would happen during iterations, on one stage after the other.
 """
 
 import inspect
@@ -20,18 +20,18 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.ssm.carried import HOST_LENGTHS
 
-# Where releases have the convolution's kernels, and what they count 1,024 rows in.
+# Modules with the convolution's kernels by release, and their argument that counts 1,024 rows.
 _CONVOLUTIONS = ("fla.modules.conv.triton.kernels", "fla.modules.convolution")
 _KERNELS, _SIZE = ("causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"), "NB"
 _INDEX, _TABLE = "fla.ops.utils.index", "prepare_chunk_indices"
-_BLOCKS = "epp_blocks"  # of a tensor of boundaries: its tables, by rows of a block
+_BLOCKS = "epp_blocks"  # attribute of a tensor of boundaries: its tables, by rows of a block
 
 
 @cache
 def suit_many_sizes() -> None:
-    """Tune the convolution once for all sizes, and make tables of blocks on the host.
+    """Tune the convolution once for all sizes, and make tables of blocks on the CPU.
 
-    Nothing happens where flash-linear-attention is a release that works otherwise.
+    Releases of flash-linear-attention that work otherwise are left unchanged.
     """
     for name in _CONVOLUTIONS:
         module = _module(name)
@@ -53,7 +53,7 @@ def _module(name: str) -> Any:
 
 
 def tune_once(kernel: Any) -> None:
-    """Give every launch of ``kernel`` the same number of 1,024 rows, where its body reads none."""
+    """Launch ``kernel`` always with the same number of 1,024 rows, if its body does not read it."""
     body: Any = kernel
     while not inspect.isfunction(body):
         body = getattr(body, "fn", None)
@@ -61,7 +61,7 @@ def tune_once(kernel: Any) -> None:
             return
     source = inspect.getsource(body)
     source = source[source.index("def ") :]  # its decorators name it, too
-    if len(re.findall(rf"\b{_SIZE}\b", source)) != 1:  # its parameter alone
+    if len(re.findall(rf"\b{_SIZE}\b", source)) != 1:  # only its parameter
         return
     launch: Callable[..., Any] = kernel.run
 
@@ -73,7 +73,7 @@ def tune_once(kernel: Any) -> None:
 
 
 def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``original``, but from the lengths that a chunk's boundaries carry.
+    """Return a replacement of ``original`` that uses the lengths which a chunk's boundaries carry.
 
     The table is made once for all layers of a chunk.
     """
@@ -93,9 +93,9 @@ def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def block_table(lengths: tuple[int, ...], rows: int) -> Tensor:
-    """Return [blocks, 2]: the sequence that each block of ``rows`` is of, and its number there.
+    """Return [blocks, 2]: the sequence of each block of ``rows``, and its number in the sequence.
 
-    Int64, on the host; blocks end with their sequence, which has one of ``lengths``.
+    It is int64, on the CPU. Blocks end with their sequence; ``lengths`` are the sequences'.
     """
     counts = [-(-length // rows) for length in lengths]
     sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -1,7 +1,7 @@
 """Layers that frameworks build of flash-linear-attention's modules, on chunks.
 
-Their forward stays as it is. While a chunk passes, its convolutions and its rule are those of the
-chunk, so an adapter says where a kind of them has both.
+Their forward stays as it is. While it runs a chunk, the convolutions and the rule that it calls are
+replaced. ``FlaLayer`` says where a kind of layer has them.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,11 @@ from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 @dataclass(frozen=True, slots=True)
 class FlaLayer:
-    """Names of what a kind of layer calls.
+    """Names that a kind of layer calls.
 
-    convolutions   attributes with its ShortConvolutions, in the order of its calls
-    package, rule  where its rule is looked up when it runs
+    Attributes:
+        convolutions: Attributes with its ShortConvolutions, in the order of its calls.
+        package, rule: Where the layer looks its rule up.
     """
 
     convolutions: tuple[str, ...]
@@ -32,13 +33,15 @@ class FlaLayer:
     rule: str
 
 
-# Kimi's delta attention (arXiv 2510.26692): a decay for each channel of a key.
+# Kimi delta attention (arXiv 2510.26692): a decay for each channel of a key.
 KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 
 
 def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
-    """Make ``module``, of layer ``index`` of the stage, compute chunks: it takes hidden states, and
-    Megatron's parameters of packed sequences by name."""
+    """Make ``module``, of layer ``index`` of the stage, compute chunks.
+
+    Its forward takes hidden states, and Megatron's parameters of packed sequences by name.
+    """
     suit_many_sizes()
     original: Callable[..., Any] = module.forward
     convolutions = [getattr(module, name) for name in kind.convolutions]
@@ -66,7 +69,7 @@ def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
 
 
 def _convolution(original: Callable[..., Any], states: CarriedStates, first: int) -> Callable:
-    """ShortConvolution's forward, of all channels from ``first`` on."""
+    """Return a replacement of ShortConvolution's forward, for all channels from ``first`` on."""
 
     def forward(x: Tensor, *, cu_seqlens: Any = None, **options: Any) -> tuple[Tensor, None]:
         def of_call(rows_1LC: Tensor, boundaries: Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def _convolution(original: Callable[..., Any], states: CarriedStates, first: int
 
 
 def _rule(original: Callable[..., Any], states: CarriedStates) -> Callable[..., Any]:
-    """A rule that gives no final state."""
+    """Return a replacement of the rule that returns no final state."""
 
     def rule(
         q: Tensor,
@@ -99,7 +102,7 @@ def _rule(original: Callable[..., Any], states: CarriedStates) -> Callable[..., 
 
 @contextmanager
 def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """``holder`` with another attribute ``name``; its own may be of its class."""
+    """Replace the attribute ``name`` of ``holder`` in this context; its class may define it."""
     own = vars(holder).get(name)
     setattr(holder, name, value)
     try:

@@ -1,10 +1,10 @@
-"""Megatron's gated delta net on chunks: in the place of what it does between its projections.
+"""Megatron's gated delta net on chunks, in place of what it does between its projections.
 
-Its convolution and its rule are flash-linear-attention's (layers/ssm/fla_calls.py), or, with
---deterministic-mode, torch's, as Megatron has them: these know one sequence a call.
+Its convolution and its rule are flash-linear-attention's (layers/ssm/fla_calls.py). With
+--deterministic-mode they are torch's, as in Megatron, which take one sequence per call.
 
-T rows of a chunk, C channels of Q, K, V, gate, beta and alpha one behind the other, H heads of V of
-P channels.
+T rows of a chunk, C concatenated channels of Q, K, V, gate, beta and alpha, H heads of V with P
+channels.
 """
 
 import copy
@@ -42,7 +42,7 @@ def install_gated_delta_net(place: LayerPlace) -> None:
 
 
 class GatedDeltaNetScan:
-    """Stands in the place of the forward of ``net``."""
+    """Replacement of the forward of ``net``."""
 
     def __init__(self, net: Any, layer: int, dropped: DroppedOutputs):
         self.net, self.layer, self.dropped = net, layer, dropped
@@ -59,6 +59,7 @@ class GatedDeltaNetScan:
         packed_seq_params: Any = None,
         **named: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return the output and bias of ``net``, as its forward does."""
         if not isinstance(packed_seq_params, ChunkParams):
             named["packed_seq_params"] = packed_seq_params
             return self.original(hidden_states, attention_mask, *others, **named)
@@ -78,6 +79,10 @@ class GatedDeltaNetScan:
         return net.out_proj(y_tHP.flatten(1)[:, None])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
+        """Return the outputs [T, H, P] of the rows, and carry states between slices.
+
+        ``of_my_heads`` says whether rows have this context-parallel rank's heads, else all heads.
+        """
         net = self.net if of_my_heads else self.single_rank
         group = net.pg_collection.cp
         qkv_1TC, gate, beta, alpha = rows_TC[None].split(net.feat_dim_split, -1)
@@ -122,7 +127,10 @@ class GatedDeltaNetScan:
         return convolve_calls(rows_TC, states, of_one if states.alone else convolution)
 
     def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
-        """The rule's outputs normed and gated; dropped where norms are, and not exchanged yet."""
+        """Return the normed and gated outputs of the rule.
+
+        They are dropped for recompute if norms are recomputed and no exchange follows.
+        """
 
         def norm(y: Tensor, gate: Tensor) -> tuple[Tensor]:
             return (net._apply_gated_norm(y, gate).reshape(y.shape),)
@@ -135,7 +143,7 @@ class GatedDeltaNetScan:
 
 
 class _KeepsDouble(TorchFunctionMode):
-    """Within it, float64 that is to become float32 stays what it is."""
+    """Mode in which conversions of float64 to float32 do nothing."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.to and args[1:] == (torch.float32,):
@@ -144,7 +152,7 @@ class _KeepsDouble(TorchFunctionMode):
 
 
 def make_rule_double() -> None:
-    """Have Megatron's rule of --deterministic-mode, which casts, compute in float64."""
+    """Make Megatron's rule of --deterministic-mode, which casts, compute in float64."""
     original = gdn.torch_chunk_gated_delta_rule
     if hasattr(original, "__wrapped__"):
         return
@@ -158,12 +166,12 @@ def make_rule_double() -> None:
 
 
 def _convolved(net: Any) -> list[int]:
-    """Channels of Q, K and V, which the convolution sees, of a tensor-parallel rank."""
+    """Return the channels of Q, K and V, which the convolution reads, on a tensor-parallel rank."""
     return [net.qk_dim_local_tp, net.qk_dim_local_tp, net.v_dim_local_tp]
 
 
 def _of_one_rank(net: Any) -> Any:
-    """``net``, with the same parameters, where one context-parallel rank has all heads."""
+    """Return ``net`` with the same parameters, for one context-parallel rank with all heads."""
     copied = copy.copy(net)
     copied.cp_size, copied.pg_collection = 1, copy.copy(net.pg_collection)
     copied.pg_collection.cp = SingleRank()

@@ -1,8 +1,8 @@
-"""SSM and linear-attention layers: Mamba-2, the gated delta net, Kimi delta attention."""
+"""SSM and linear-attention layers in Megatron's flags: Mamba-2, gated delta net, KDA."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart
 from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
@@ -17,25 +17,27 @@ def _variant(args: Any) -> str | None:
 class SSMKind(LayerKind):
     """An SSM or linear-attention layer.
 
-    PACKAGES   that its kernels come from
-    HEADS      field of LayerShape that counts its heads
+    Attributes:
+        PACKAGES: Packages of its kernels, with their names on PyPI.
+        HEADS: Field of LayerShape with the number of its heads.
     """
 
     PACKAGES: ClassVar[dict[str, str]] = {}
     HEADS: ClassVar[str]
 
     def asked(self, args: Any) -> bool:
-        """Whether flags, however few of them there are, ask for such layers."""
+        """Return whether ``args``, possibly incomplete, ask for such layers."""
         return self.SYMBOL in (getattr(args, "hybrid_layer_pattern", None) or "")
 
     def counts(self, args: Any) -> tuple[int, int]:
-        """(heads, groups of them that share keys)."""
+        """Return (heads, groups of heads that share keys)."""
         raise NotImplementedError
 
     def state_sizes(self, args: Any) -> tuple[int, int]:
-        """Channels of a key and of a value of a head."""
+        """Return the channels of a key and of a value of a head."""
         raise NotImplementedError
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         (heads, groups), (keys, values) = self.counts(args), self.state_sizes(args)
         return {
@@ -45,6 +47,7 @@ class SSMKind(LayerKind):
             "state_values": values,
         }
 
+    @override
     def words(self, args: Any) -> list[str]:
         if not self.asked(args):
             return []
@@ -52,8 +55,10 @@ class SSMKind(LayerKind):
         return [f"{self.NAME} of {heads} heads in {groups} groups, states of {keys} by {values}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError unless heads and groups divide over ``tp`` ranks and, in each, over
-        the context-parallel ones."""
+        """Raise a ValueError unless heads and groups divide over ``tp`` ranks.
+
+        In each of these, they must also divide over the context-parallel ranks.
+        """
         if not self.asked(args):
             return
         heads, groups = self.counts(args)
@@ -68,9 +73,10 @@ class SSMKind(LayerKind):
             )
 
     def shares(self, groups: int, cp: int) -> bool:
-        """Whether a tensor-parallel rank's ``groups`` divide over ``cp`` ranks."""
+        """Return whether a tensor-parallel rank's ``groups`` divide over ``cp`` ranks."""
         return not groups % cp
 
+    @override
     def refuse(self, args: Any) -> None:
         self.require(args, args.tensor_model_parallel_size)
         lacking = [name for name in self.PACKAGES if find_spec(name) is None]
@@ -80,7 +86,7 @@ class SSMKind(LayerKind):
 
 
 class MambaKind(SSMKind):
-    """Mamba-2, of a HybridModel alone."""
+    """Mamba-2, in HybridModels only."""
 
     PRICED, NAME, SYMBOL, SLOT = MambaPart, "Mamba", "M", "mixer"
     HEADS = "mamba_heads"
@@ -95,26 +101,32 @@ class MambaKind(SSMKind):
         ),
     )
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         if not getattr(args, "hybrid_layer_pattern", None):
             return (False,) * args.num_layers
         return super().layers(args)
 
+    @override
     def counts(self, args: Any) -> tuple[int, int]:
         heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
         return heads, args.mamba_num_groups
 
+    @override
     def state_sizes(self, args: Any) -> tuple[int, int]:
         return args.mamba_state_dim, args.mamba_head_dim
 
+    @override
     def shares(self, groups: int, cp: int) -> bool:
         return not (groups % cp and cp % groups)
 
 
 class GatedDeltaNetKind(SSMKind):
-    """The gated delta net: of a HybridModel, or in the place of attention in some layers
-    (--experimental-attention-variant gated_delta_net, which later Megatrons call gdn, and
-    --linear-attention-freq)."""
+    """Gated delta net: in a HybridModel, or in place of attention in some layers.
+
+    The flags of the latter are --experimental-attention-variant gated_delta_net, which later
+    versions of Megatron call gdn, and --linear-attention-freq.
+    """
 
     PRICED, NAME, SYMBOL, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
     HEADS = "delta_heads"
@@ -134,9 +146,11 @@ class GatedDeltaNetKind(SSMKind):
         ),
     )
 
+    @override
     def asked(self, args: Any) -> bool:
         return _variant(args) in self.VARIANTS or super().asked(args)
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         if getattr(args, "hybrid_layer_pattern", None):
             return super().layers(args)
@@ -153,15 +167,19 @@ class GatedDeltaNetKind(SSMKind):
             return tuple(number % every != 0 for number in range(1, args.num_layers + 1))
         return mask_of_layers("--linear-attention-freq", every, args.num_layers)
 
+    @override
     def counts(self, args: Any) -> tuple[int, int]:
         return args.linear_num_value_heads, args.linear_num_key_heads
 
+    @override
     def state_sizes(self, args: Any) -> tuple[int, int]:
         return args.linear_key_head_dim, args.linear_value_head_dim
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         return {"attention": False, **super().sizes(args)}
 
+    @override
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if _variant(args) not in self.VARIANTS:
             return {}
@@ -169,9 +187,10 @@ class GatedDeltaNetKind(SSMKind):
 
 
 class KDAKind(LayerKind):
-    """Kimi's delta attention, of frameworks' specifications: no flag of Megatron's asks for it."""
+    """Kimi delta attention, in specs of frameworks: no flag of Megatron's asks for it."""
 
     NAME, SLOT = "Kimi's delta attention", "self_attention"
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         return (False,) * args.num_layers

@@ -1,6 +1,6 @@
-"""Layers with a state, of Megatron's local modules: it has them of Transformer Engine's alone.
+"""SSM and linear-attention layers of Megatron's local modules.
 
-Checkpoints have the keys that Transformer Engine's layers give them.
+Megatron builds them of Transformer Engine's modules only. Checkpoints have the same keys.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _NORM_OF_DELTA = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def local_mamba(config: Any) -> ModuleSpec:
-    """Description of a Mamba layer."""
+    """Return the spec of a Mamba-2 layer."""
     layer = local_submodules(config)
     submodules = MambaLayerSubmodules(
         norm=layer.input_layernorm,
@@ -38,13 +38,13 @@ def local_mamba(config: Any) -> ModuleSpec:
 
 
 def local_gated_delta_net(config: Any) -> ModuleSpec:
-    """Description of a layer of a gated delta net."""
+    """Return the spec of a gated delta net layer."""
     delta = _delta(local_submodules(config).input_layernorm)
     return local_attention(config, delta, _NORM_OF_DELTA)
 
 
 def _delta(norm: Any) -> ModuleSpec:
-    """A gated delta net with such a ``norm`` behind its rule."""
+    """Return the spec of a gated delta net with ``norm`` after its rule."""
     return ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
@@ -54,8 +54,10 @@ def _delta(norm: Any) -> ModuleSpec:
 
 
 def local_gated_delta_net_block(config: Any, vp_stage: int | None) -> Any:
-    """Description of a stage's layers of a GPTModel, with gated delta nets in the place of
-    attention where --linear-attention-freq has them."""
+    """Return the spec of a stage's layers of a GPTModel with gated delta nets.
+
+    They replace attention in the layers that --linear-attention-freq selects.
+    """
     linear = get_linear_attention_pattern(config)
 
     def changed(number: int, submodules: TransformerLayerSubmodules) -> dict[str, Any]:

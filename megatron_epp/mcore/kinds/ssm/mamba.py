@@ -1,10 +1,10 @@
-"""Megatron's Mamba-2 mixer on chunks: in the place of its scan.
+"""Megatron's Mamba-2 mixer on chunks, in place of its scan.
 
-The convolution is inside of the kernel, which takes a state to begin with, but no rows in front. So
-the rows in front of a border go into the call as rows of their own, with a time step of zero: they
-move no state, and their outputs are dropped.
+The kernel includes the convolution. It takes an initial state, but no preceding rows. So the rows
+before a boundary are added to the call with a time step of zero: they change no state, and their
+outputs are dropped.
 
-T rows of a call, C channels of z, x, B, C and dt one behind the other, H heads of P channels.
+T rows of a call, C concatenated channels of z, x, B, C and dt, H heads of P channels.
 """
 
 import copy
@@ -23,7 +23,7 @@ from megatron_epp.layers.ssm.carried import CarriedStates, most_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.base import LayerPlace
 
-# Added to a head's bias it is far below what softplus makes a time step of, in any dtype.
+# With this bias, softplus makes a time step of 0 in any dtype.
 NO_TIME = -1e4
 
 
@@ -39,7 +39,7 @@ def install_mamba(place: LayerPlace) -> None:
 
 
 class MambaScan:
-    """Stands in the place of what ``mixer`` does between its two projections, but for its norm."""
+    """Replacement of what ``mixer`` does between its two projections, except its norm."""
 
     def __init__(self, mixer: Any, layer: int):
         self.mixer, self.layer = mixer, layer
@@ -51,7 +51,7 @@ class MambaScan:
         mixer._ssm_training = self._train
 
     def _before(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """Megatron's exchange undoes an order of rows that chunks do not have."""
+        """Return a chunk's rows unchanged: Megatron's exchange would undo another order."""
         if isinstance(packed_seq_params, ChunkParams):
             return rows_t1C
         return self.exchange(rows_t1C, packed_seq_params)
@@ -72,10 +72,14 @@ class MambaScan:
         y_t1I = y_tHP.flatten(1)[:, None]
         if not mixer.rmsnorm:
             return y_t1I
-        # mamba_ssm's, too, counts elements in 32 bits.
+        # Like the scan, mamba_ssm's norm counts elements in 32 bits.
         return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
+        """Return the outputs [T, H, P] of the rows, and carry states between slices.
+
+        ``of_my_heads`` says whether rows have this context-parallel rank's heads, else all heads.
+        """
         mixer, cp = self.mixer, self.local if of_my_heads else self.single_rank
         weight_CW = cp.get_conv1d_weight().squeeze(1)
         convolved, taps = weight_CW.shape
@@ -105,7 +109,8 @@ class MambaScan:
             initial, wants = states.initial(number), states.wants_final(number)
             dtype = mixer.mamba_training_ssm_states_dtype
             if initial is not None or wants:
-                dtype = torch.promote_types(dtype, torch.float32)  # gradients of many slices
+                # It sums gradients of many slices.
+                dtype = torch.promote_types(dtype, torch.float32)
             result = mamba_mixer.mamba_split_conv1d_scan_combined(
                 rows[None],
                 **parameters,
@@ -121,15 +126,17 @@ class MambaScan:
 
 
 def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:
-    """Rows [W-1, C] of which the convolution sees ``front``, and for which no time passes."""
+    """Return rows [W-1, C] that show ``front`` to the convolution and have time steps of zero."""
     gate = front.new_zeros(len(front), inner)
     heads = rows_TC.shape[1] - inner - front.shape[1]
     return torch.cat((gate, front, front.new_full((len(front), heads), NO_TIME)), 1)
 
 
 def _of_one_rank(cp: Any) -> Any:
-    """Megatron's ``cp``, which cuts parameters for context-parallel ranks, for one that has all
-    heads."""
+    """Return Megatron's ``cp`` for one rank with all heads.
+
+    ``cp`` shards parameters over context-parallel ranks.
+    """
     copied = copy.copy(cp)
     copied.cp_size = 1
     for name in ("d_inner_local", "nheads_local", "ngroups_local"):

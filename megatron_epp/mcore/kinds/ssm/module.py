@@ -1,6 +1,6 @@
 """SSM and linear-attention layers on chunks."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -18,32 +18,43 @@ from megatron_epp.mcore.kinds.ssm.mamba import install_mamba
 
 
 class MambaModule(KindModule):
+    """Mamba-2 layers in Megatron's modules."""
+
     KIND = MambaKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, MambaMixer)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_mamba(place)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         mixer, cp = layer.mixer, layer.mixer.cp
         state = (1, cp.nheads_local_tpcp, mixer.headdim, mixer.d_state)
         return KeptShapes((state, (1, mixer.d_conv - 1, cp.conv1d_channels())))
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return local_mamba(config)
 
 
 class GatedDeltaNetModule(KindModule):
+    """Gated delta net layers in Megatron's modules."""
+
     KIND = GatedDeltaNetKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return isinstance(module, GatedDeltaNet)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_gated_delta_net(place)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         net = layer.self_attention
         heads = net.num_v_heads_local_tp // net.cp_size
@@ -51,9 +62,11 @@ class GatedDeltaNetModule(KindModule):
         state = (1, heads, net.key_head_dim, net.value_head_dim)
         return KeptShapes((state, (1, net.conv_kernel_dim - 1, convolved)))
 
+    @override
     def local_layer(self, config: Any) -> Any:
         return local_gated_delta_net(config)
 
+    @override
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
         if config.experimental_attention_variant not in self.KIND.VARIANTS:
             return None
@@ -61,14 +74,19 @@ class GatedDeltaNetModule(KindModule):
 
 
 class KDAModule(KindModule):
+    """Kimi delta attention layers of frameworks."""
+
     KIND = KDAKind()
 
+    @override
     def holds(self, module: Any) -> bool:
         return all(hasattr(module, name) for name in KDA.convolutions)
 
+    @override
     def install(self, place: LayerPlace) -> None:
         install_fla_layer(place.layer.self_attention, place.index, KDA)
 
+    @override
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         net = layer.self_attention
         q, k, v = (convolution.weight for convolution in (net.q_conv1d, net.k_conv1d, net.v_conv1d))

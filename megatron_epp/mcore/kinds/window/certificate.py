@@ -1,17 +1,20 @@
 """Sliding windows in certificates."""
 
-from typing import Any
+from typing import Any, override
 
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.window.kind import WindowKind
 
-# Tokens before it that a query of a small model sees: drawn slices are shorter and longer.
+# Window of a small model: random slices are shorter and longer.
 WINDOW = 7
 
 
 class WindowCertificate(LayerCertificate):
+    """Certificate of layers with sliding windows and sinks."""
+
     KIND = WindowKind()
 
+    @override
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
@@ -19,6 +22,7 @@ class WindowCertificate(LayerCertificate):
             return {}
         return {"window_size": (WINDOW, *args.window_size[1:])}
 
+    @override
     def small_words(self, args: Any) -> list[str]:
         words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
         if args.window_size:

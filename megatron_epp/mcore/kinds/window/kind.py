@@ -1,7 +1,7 @@
-"""A window of attention, in Megatron."""
+"""Sliding-window attention and attention sinks in Megatron's flags."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, override
 
 from megatron_epp.mcore.kinds.attention.kind import AttentionKind
 from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
@@ -31,7 +31,7 @@ def _slices_softmax(model: Any) -> str | None:
 
 
 class WindowKind(LayerKind):
-    """--window-size, --window-attn-skip-freq, of layers with attention; sinks of --softmax-type."""
+    """--window-size, --window-attn-skip-freq of attention layers; sinks of --softmax-type."""
 
     NUMBERED = True
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
@@ -50,6 +50,7 @@ class WindowKind(LayerKind):
         ),
     )
 
+    @override
     def layers(self, args: Any) -> tuple[bool, ...]:
         attention = AttentionKind().layers(args)
         if not getattr(args, "window_size", None):
@@ -63,14 +64,17 @@ class WindowKind(LayerKind):
             windowed = mask_of_layers("--window-attn-skip-freq", skip, args.num_layers)
         return tuple(a and b for a, b in zip(attention, windowed, strict=True))
 
+    @override
     def sizes(self, args: Any) -> dict[str, Any]:
         return {"window": args.window_size[0] + 1}
 
+    @override
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if not args.window_size or args.window_attn_skip_freq is None:
             return {}  # all layers of attention
         return {"window_attn_skip_freq": [int(there) for there in mask]}
 
+    @override
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
         from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -82,5 +86,6 @@ class WindowKind(LayerKind):
         sinks = config.softmax_type != "vanilla"
         return [(window[0] if there else None, sinks) for there in sorted(windowed)]
 
+    @override
     def words(self, args: Any) -> list[str]:
         return [f"window {args.window_size[0]}"] if args.window_size else []

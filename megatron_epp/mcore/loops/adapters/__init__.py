@@ -1,1 +1,1 @@
-"""Adapters for micro-batches of common forms: slices of them without a word of one's own."""
+"""Adapters of slicing mode for micro-batches of common forms."""

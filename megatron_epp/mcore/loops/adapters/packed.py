@@ -1,17 +1,16 @@
-"""Micro-batches of documents one behind the other (THD), packed before the iterator gives them.
+"""Adapter for documents packed into one row (THD) before the iterator yields them.
 
-Those of ms-swift, slime and verl are packed inside of the forward step and tell no borders before:
-they have adapters of their own (swift_packs.py, slime_samples.py, verl_samples.py).
+ms-swift, slime and verl pack inside the forward step, so their micro-batches have no boundaries.
+They have adapters of their own (megatron_epp.frameworks).
 
 input_ids, labels, ...                 [1, T]
-packed_seq_params, or cu_seqlens       where documents begin and end; or cu_seqlens_q of the
-                                       micro-batch itself
-cu_seqlens_q_padded                    where each is padded to a multiple: the padding between
-                                       two documents is computed by nobody here
+packed_seq_params, or cu_seqlens       boundaries of documents; or cu_seqlens_q of the micro-batch
+cu_seqlens_q_padded                    boundaries with each document padded to a multiple; the
+                                       padding is not computed
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import Tensor
@@ -23,10 +22,12 @@ _TOKENS = ("input_ids", "tokens")
 
 
 class PackedDocuments(Samples):
-    """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
+    """Adapter for packed documents.
 
-    keys         what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
-    share_from, loss_keys   as of samples (samples.py)
+    Attributes:
+        loss_of: (micro-batch, outputs [1, T, ...]): the loop's own loss; outputs of padding are 0.
+        keys: Entries [1, T, ...] that forward steps draw, if the micro-batch has them.
+        share_from, loss_keys: Those of ``Samples``.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class PackedDocuments(Samples):
     ):
         super().__init__(loss_of, keys, share_from, loss_keys)
 
+    @override
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
         return tuple(stop - start for start, stop in documents_of(micro_batch))
 
+    @override
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
@@ -48,6 +51,7 @@ class PackedDocuments(Samples):
         rows = slice(None), slice(first + start, min(first + stop, end))
         return parts_of(micro_batch, self.keys, rows)
 
+    @override
     def laid_out(self, micro_batch: Mapping[str, Any], outputs: Sequence[Tensor]) -> Tensor:
         tokens = next(micro_batch[key] for key in _TOKENS if key in micro_batch)
         parts, reached = [], 0
@@ -60,9 +64,10 @@ class PackedDocuments(Samples):
 
 
 def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Where each document begins, and where its last token is behind: rows of [1, T].
+    """Return the rows [start, stop) of each document in [1, T].
 
-    ValueError: the micro-batch does not tell, or tells of more rows than it has.
+    Raises:
+        ValueError: The micro-batch has no boundaries, or they lie outside of its rows.
     """
     params = micro_batch.get("packed_seq_params")
     if params is None:

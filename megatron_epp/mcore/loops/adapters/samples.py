@@ -1,10 +1,10 @@
-"""Micro-batches of samples side by side, as Megatron's ``pretrain_gpt.py`` draws them.
+"""Adapter for padded samples, as Megatron's ``pretrain_gpt.py`` draws them.
 
     tokens, labels, loss_mask, ...   [B, S]: B samples, the shorter ones padded to S
 
-Megatron's own ``get_batch`` hands on tensors of the whole context among tensor-parallel ranks, into
-which no slice fits: :func:`samples_forward_step` takes slices as they are drawn, on every rank that
-has an iterator. Every sample is a document: tokens within it attend to those before them.
+Megatron's own ``get_batch`` broadcasts tensors of the whole context over tensor-parallel ranks,
+into which no slice fits. :func:`samples_forward_step` takes slices as they are drawn, on every rank
+with an iterator. Every sample is a document: its tokens attend to earlier ones of the sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +18,21 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of, shared_prefixes_of
 
-# loss_of(micro-batch, outputs [B, S, ...]) as the loop's own loss function returns it
+# loss_of(micro-batch, outputs [B, S, ...]) returns what the loop's own loss function returns
 LossOf = Callable[..., Any]
 
 
 class Samples:
-    """lengths: "lengths" of the micro-batch where it has them, else those up to a sample's last
-    token that carries a loss, else S. loss_of: the loop's loss on [B, S]; default: Megatron's sum
-    over unmasked tokens.
+    """Adapter for micro-batches of padded samples.
 
-    keys         what forward steps draw, as far as micro-batches have it
-    share_from   tokens that samples must have in common, from their first on, for what they share
-                 to be computed once; 0: every sample is computed by itself
-    loss_keys    those of the keys that may differ in what is shared, as the loss alone reads them
+    The length of a sample is that of the entry "lengths" if the micro-batch has one. Else the
+    sample ends at its last token with a loss, or at S without a loss mask.
+
+    Attributes:
+        loss_of: The loop's loss on [B, S]; by default Megatron's sum over unmasked tokens.
+        keys: Entries that forward steps draw, if the micro-batch has them.
+        share_from: Least tokens of a common prefix that is computed once; 0: samples share nothing.
+        loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
     """
 
     def __init__(
@@ -45,22 +47,25 @@ class Samples:
         self.keys = tuple(keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
+        """Return the tokens of every sample without its padding."""
         if "lengths" in micro_batch:
             return tuple(map(int, micro_batch["lengths"]))
         samples, rows = micro_batch["tokens"].shape[:2]
         mask = micro_batch.get("loss_mask")
         if mask is None:
             return (rows,) * samples
-        # Behind its last target a sample's tokens are nobody's context.
+        # Tokens after the last target are not needed.
         places = torch.arange(1, rows + 1, device=mask.device)
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
+        """Return the samples and their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
+        """Return tokens [start, stop) of a sample: [1, t, ...] for every key."""
         rows = slice(document, document + 1), slice(start, stop)
         return parts_of(micro_batch, self.keys, rows)
 
@@ -70,13 +75,14 @@ class Samples:
         outputs: Sequence[Tensor],
         non_loss_data: bool = False,
     ) -> Any:
+        """Return ``loss_of`` for the outputs of the samples, padded to [B, S, ...]."""
         laid_out = self.laid_out(micro_batch, outputs)
         if non_loss_data:
             return self.loss_of(micro_batch, laid_out, non_loss_data=True)
         return self.loss_of(micro_batch, laid_out)
 
     def laid_out(self, micro_batch: Mapping[str, Any], outputs: Sequence[Tensor]) -> Tensor:
-        """Return the documents' outputs as rows of the micro-batch; those of padding are 0."""
+        """Return the documents' outputs as rows of the micro-batch, with zeros for padding."""
         rows = micro_batch["tokens"].shape[1]
         padded = pad_sequence(list(outputs), batch_first=True)
         missing = rows - padded.shape[1]
@@ -89,7 +95,10 @@ class Samples:
 def masked_sum(
     micro_batch: Mapping[str, Any], token_losses_BS: Tensor, non_loss_data: bool = False
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's: the loss summed over unmasked tokens, their number, and both for the log."""
+    """Return the loss summed over unmasked tokens, their number, and both for the log.
+
+    This is Megatron's loss function.
+    """
     mask_BS = micro_batch["loss_mask"].to(token_losses_BS.dtype)
     total = (token_losses_BS * mask_BS).sum()
     tokens = mask_BS.sum().to(torch.int)
@@ -98,7 +107,7 @@ def masked_sum(
 
 
 def samples_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """A forward step for loops that have none of their own: losses of the tokens drawn."""
+    """Compute the losses of the drawn tokens: a forward step for loops without their own."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"),

@@ -1,3 +1,3 @@
-"""Import path of before of frameworks.slime.slices."""
+"""Former import path of frameworks.slime.slices."""
 
 from megatron_epp.frameworks.slime.slices import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""Import path of before of frameworks.swift.slices."""
+"""Former import path of frameworks.swift.slices."""
 
 from megatron_epp.frameworks.swift.slices import *  # noqa: F403

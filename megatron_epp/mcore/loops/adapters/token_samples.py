@@ -1,7 +1,6 @@
-"""Samples that a framework keeps as their tokens alone, each of its own length: what slime's and
-verl's adapters have in common.
+"""Adapter for samples that a framework stores as their tokens, the base for slime and verl.
 
-A token's label is the next one of its sample, as both shift them. t tokens of a slice
+A token's label is the next one of its sample, as in both frameworks. t tokens of a slice
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,24 +21,30 @@ from megatron_epp.mcore.model.attention import this_device
 
 
 class TokenSamples:
-    """tokens_of(micro-batch): [L] of every sample. share_from: as of samples (samples.py)."""
+    """Adapter for samples of their own lengths.
+
+    ``tokens_of(micro-batch)`` returns [L] for every sample; ``share_from`` is that of ``Samples``.
+    """
 
     def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]], share_from: int = 0):
         self._tokens_of, self.share_from = tokens_of, share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
+        """Return the tokens of every sample."""
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
+        """Return the samples and their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """The label of a sample's last token; no loss of an answer reads it."""
+        """Return the label of a sample's last token; no loss of an answer reads it."""
         return 0
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
+        """Return tokens [start, stop) of a sample and their labels: [1, t] each."""
         samples = self._tokens_of(micro_batch)
         tokens = samples[document]
         labels = tokens[start + 1 : stop + 1]
@@ -49,8 +54,11 @@ class TokenSamples:
 
 
 def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
-    """A forward step for slices: log-probabilities of the labels, [1, t], or with entropies of
-    the words' distributions [1, t, 2]. Rows named ``temperature`` come before the argument."""
+    """Return a forward step for slices that computes log-probabilities of the labels.
+
+    Its output is [1, t], or with entropies of the vocabulary distributions [1, t, 2]. Drawn rows
+    named ``temperature`` replace the argument.
+    """
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Any, None]:
         drawn = on_this_device(next(data_iterator))
@@ -73,14 +81,16 @@ def in_training(model: Any) -> bool:
 
 
 def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """``rows`` that were drawn, where the model is."""
+    """Return the drawn ``rows`` on the model's device."""
     device = this_device()
     return {name: one if one is None else on_device(one, device) for name, one in rows.items()}
 
 
 def zigzag_part(full_L: Tensor) -> Tensor:
-    """Rows [l, ...] of a sample that this context-parallel rank has where they are cut as Megatron
-    cuts them, zeros behind the sample's end among them; all of them where there is one rank."""
+    """Return the rows [l, ...] of a sample on this context-parallel rank, in Megatron's layout.
+
+    They include zeros after the end of the sample. With one rank, these are all rows.
+    """
     ranks = mpu.get_context_parallel_world_size()
     if ranks <= 1:  # 0 without groups
         return full_L
@@ -90,7 +100,10 @@ def zigzag_part(full_L: Tensor) -> Tensor:
 
 
 def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """[T] each of samples one behind the other, from outputs of :func:`log_prob_step`."""
+    """Return log-probabilities and entropies [T] of concatenated samples.
+
+    ``outputs`` are those of :func:`log_prob_step`.
+    """
     joined = torch.cat(list(outputs))
     if joined.dim() == 1:
         return joined, None

@@ -1,3 +1,3 @@
-"""Import path of before of frameworks.verl.slices."""
+"""Former import path of frameworks.verl.slices."""
 
 from megatron_epp.frameworks.verl.slices import *  # noqa: F403

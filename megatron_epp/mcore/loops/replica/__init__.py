@@ -1,1 +1,1 @@
-"""A replica in a loop of others: its groups, its plans, and what its ranks tell each other."""
+"""A replica of an external training loop: its groups, its plans, the exchange between its ranks."""

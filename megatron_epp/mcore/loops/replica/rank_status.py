@@ -1,7 +1,7 @@
-"""Messages between the ranks of a replica around a call: what they read, what went wrong.
+"""Messages between the ranks of a replica around a call: what they read, and errors.
 
-Two small exchanges over the replica's control group, before the call's ops and behind them. A rank
-that refuses its input, or fails in an op, is heard by all others: all of them raise, none waits.
+There are two small exchanges over the replica's control group, before and after the call's ops. If
+a rank refuses its input, or fails in an op, all ranks raise and none waits.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ class RanksDiffer(LoopRefusal):
 
 
 class LoopFailed(RuntimeError):
-    """Another rank of this replica failed; says which, and in which words."""
+    """Another rank of this replica failed; the message has the rank and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """``value`` of one rank, or its ``refusal`` (a user's mistake), or the ``error`` it met."""
+    """Status of one rank: its ``value``, its ``refusal`` (a user's mistake), or its ``error``."""
 
     value: Any = None
     refusal: str | None = None
@@ -33,17 +33,21 @@ class RankStatus:
 
 
 def error_text(error: Exception) -> str:
+    """Return the type and message of ``error``."""
     return f"{type(error).__name__}: {error}"
 
 
 def refused_by(error: Exception) -> str:
-    """Why micro-batches cannot be read: a refusal's own words, or what a function of the loop's
-    (lengths, an adapter) ended in."""
+    """Return why micro-batches cannot be read.
+
+    A ValueError is a refusal with its own message. Other errors come from a function of the loop,
+    such as lengths or an adapter.
+    """
     return str(error) if isinstance(error, ValueError) else error_text(error)
 
 
 def gather_statuses(own_status: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:
-    """Every rank's word, by its place in ``control``. Collective; None: this rank is alone."""
+    """Return every rank's status by place in ``control``; None: one rank. Collective."""
     if control is None:
         return [own_status]
     every: list[Any] = [None] * control.size()
@@ -52,8 +56,12 @@ def gather_statuses(own_status: RankStatus, control: dist.ProcessGroup | None) -
 
 
 def raise_remote_failure(every: Sequence[RankStatus], control: dist.ProcessGroup | None) -> None:
-    """LoopRefusal: a rank refused its input, in the first such rank's words on every rank.
-    LoopFailed: a rank met an error of another kind; that rank itself raises the error."""
+    """Raise on every rank if a rank refused its input or failed.
+
+    Raises:
+        LoopRefusal: A rank refused its input; the message is that of the first such rank.
+        LoopFailed: A rank met another error, which it raises itself.
+    """
     for place, status in enumerate(every):
         if status.refusal is not None:
             raise LoopRefusal(_message(place, status.refusal, control))
@@ -69,10 +77,12 @@ def _message(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 
 
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
-    """The list that all ranks which know one agree on; None where no rank knows one.
+    """Return the list that all ranks which have one agree on; None if no rank has one.
 
-    ``every``: by place in ``control``, None from ranks that know nothing. RanksDiffer: two
-    ranks differ, with the number of the first micro-batch in which they do.
+    ``every`` is by place in ``control``, with None for ranks without a list.
+
+    Raises:
+        RanksDiffer: Two ranks differ; the message has the first micro-batch in which they do.
     """
     known = [(place, items) for place, items in enumerate(every) if items is not None]
     if not known:

@@ -30,15 +30,25 @@ def read_shapes(
     shape: tuple[int, ...] | None,
     by: ShapeFunction | None,
 ) -> list[MicrobatchShape] | None:
-    """The extent of every micro-batch, by the loop's own function where there is one; None where
-    shapes differ and nobody knows them, or ranks have readers of several frameworks. ``shape``: of
-    all messages, where it is one. Collective.
+    """Return the shape of every micro-batch. Collective.
 
-    ValueError: ranks differ, or a rank refuses what it reads; on every rank.
+    Args:
+        call: The call.
+        pipeline: The pipeline of the call's model.
+        batches: The micro-batches of this rank.
+        shape: Shape of all messages, if they have one.
+        by: The loop's own function, or a framework's reader.
+
+    Returns:
+        The shapes; None if they differ and are unknown, or if ranks have readers of several
+            frameworks.
+
+    Raises:
+        ValueError: On every rank: ranks differ, or a rank refuses what it reads.
     """
     count = call.num_microbatches
     if pipeline.stages == 1:
-        return [MicrobatchShape(1)] * count  # order and messages need none
+        return [MicrobatchShape(1)] * count  # one stage needs no shapes for order and messages
     needed = shape is None or by is not None
     shapes = _agreed(
         call,
@@ -59,8 +69,17 @@ def read_shapes(
 def read_documents(
     call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
 ) -> list[PrefixForest]:
-    """Every micro-batch's documents, and what they share. Collective. ValueError: as
-    :func:`read_shapes`."""
+    """Return the documents of every micro-batch and their shared prefixes. Collective.
+
+    Args:
+        call: The call.
+        pipeline: The pipeline of the call's model.
+        batches: The micro-batches of this rank.
+        model: The attached model.
+
+    Raises:
+        ValueError: As :func:`read_shapes`, or no rank has a data iterator.
+    """
     forests = _agreed(
         call,
         pipeline,
@@ -81,8 +100,10 @@ def _agreed(
     what: str,
     reader: str = "",
 ) -> list[Any] | None:
-    """``read`` of every micro-batch's number, alike on all ranks that have an iterator; None, too,
-    where they have not the same ``reader``."""
+    """Return ``read`` of every micro-batch's number, equal on all ranks with an iterator.
+
+    Returns None if no rank has one, or if ranks do not have the same ``reader``.
+    """
     values, refusal = None, None
     if read is not None and batches.readable:
         try:

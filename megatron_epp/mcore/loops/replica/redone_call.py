@@ -1,7 +1,7 @@
-"""A call whose micro-batches were misread: Megatron's schedule runs it again.
+"""Repetition of a call with misread micro-batches by Megatron's schedule.
 
 The shapes of a framework's micro-batches are read by the rules of its code, which changes. A stage
-whose output has another shape than was read does not end the job: every rank of the replica
+with an output of another shape than was read does not end the job. Every rank of the replica
 restores what the call has changed, and Megatron's schedule runs this call and all later ones.
 """
 
@@ -15,7 +15,7 @@ from megatron_epp.mcore.model.rng import random_states, restore_random_states
 
 
 class WrongShape(ValueError):
-    """A stage's output in another shape than was known beforehand."""
+    """Error: the output of a stage has another shape than was read."""
 
     def __init__(self, chunk: int, expected: tuple[int, ...], came: tuple[int, ...]):
         """Name the micro-batch, the ``expected`` shape, and the one that ``came``."""
@@ -28,18 +28,18 @@ class WrongShape(ValueError):
 
 
 class MisreadCall(Exception):
-    """A call that the replica runs again by Megatron's schedule; its text says what was read."""
+    """Error: Megatron's schedule must run the call again; its text says what was read."""
 
 
 class CallState:
-    """What a call of ``models`` changes: random states, buffers, gradients.
+    """State that a call of ``models`` changes: random states, buffers, gradients.
 
     Gradients that are zero when the call begins, as after an optimizer step, are not copied; others
     are copied to host memory.
     """
 
     def __init__(self, models: Sequence[Any], training: bool):
-        """Save the state; of gradients where the call is ``training``."""
+        """Save the state; gradients only if the call is ``training``."""
         self._random = random_states()
         # By name: ``buffers`` of Megatron's DDP is an attribute, its gradient buffers.
         named = [buffer for model in models for _, buffer in model.named_buffers()]
@@ -61,7 +61,7 @@ class CallState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the state."""
+        """Restore the saved state."""
         restore_random_states(self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)
@@ -74,10 +74,10 @@ class CallState:
 
 
 class ShapeVote:
-    """Whether every output of a replica had the shape that was read.
+    """Vote on whether every output of a replica had the shape that was read.
 
     Each rank contributes after its last forward, and waits for the result before its last backward,
-    in which the reduction of gradients over replicas starts: that cannot be undone. A stage's last
+    which starts the reduction of gradients over replicas: that cannot be undone. A stage's last
     backward depends on all forwards of all stages, so no rank blocks.
     """
 
@@ -95,7 +95,7 @@ class ShapeVote:
             self.cast()
 
     def cast(self) -> None:
-        """Contribute, once: after the last forward, or where no forward will run any more."""
+        """Contribute once: after the last forward, or if no forward will run any more."""
         if self._work is None:
             self._wrong.fill_(int(self.misread))
             self._work = dist.all_reduce(
@@ -104,7 +104,7 @@ class ShapeVote:
 
     @property
     def passed(self) -> bool:
-        """Wait for every rank; return whether all shapes were as read."""
+        """Whether all shapes were as read; waits for every rank."""
         self.cast()
         self._work.wait()
         return not int(self._wrong)

@@ -1,7 +1,7 @@
-"""Process groups of one replica in a loop of others.
+"""Process groups of one replica in an external training loop.
 
-A loop may call its schedule more often on one replica than on another (passes of log-probabilities
-over batches of several sizes): but for the first call, no rank waits for one of another replica.
+A loop may call its schedule more often on one replica than on another, such as log-probability
+passes over batches of several sizes. After the first call, no rank waits for another replica.
 """
 
 from datetime import timedelta
@@ -24,10 +24,10 @@ CONTROL = "epp_loop_control"
 
 
 def replica_ranks() -> tuple[int, ...]:
-    """The ranks of this replica: every stage's tensor- and context-parallel ranks.
+    """Return the ranks of this replica: the tensor- and context-parallel ranks of every stage.
 
-    Megatron numbers ranks by a stride for each degree, so that the ranks of another stage lie as
-    far from these as that stage's rank of this pipeline does from this one.
+    Megatron numbers ranks with a stride per degree. So the ranks of another stage have the same
+    distance from these as that stage's rank of this pipeline has from this rank.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
@@ -36,24 +36,28 @@ def replica_ranks() -> tuple[int, ...]:
 
 
 def meets_other_replicas(config: Any) -> bool:
-    """Whether ranks of other replicas meet this one's inside of its ops: in layers that are spread
-    over replicas, in scales of fp8 that are. Such replicas must run the same ops in the same order,
-    whatever documents each has."""
+    """Return whether ranks communicate with other replicas inside of ops.
+
+    This is so for layers that are sharded over replicas, and for fp8 scales that are computed over
+    them. Such replicas must run the same ops in the same order, whatever documents each has.
+    """
     own_replica = {*replica_ranks()}
     if any(
         not {*dist.get_process_group_ranks(group)} <= own_replica for group in layer_groups(config)
     ):
         return True
     several = mpu.get_data_parallel_world_size() > 1
-    # Transformer Engine takes the largest values of all replicas behind every forward and backward.
+    # Transformer Engine reduces the maxima over all replicas after every forward and backward.
     scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     alone = getattr(config, "tp_only_amax_red", False)
     return several and bool(scales and not alone)
 
 
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
-    """Let all groups of a call of the model of ``config`` speak once, in an order in which nobody
-    waits in vain, before anything is received early. Collective over the world."""
+    """Initialise all groups of a call, in an order that cannot block. Collective over the world.
+
+    It runs before any early receive. ``config`` is the model's.
+    """
     ranks = groups.pipeline_ranks
     connect(groups.payload, groups.pipeline_rank, len(ranks), device, ranks)
     of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -62,11 +66,13 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
-    """Collective over the world, once Megatron has made its groups; afterwards no replica waits for
-    another. ``control`` of the result spans the replica; the groups of ``payload`` span the world,
-    and a message names both its ends.
+    """Make the groups of the replicas. Collective over the world, after Megatron's groups exist.
 
-    ValueError: torch.distributed was initialised in a way in which pipelines stand still.
+    Afterwards no replica waits for another. ``control`` of the result spans the replica. The groups
+    of ``payload`` span the world, and a message names both its ends.
+
+    Raises:
+        ValueError: torch.distributed was initialised in a way that blocks pipelines.
     """
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
         raise ValueError("torch.distributed initialised with a device_id")
@@ -76,7 +82,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
     control = None
     replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
     for ranks in sorted([rank + other - me for rank in own_replica] for other in replicas):
-        # Every rank makes every replica's group, in one order, as Megatron makes its own.
+        # Every rank makes every replica's group, in one order, as Megatron does.
         group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
         control = group if me in ranks else control
     assert control is not None, "this rank is part of a replica"

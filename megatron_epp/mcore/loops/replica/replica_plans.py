@@ -1,4 +1,4 @@
-"""The plans of a replica's calls: made by one rank, told to the others, remembered."""
+"""Plans of a replica's calls: made by one rank, broadcast to the others, cached."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,12 +7,14 @@ from megatron_epp.ir import Chunk, Plan, Span, check
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
-MOST_REMEMBERED = 64  # plans of calls that looked alike
+MOST_REMEMBERED = 64  # limit of cached plans
 
 
 def counted(plan: Plan) -> Plan:
-    """``plan`` with a token in every chunk: what replicas that meet in their ops have in common,
-    however long their micro-batches are."""
+    """Return ``plan`` with one token per chunk.
+
+    Replicas in lockstep have this plan in common, whatever the lengths of their micro-batches.
+    """
     return dataclasses.replace(
         plan,
         documents=(1,) * len(plan.chunks),
@@ -21,16 +23,18 @@ def counted(plan: Plan) -> Plan:
 
 
 class ReplicaPlans:
-    """Makes the replica's plans. All its ranks ask for the same ones, in the same order."""
+    """Cache of the replica's plans; all its ranks ask for the same ones, in the same order."""
 
     def __init__(self, groups: Groups | None):
         self.groups = groups
         self._known: dict[object, Plan] = {}
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """The plan for ``key``, made by ``make`` on one rank where it is not known. Collective.
+        """Return the cached plan for ``key``, else ``make`` it on one rank. Collective.
 
-        PlanError, ValueError: there can be none; on every rank.
+        Raises:
+            PlanError: On every rank: there is no valid plan.
+            ValueError: On every rank: ``make`` failed.
         """
         if key in self._known:
             return self._known[key]
@@ -46,7 +50,7 @@ class ReplicaPlans:
                     text = str(plan)
                 except ValueError as refusal:
                     error = str(refusal)
-                except Exception as unexpected:  # the others wait for a word
+                except Exception as unexpected:  # the other ranks wait for a broadcast
                     error = f"{type(unexpected).__name__}: {unexpected}"
             plan = Plan.parse(broadcast_text(text, error, self.groups.control))
         if len(self._known) >= MOST_REMEMBERED:
