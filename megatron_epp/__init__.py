@@ -1,14 +1,18 @@
-"""Elastic Pipeline Parallelism for Megatron-LM: plans made for the documents of every iteration."""
+"""Elastic pipeline parallelism for Megatron-LM: every iteration runs a plan for its documents."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__version__ = "0.1.0"  # pyproject.toml and CITATION.cff's test read it here
+__version__ = "0.1.0"  # pyproject.toml and the test of CITATION.cff read it here
 
 
 def add_arguments(parser: Any) -> Any:
-    """Add the ``--epp`` flags to Megatron's parser: an ``extra_args_provider`` for scripts of your
-    own."""
+    """Add the ``--epp`` flags to Megatron's parser, as an ``extra_args_provider``.
+
+    Example::
+
+        args = parse_args(extra_args_provider=megatron_epp.add_arguments)
+    """
     from megatron_epp.mcore.job.read_flags import with_our_flags
 
     return with_our_flags(parser)
@@ -19,18 +23,30 @@ def install(
     model_config: Any,
     items: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
 ) -> tuple[Any, Any]:
-    """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
+    """Install elastic pipelines in Megatron's trainer, for entry scripts of your own.
 
-    Call it between reading the flags and ``pretrain``: ``args`` are Megatron's, with those of
-    :func:`add_arguments`; ``model_config`` is what ``gpt_config_from_args`` made of them, or
-    ``hybrid_config_from_args``. Returns the forward step and the data provider to hand to
-    ``pretrain``. On a host without a GPU call :func:`prepare_host` before the first import of
-    Megatron. A ValueError says in one line what cannot run.
+    Call it after parsing the flags and before ``pretrain``. On a CPU-only host call
+    :func:`prepare_host` before the first import of Megatron.
 
-    ``items`` gives documents of your own in the place of --data-path: called with the samples that
-    training, validation and test want (None: one epoch), it returns a dataset for each, or None. A
-    dataset has a length, ``original_seq_lens`` (the length of every item, known ahead), and items
-    that are mappings of tokens, labels, loss_mask and original_seq_len; docs/guides/data.md.
+    Args:
+        args: Megatron's arguments, including those of :func:`add_arguments`.
+        model_config: what ``gpt_config_from_args`` or ``hybrid_config_from_args`` returns for them.
+        items: returns your own documents in place of --data-path. It is called with the numbers of
+            samples that training, validation and test want (None: one epoch), and returns a dataset
+            or None for each. A dataset has a length and ``original_seq_lens``, the length of every
+            item. Its items are mappings with tokens, labels, loss_mask and original_seq_len
+            (docs/guides/data.md).
+
+    Returns:
+        The forward step and the data provider to pass to ``pretrain``.
+
+    Raises:
+        ValueError: one line on what cannot run.
+
+    Example::
+
+        forward_step, datasets = megatron_epp.install(args, gpt_config_from_args(args))
+        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     """
     from megatron_epp.mcore.patching import patch_points
     from megatron_epp.mcore.trainer import setup
@@ -42,7 +58,7 @@ def install(
 
 
 def prepare_host() -> bool:
-    """Make Megatron run on a host without a GPU; returns whether this is one."""
+    """Make Megatron run on a CPU-only host, and return whether this is one."""
     from megatron_epp.mcore.patching import cpu_host
 
     return cpu_host.install_cpu_host()
@@ -57,33 +73,42 @@ def install_schedule(
     timeout: Any = None,
     observe: Any = None,
 ) -> Any:
-    """Run the micro-batches of any training loop as plans: wherever it calls what
-    ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns.
+    """Run the micro-batches of any training loop by plans (scheduling mode).
 
-    The loop stays as it is: forward step, iterator, model, losses, order of what is returned. Each
-    micro-batch is a chunk; seconds that were measured in earlier calls choose the order of
-    micro-batches and where backwards are split, within what Megatron's 1F1B would have held on its
-    fullest rank in this call or one before.
-    Where nothing is gained the order is Megatron's; calls that ask for what plans cannot do
-    (CUDA graphs, ...) are left to Megatron, which is logged once.
+    It replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
+    returns. The loop does not change: forward step, iterator, model, losses and the order of
+    results stay. Each micro-batch is one chunk. Times measured in earlier calls choose the order of
+    micro-batches and which backwards are split. Memory stays within what Megatron's 1F1B would hold
+    on its fullest rank, in this call or an earlier one.
 
-    lengths          (micro-batch as the iterator gives it) -> rows of its hidden states over all
-                     ranks of a stage, padding included, or a MicrobatchShape
-                     (planner/calls/microbatch.py), or None where it cannot tell. Needed where
-                     ``variable_seq_lengths`` is on and micro-batches are no mappings with
-                     ``tokens`` or ``input_ids``: else Megatron's
-                     schedule runs such calls
-    reorder          micro-batches may run in another order (never with experts)
-    split_backward   backwards may be split into halves for input and weight gradients; None: in
-                     Megatron's local layers, not in Transformer Engine's (no GPU has run those)
-    headroom         hold so much more than Megatron's 1F1B would on its fullest rank, as a share
-    timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
-    observe          called behind every call with its plan, records and peak (loops/settings.py)
+    If a plan gains nothing, Megatron's order runs. Calls that plans do not support, such as CUDA
+    graphs, are left to Megatron, which is logged once. A Megatron before 0.16 keeps its own
+    schedule: a warning, and ``reason`` of the returned object, say why. A loop that stores the
+    schedule function must be built after this call.
 
-    Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
-    ValueError says what cannot be used. A loop that keeps the function must be built behind this.
-    With a Megatron that lacks what a plan needs (one before 0.16) its own schedule stays in place:
-    a warning says why, and so does ``reason`` of what is returned.
+    Args:
+        lengths: maps a micro-batch of the iterator to the rows of its hidden states over all ranks
+            of a stage, including padding. It may also return a MicrobatchShape
+            (planner/calls/microbatch.py), or None if it does not know. It is needed if
+            ``variable_seq_lengths`` is on and micro-batches are not mappings with ``tokens`` or
+            ``input_ids``; else Megatron's schedule runs such calls.
+        reorder: whether micro-batches may run in another order (never with MoE).
+        split_backward: whether backwards may be split into input and weight gradients. None: with
+            Megatron's local layers, but not with Transformer Engine's.
+        headroom: memory above Megatron's 1F1B on its fullest rank, as a fraction.
+        timeout: ``datetime.timedelta`` that a rank waits for another; default 10 minutes.
+        observe: called after every call with its plan, records and memory peak (loops/settings.py).
+
+    Returns:
+        An object whose ``remove()`` restores Megatron's schedules; also a context manager.
+
+    Raises:
+        ValueError: one line on what cannot be used.
+
+    Example::
+
+        megatron_epp.install_schedule()  # once, before the loop asks for its schedule
+        forward_backward = get_forward_backward_func()
     """
     from megatron_epp.autoload import NoInstallation
 
@@ -114,23 +139,42 @@ def log_probs(
     entropy: bool = False,
     **inputs: Any,
 ) -> Any:
-    """Log-probabilities of tokens by a model of Megatron's, without its logits: no more of them
-    than a block of rows' live at once, in forward and backward.
+    """Compute log-probabilities of tokens without materialising the model's logits.
 
-    For a forward step, in the place of ``model(**inputs)``: under any schedule, with any model that
-    holds Megatron's GPTModel or HybridModel, whole or in slices, without :func:`attach` as well.
-    On the last stage returns log-probabilities [B, S] of ``labels``, in float32 (float64 where the
-    model is), or with ``entropy`` them and the entropies [B, S] of the words' distributions; on
-    other stages what the model returns. Gradients go through both.
+    At most a block of rows of logits is alive at once, in forward and backward. Use it in a forward
+    step in place of ``model(**inputs)``, under any schedule, with or without :func:`attach`. The
+    model is, or holds, Megatron's GPTModel or HybridModel. Softmax runs over all vocabulary entries
+    including padding, as in Megatron's loss.
 
-    labels        [B, S]: the token that each token is to predict; None may be on other stages
-                  than the last. Over context-parallel ranks: of this rank's tokens
-    temperature   by which logits are divided: a number, or a tensor that expands to [B, S]
-    inputs        of the model's forward, but no labels of its own
+    Args:
+        model: the model.
+        labels: [B, S], the token that each position predicts; with context parallelism those of
+            this rank. None is allowed except on the last stage.
+        temperature: divisor of the logits: a number, or a tensor that expands to [B, S].
+        entropy: whether to return entropies too.
+        inputs: arguments of the model's forward, without labels.
 
-    Softmax is over all words of the output layer, those that pad it among them, as in Megatron's
-    loss. ValueError: labels of another shape; an output layer with a bias or adapters; a model that
-    predicts further tokens.
+    Returns:
+        On the last stage, log-probabilities [B, S] in float32 (float64 for a float64 model). With
+        ``entropy``, a pair of them and the entropies [B, S] of the distributions. Both are
+        differentiable. On other stages, the model's output.
+
+    Raises:
+        ValueError: if labels have another shape, or the LM head has a bias or adapters, or the
+            model has multi-token prediction.
+
+    Example::
+
+        def forward_step(data_iterator, model):
+            batch = next(data_iterator)
+            output = megatron_epp.log_probs(
+                model,
+                batch["labels"],
+                input_ids=batch["tokens"],
+                position_ids=batch["position_ids"],
+                attention_mask=None,
+            )
+            return output, partial(policy_loss, batch)
     """
     from megatron_epp.mcore.loops.token_log_probs import model_log_probs
 
@@ -147,22 +191,31 @@ def divide(
     same_count: bool = False,
     prefixes: Any = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide samples of these ``lengths`` (tokens) over data-parallel replicas by the seconds that
-    they take: the longest first, each to the replica that is done first, as --epp divides.
+    """Divide samples over data-parallel replicas by their predicted time.
 
-    Returns the numbers of every replica's samples, in the order given; each has one at least. For
-    loops that divide by themselves; imports no torch.
+    The longest sample goes first, each to the replica that finishes first, as --epp divides
+    documents. It is for loops that assign samples themselves, and imports no torch.
 
-    model        a name of the catalogue (``python -m megatron_epp plan --help``), or a JSON file
-    device       the same, of devices
-    profile      a file that ``python -m megatron_epp profile`` measured, in the place of the
-                 device's assumptions
-    same_count   as many samples on every replica, as loops want whose steps count them
-    prefixes     what ``megatron_epp.corpus.shared_prefixes.shared_prefixes`` finds in the samples:
-                 what they share is computed once on each replica that has any of them, and so
-                 paid again where a group is split
+    Args:
+        lengths: tokens of every sample.
+        replicas: number of replicas.
+        model: name in the catalogue (``python -m megatron_epp plan --help``), or a JSON file.
+        device: name in the catalogue of devices, or a JSON file.
+        profile: file that ``python -m megatron_epp profile`` wrote; replaces the device's analytic
+            cost model.
+        same_count: whether every replica gets equally many samples.
+        prefixes: result of ``megatron_epp.corpus.shared_prefixes.shared_prefixes`` for the samples.
+            A prefix is computed once on each replica that has a sample with it.
 
-    A ValueError says in one line what cannot be divided.
+    Returns:
+        The indices of every replica's samples in ascending order, at least one per replica.
+
+    Raises:
+        ValueError: one line on what cannot be divided.
+
+    Example::
+
+        local_samples = megatron_epp.divide(lengths, dp_size, model="llama3-8b")[dp_rank]
     """
     from megatron_epp.planner.division import divided
 
@@ -177,26 +230,37 @@ def attach(
     head_again: bool = True,
     memory_gib: float | None = None,
 ) -> Any:
-    """Cut the documents of a training loop's micro-batches: slices in any loop.
+    """Run a training loop's micro-batches in slices of documents (slicing mode).
 
-    Call it once the model is built (and wrapped): every pass of the loop over this model through
-    ``get_forward_backward_func`` is then run in slices, losses that need whole documents included.
-    ``install_schedule`` is called with its defaults where it was not.
+    Call it once the model is built and wrapped. Every pass over this model through
+    ``get_forward_backward_func`` then runs in slices, including losses that need unsliced
+    documents. It calls :func:`install_schedule` with its defaults if that was not called.
 
-    model_chunks   the loop's model, or its list of one: whatever is or holds a GPTModel or a
-                   HybridModel of Megatron's, or a subclass
-    adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
-                   mcore/loops/adapters has two for common forms
-    attention      as --epp-attention
-    head_again     the output layer of slices runs again in the backward; else logits are kept
-    memory_gib     what a stage may hold for chunks between forward and backward, estimated from the
-                   model's shape: layers are then recomputed per stage and chunk, where that fills
-                   it, in the place of the model's own recompute of whole layers (of whole
-                   micro-batches, too, where there are several stages). Default: as many tokens as
-                   Megatron's 1F1B would hold, recomputed as the model says
+    Args:
+        model_chunks: the loop's model, or a list of one: a GPTModel or HybridModel of Megatron, a
+            subclass, or a module that holds one.
+        adapter: lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
+            mcore/loops/adapters has two for common forms.
+        attention: kernels, as --epp-attention.
+        head_again: whether the LM head of slices is recomputed in the backward; else logits are
+            saved.
+        memory_gib: memory of a stage's chunks between forward and backward, estimated from the
+            model's shape. Layers are recomputed per stage and chunk as needed, instead of the
+            model's own recompute of whole layers. Default: as many tokens as Megatron's 1F1B holds,
+            recomputed as the model says.
 
-    Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
-    turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
+    Returns:
+        An object with ``adapter``, which another pass may replace, and ``slicing``; False turns
+        slices off.
+
+    Raises:
+        ValueError: one line on what cannot be sliced.
+
+    Example::
+
+        from megatron_epp.mcore.loops.adapters.samples import Samples
+
+        attached = megatron_epp.attach(model, Samples(loss))
     """
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import installed

@@ -1,6 +1,6 @@
-"""``python -m megatron_epp COMMAND``: plan simulate compare draw check serve profile certify.
+"""Entry of ``python -m megatron_epp COMMAND``.
 
-Bad input is one line on stderr and exit status 2, never a traceback.
+Bad input is reported as one line on stderr with exit status 2, never as a traceback.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
-if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is told)
+if sys.version_info < (3, 12):  # noqa: UP036  (older versions get an error line)
     print(
         f"megatron_epp: error: this is Python {sys.version.split()[0]}; expected 3.12 or newer "
         "(in a checkout, scripts/setup_env.sh makes .venv/bin/python)",
@@ -21,20 +21,29 @@ if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is tol
 from megatron_epp.cli.options import DOING, PROGRAM, parse
 from megatron_epp.ir.errors import for_terminal
 
-# What brings a missing package, where the package alone does not (pyproject.toml).
+# Extra of pyproject.toml that installs a missing package.
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]",
            "tokenizers": "[lengths]", "pyarrow": "[lengths]"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        arguments: the command line without the program; None takes ``sys.argv``.
+
+    Example::
+
+        status = main(["check", "p.plan"])
+    """
     try:
         chosen = parse(arguments)
         if chosen.command in DOING:
             return _doing(chosen.command, chosen.rest)
         with warnings.catch_warnings():
-            # numpy's words on an overflow: they would say nothing to whoever named the numbers.
+            # numpy's overflow warning does not say which input was wrong.
             warnings.filterwarnings("error", ".* encountered in ", RuntimeWarning)
-            # Here, not above: solver and compiler take seconds to load, and check needs neither.
+            # Imported late: solver and compiler take seconds to load, and `check` needs neither.
             return import_module(f"megatron_epp.cli.{chosen.command}").run(chosen)
     except RuntimeWarning as error:
         print(
@@ -45,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            # The reader (a pager, head) has seen enough. stdout must not be flushed once more.
+            # The reader (a pager, head) has closed the pipe; stdout must not be flushed again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         text = str(error).split("\n")[0] or type(error).__name__
@@ -68,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doing(command: str, rest: Sequence[str]) -> int:
-    """The commands of the doing tower, which needs torch and Megatron."""
-    # Before the import: torch and Megatron take long to load, and every process loads them.
+    """Run a command that needs torch and Megatron."""
+    # Before the import: torch and Megatron take long to load, in every process.
     import_module("megatron_epp.cli.megatron_flags").require_known(command, rest)
     for name, extra in _EXTRAS.items():
         if extra == "[train]" and find_spec(name) is None:

@@ -1,6 +1,6 @@
-"""``import megatron_epp.adaptor`` on a script's first line: level 0, whatever the variable says.
+"""Import this module on a script's first line to turn scheduling mode on.
 
-Importing it is the request: as frameworks' own adaptors are used, one line without a call.
+The import is the request, whatever MEGATRON_EPP says, as with other frameworks' adaptors.
 """
 
 from megatron_epp.autoload import switch_on

@@ -1,18 +1,18 @@
-"""One variable: MEGATRON_EPP=1 runs level 0 wherever Megatron's schedules are imported.
+"""MEGATRON_EPP=1: scheduling mode wherever Megatron's schedules are imported.
 
     torch, at the end of its import     entry points "torch.backends"        start()
     verl, in each of its processes      entry points "verl.plugins"          megatron_epp.plugin
-    python -m megatron_epp.run          a script's or module's own process   switch_on()
-    import megatron_epp.adaptor         a line of one's own                  switch_on()
+    python -m megatron_epp.run          process of a script or module        switch_on()
+    import megatron_epp.adaptor         a line of your own                   switch_on()
 
-torch's entry point is the one that every process passes, torchrun's and Ray's alike, before it can
-import Megatron. (A .pth in site-packages would reach as far: into every Python of the environment,
-not into editable installs, and some clusters forbid it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns
-torch's off; then one of the others is left.) Without the variable nothing happens.
+Every process, including torchrun's and Ray's, runs torch's entry point before it can import
+Megatron. A .pth file in site-packages would affect every Python of the environment, does not work
+for editable installs, and is forbidden on some clusters. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables
+torch's entry points; the other ways remain. Without the variable nothing happens.
 
-Nothing is imported before its time. When Megatron's module of schedules has been imported, its
-functions are replaced by ones that wait: the first call to one of them, when the framework is up,
-brings our schedule in, or, if that fails, says why in one line and leaves Megatron's where it was.
+Imports are deferred. When Megatron's module of schedules has been imported, its functions are
+replaced by stubs. The first call of a stub installs our schedule. If that fails, one line says why,
+and Megatron's functions are restored.
 """
 
 import functools
@@ -28,19 +28,23 @@ from typing import Any
 VARIABLE = "MEGATRON_EPP"
 ON, OFF = ("1", "on", "true", "yes"), ("", "0", "off", "false", "no")
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-# Megatron's functions by the pipeline that each runs.
+# Megatron's functions by kind of pipeline.
 NO_PIPELINE, PIPELINE, INTERLEAVED = "no pipeline", "pipeline", "interleaved"
 TARGETS = {
     PIPELINE: "forward_backward_pipelining_without_interleaving",
     NO_PIPELINE: "forward_backward_no_pipelining",
     INTERLEAVED: "forward_backward_pipelining_with_interleaving",
 }
-WAITS_FOR = "__megatron_epp_waits_for__"  # of a function that waits: Megatron's own
+WAITS_FOR = "__megatron_epp_waits_for__"  # attribute of a stub: Megatron's function
 CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def asked(value: str | None) -> bool:
-    """Whether ``value`` of the variable asks for level 0. ValueError: it is neither yes nor no."""
+    """Return whether ``value`` of the variable requests scheduling mode.
+
+    Raises:
+        ValueError: if it is neither yes nor no.
+    """
     word = (value or "").strip().lower()
     if word not in ON + OFF:
         raise ValueError(f"{VARIABLE}={value}: expected 1 (level 0) or 0 (nothing)")
@@ -48,8 +52,10 @@ def asked(value: str | None) -> bool:
 
 
 def start() -> None:
-    """Switch level 0 on if the variable asks. Raises nothing: the import that calls this would end
-    with it."""
+    """Turn scheduling mode on if the variable requests it.
+
+    It raises nothing, because an error would abort the import that calls it.
+    """
     value = os.environ.get(VARIABLE)
     if not value:
         return
@@ -57,34 +63,31 @@ def start() -> None:
         if asked(value):
             switch_on()
     except ValueError as refusal:
-        # Said where it matters: by a process that imports Megatron.
+        # Reported by processes that import Megatron only.
         words = f"{refusal}; Megatron's own schedule runs"
         _when_imported(lambda schedules: say(words))
 
 
 def switch_on() -> None:
-    """Let Megatron's schedules be replaced as soon as they are imported; now, if they are."""
+    """Replace Megatron's schedules when they are imported, or now if they are."""
     _when_imported(stand_in)
 
 
 class NoInstallation:
-    """No schedule of ours: Megatron's own stays, and one line says why (``install_schedule``)."""
+    """Result of ``install_schedule`` where Megatron's schedule stays; one line says why."""
 
     def __init__(self, reason: str):
         self.reason = reason
         say(f"megatron_epp {_version()}: Megatron's own schedule runs: {reason}")
 
     def remove(self) -> None:
-        """Nothing is in Megatron's place."""
+        """Do nothing: Megatron's functions were not replaced."""
 
     def __enter__(self) -> "NoInstallation":
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
-
-
-# ------------------------------------------------------------------ when Megatron is imported
 
 
 def _when_imported(act: Callable[[ModuleType], None]) -> None:
@@ -95,7 +98,7 @@ def _when_imported(act: Callable[[ModuleType], None]) -> None:
 
 
 class _SchedulesFinder(MetaPathFinder):
-    """Finds one module as the others do, and acts behind its import."""
+    """Finder that delegates to the others and runs a function after the module's import."""
 
     def __init__(self, act: Callable[[ModuleType], None]):
         self.act = act
@@ -105,7 +108,7 @@ class _SchedulesFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != SCHEDULES:
             return None
-        sys.meta_path.remove(self)  # its work is done; and the others are asked below
+        sys.meta_path.remove(self)  # removed before the other finders are asked
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _ActingLoader(spec.loader, self.act)
@@ -127,11 +130,8 @@ class _ActingLoader(Loader):
         return getattr(self.loader, name)
 
 
-# ------------------------------------------------------------------ in the place of its functions
-
-
 def stand_in(schedules: ModuleType) -> None:
-    """Replace the module's three functions by ones that wait for their first call."""
+    """Replace the module's three functions by stubs that act at their first call."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
         say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
@@ -148,7 +148,7 @@ def _waiting(schedules: ModuleType, name: str, own: Callable[..., Any]) -> Calla
     def forward_backward(*arguments: Any, **keywords: Any) -> Any:
         if getattr(schedules, name) is forward_backward:
             _bring_in(schedules, keywords.get("forward_step_func"))
-        # A loop may have kept this function: it is the module's that counts.
+        # A loop may have stored this stub: call the module's current function.
         return getattr(schedules, name)(*arguments, **keywords)
 
     setattr(forward_backward, WAITS_FOR, own)
@@ -156,7 +156,7 @@ def _waiting(schedules: ModuleType, name: str, own: Callable[..., Any]) -> Calla
 
 
 def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
-    """Put our schedule where those stand that wait; Megatron's own where that cannot be."""
+    """Replace the stubs by our schedule; if that fails, by Megatron's functions."""
     for name in TARGETS.values():
         function = getattr(schedules, name)
         setattr(schedules, name, getattr(function, WAITS_FOR, function))
@@ -164,10 +164,10 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
         from megatron_epp.frameworks.known import framework_of
 
         if isinstance(_package().install_schedule(), NoInstallation):
-            return  # which has said why
+            return  # it has logged the reason
         framework = framework_of(forward_step)
         say_mode("level 0", framework.name if framework else "a loop of its own")
-    except Exception as error:  # whatever it is, the job goes on
+    except Exception as error:  # whatever the error, the job continues
         say(
             f"megatron_epp {_version()} cannot run here, Megatron's own schedule does: "
             f"{first_line(error)}"
@@ -175,12 +175,12 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
 
 
 def say_mode(level: str, where: str) -> None:
-    """Say that scheduling mode (level 0) or slicing mode (level 1) is on, and where."""
+    """Log that scheduling mode (level 0) or slicing mode (level 1) is on, and in which loop."""
     say(f"megatron_epp {_version()}: {level}, {_megatron()}, {where}")
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first line of ``error``, for a warning."""
+    """Return the type and the first line of ``error``, for a warning."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -191,7 +191,7 @@ def _megatron() -> str:
 
 
 def _package() -> Any:
-    return sys.modules[__package__]  # imported with this module; an import would be a circle
+    return sys.modules[__package__]  # already imported; an import statement would be circular
 
 
 def _version() -> str:
@@ -199,9 +199,11 @@ def _version() -> str:
 
 
 def _open_queues() -> None:
-    """Give a device enough hardware queues, where nobody has said how many and CUDA is not up: with
-    one, ops stand behind messages that wait. Megatron asks for 1 in some jobs, so what is set
-    stays; the schedule says what that costs."""
+    """Set CUDA_DEVICE_MAX_CONNECTIONS unless it is set or CUDA is initialised.
+
+    With one hardware queue, ops wait for messages that were posted earlier. Some Megatron jobs need
+    1, so an existing value stays, and the schedule reports its cost.
+    """
     torch = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
     if CONNECTIONS not in os.environ and not started:
@@ -209,10 +211,10 @@ def _open_queues() -> None:
 
 
 def say(words: str, by: int = 0) -> None:
-    """Print one line on stderr, by rank ``by``.
+    """Print one line on stderr on rank ``by``.
 
     Not through logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers, and
-    whoever switched a mode on must see whether it runs.
+    users must see whether the mode is on.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

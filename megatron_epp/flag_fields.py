@@ -1,4 +1,4 @@
-"""Flags of a command line as fields of a dataclass, each with its type, default, unit and help."""
+"""Command-line flags as fields of a dataclass, each with its type, default, unit and help."""
 
 import argparse
 import difflib
@@ -15,19 +15,23 @@ def flag(
     word: tuple[str, Callable[[str], Any]] | None = None,
     **how: Any,
 ) -> Any:
-    """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``.
+    """Return a field whose flag is ``--`` and its name with hyphens.
 
-    help_   a function is called when the flag is added: for what takes long to import
-    word    (metavar, type), where the field's own type does not read it
-    short   ``-o`` beside ``--output``; ``positional``: the name without dashes, no default
+    Args:
+        default: default value.
+        help_: help text, or a function that returns it, if that takes long to import.
+        word: (metavar, type), if the field's own type cannot parse the flag.
+        how: arguments of ``add_argument``, and ``short`` (such as ``-o``) or ``positional``.
     """
     read = {} if word is None else {"metavar": word[0], "type": word[1]}
     return field(default=default, metadata={"help": help_, **read, **how})
 
 
 def add_flags(parser: Any, schema: type) -> None:
-    """Add the fields of the dataclass ``schema``, as a group where it has a TITLE (and a NOTE),
-    but for those that it says to OMIT."""
+    """Add the fields of the dataclass ``schema`` to a parser.
+
+    They form a group if the schema has a TITLE (and a NOTE). Fields named in its OMIT are left out.
+    """
     if title := getattr(schema, "TITLE", None):
         parser = parser.add_argument_group(title, getattr(schema, "NOTE", None))
     for each in fields(schema):
@@ -53,20 +57,21 @@ def _add_flag(parser: Any, each: Field[Any]) -> None:
 
 
 def flag_of(name: str) -> str:
+    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 class JoinedArguments(argparse.Action):
-    """Action of a flag whose value may be several words, as ``--placement interleaved 2``."""
+    """Action of a flag whose value may be several words, such as ``--placement interleaved 2``."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        """Set the flag's value to the words joined by spaces."""
         setattr(namespace, self.dest, " ".join(values))
 
 
-# ------------------------------------------------------------------ types
-
-
 def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
+    """Return a type function for integers from ``least`` to ``most``."""
+
     def read(text: str) -> int:
         try:
             value = int(text) if len(text) <= 15 else most + 1
@@ -81,6 +86,11 @@ def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
 
 
 def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
+    """Return a type function for numbers from 1 / ``most`` to ``most``.
+
+    ``unit`` is for its message.
+    """
+
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -98,6 +108,7 @@ def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
 
 
 def fraction(text: str) -> float:
+    """Parse a fraction from 0 to below 1."""
     try:
         value = float(text)
     except ValueError:
@@ -108,7 +119,10 @@ def fraction(text: str) -> float:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Instead of argparse's choices, whose refusal shows no near match."""
+    """Return a type function for one of ``names``.
+
+    Its error suggests a near match, which argparse's ``choices`` do not.
+    """
 
     def read(text: str) -> str:
         if text not in names:

@@ -1,4 +1,4 @@
-"""A module for frameworks that load modules by entry point (``verl.plugins``) and call nothing."""
+"""Module for frameworks that load modules by entry point (``verl.plugins``) and call nothing."""
 
 from megatron_epp.autoload import start
 

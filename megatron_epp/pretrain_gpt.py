@@ -1,4 +1,4 @@
-"""``torchrun -m megatron_epp.pretrain_gpt <Megatron-LM flags> [--epp --epp-*]``: train a GPT."""
+"""Entry to train a GPT: ``torchrun -m megatron_epp.pretrain_gpt <flags> [--epp --epp-*]``."""
 
 import time
 
@@ -6,8 +6,9 @@ _STARTED = time.time()
 
 
 def run() -> None:
-    """Train; the import stays in here so that Megatron's checkpoint writers, which import this file
-    again, stay cheap.
+    """Train a GPT by Megatron's flags.
+
+    Imports are local, because Megatron's checkpoint writers import this file again.
     """
     from megatron_epp.mcore.trainer.launcher import end_with_launcher
 

@@ -1,5 +1,7 @@
-"""``torchrun -m megatron_epp.pretrain_hybrid <Megatron-LM flags> [--epp --epp-*]``: train a
-HybridModel, whose layers --hybrid-layer-pattern names."""
+"""Entry to train a HybridModel: ``torchrun -m megatron_epp.pretrain_hybrid <flags> [--epp]``.
+
+--hybrid-layer-pattern names its layers.
+"""
 
 import time
 
@@ -7,8 +9,9 @@ _STARTED = time.time()
 
 
 def run() -> None:
-    """Train; the import stays in here so that Megatron's checkpoint writers, which import this file
-    again, stay cheap.
+    """Train a HybridModel by Megatron's flags.
+
+    Imports are local, because Megatron's checkpoint writers import this file again.
     """
     from megatron_epp.mcore.trainer.launcher import end_with_launcher
 

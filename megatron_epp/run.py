@@ -1,10 +1,10 @@
-"""``python -m megatron_epp.run SCRIPT [ARGUMENTS]``: a script, with level 0 in its process.
+"""Runner of a script with scheduling mode: ``python -m megatron_epp.run SCRIPT [ARGUMENTS]``.
 
     torchrun --nproc-per-node 8 -m megatron_epp.run pretrain_gpt.py ARGUMENTS
     python -m megatron_epp.run -m PACKAGE.MODULE ARGUMENTS
 
-MEGATRON_EPP=0 runs the script as it is. Processes that the script starts elsewhere, such as Ray's
-workers, want the variable: see docs/guides/frameworks.md.
+MEGATRON_EPP=0 runs the script unchanged. Processes that the script starts elsewhere, such as Ray's
+workers, need the variable: see docs/guides/frameworks.md.
 """
 
 import os
@@ -19,7 +19,12 @@ USAGE = "python -m megatron_epp.run SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]
 
 
 def main(words: Sequence[str]) -> int:
-    """The script's own exit where it has one. 2: there is no such script, or a variable's typo."""
+    """Run a script or module and return the exit status.
+
+    Returns:
+        0, or 2 if there is no such script or the variable's value is invalid. The script's own
+        exit, if any, takes precedence.
+    """
     module = words[:1] == ["-m"]
     rest = list(words[module:])
     try:

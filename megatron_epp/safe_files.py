@@ -1,4 +1,4 @@
-"""Files that users name or that a job keeps: read within a bound, written whole or not at all."""
+"""Files of users and jobs: read with a size limit, written atomically."""
 
 import os
 import secrets
@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_TEXT_BYTES = 16 << 20  # of a text that a person writes or a job keeps: far above any
+MOST_TEXT_BYTES = 16 << 20  # of a text written by a person or a job; far above any real one
 
 
 def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
     """Return the bytes of the file at ``path``.
 
-    A ValueError where they are more than ``most_bytes``, as of a device without end, or where a
-    pipe lies in the folder: opening it would wait for somebody to write. A shell's ``<(command)``
-    is a pipe without a place in any folder, and is read. OSError: it cannot be read.
+    A pipe in a folder is refused, because opening it blocks until another process writes. A shell's
+    ``<(command)`` is a pipe outside any folder, and is read.
+
+    Raises:
+        ValueError: if the file is longer than ``most_bytes``, as an endless device is, or a pipe.
+        OSError: if it cannot be read.
     """
     if stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path)):
         raise ValueError(f"is a pipe; expected {expected} in a regular file")
@@ -24,7 +27,7 @@ def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
 
 
 def read_at_most(file: BinaryIO, most_bytes: int, expected: str) -> bytes:
-    """Return the rest of ``file``. ValueError: it is longer than ``most_bytes``."""
+    """Return the rest of ``file``; raise a ValueError if it is longer than ``most_bytes``."""
     data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"longer than {most_bytes >> 20} MiB; expected {expected}")
@@ -32,9 +35,10 @@ def read_at_most(file: BinaryIO, most_bytes: int, expected: str) -> bytes:
 
 
 def bounded_lines(path: str | Path, expected: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, bytes) of every line of the file at ``path``, of any length itself.
+    """Yield (number from 1, bytes) of every line of a file, which may have any length.
 
-    ValueError: a line is longer than MOST_TEXT_BYTES, with the file and its number.
+    Raises:
+        ValueError: if a line is longer than ``MOST_TEXT_BYTES``.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_TEXT_BYTES + 1), b""), 1):
@@ -47,7 +51,13 @@ def bounded_lines(path: str | Path, expected: str) -> Iterator[tuple[int, bytes]
 def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str:
     """Return the text of the file at ``path``, as :func:`read_bounded` reads it.
 
-    ``errors``: as of ``bytes.decode``. ValueError: too long, a pipe, or (strict) no UTF-8.
+    Args:
+        path: the file.
+        expected: what the message says was expected.
+        errors: error handling of ``bytes.decode``.
+
+    Raises:
+        ValueError: if the file is too long, a pipe, or (with "strict") not UTF-8.
     """
     data = read_bounded(path, MOST_TEXT_BYTES, expected)
     try:
@@ -57,11 +67,18 @@ def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str
 
 
 def replace_file(path: str | Path, data: str | bytes, durable: bool = False) -> None:
-    """Write ``data`` to ``path`` so that a reader finds what stood there, or all of ``data``.
+    """Replace the content of ``path`` atomically by ``data``.
 
-    It is written to a new file next to ``path``, of a name that nobody can foretell, which then
-    takes the place of what stands at ``path``: no link there is followed and no pipe opened.
-    ``durable``: it survives a power failure, too. OSError: nothing has changed.
+    The data is written to a new file with a random name in the same folder, which is then renamed.
+    Links and pipes at ``path`` are replaced, not followed or opened.
+
+    Args:
+        path: the file.
+        data: its new content.
+        durable: whether to survive a power failure.
+
+    Raises:
+        OSError: if it fails; ``path`` is then unchanged.
     """
     target = Path(path)
     partial = target.with_name(f".{secrets.token_hex(8)}.partial")
@@ -81,9 +98,10 @@ def replace_file(path: str | Path, data: str | bytes, durable: bool = False) -> 
 
 
 def open_regular(path: Path) -> int:
-    """Return a descriptor of the plain file at ``path`` to read and append to, made if absent.
+    """Return a descriptor of the regular file at ``path``, to read and append; create it if absent.
 
-    OSError: a link, a pipe or a device lies there, or it cannot be opened.
+    Raises:
+        OSError: if a link, a pipe or a device is there, or the file cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)

@@ -8,7 +8,7 @@
 #   numpy-1.26   Python 3.12 with numpy 1.26.4 alone, as frameworks' images have it: what pip then brings must go with it
 #
 # pip may change nothing that is there; torch is nowhere. Each runs some of the planners' tests, golden plans byte for byte
-# among them (numpy-1.26 those alone). Exit status: 0 all passed, 1 something failed.
+# among them (numpy-1.26 those alone), with the bounds of compiled code checked. Exit status: 0 all passed, 1 something failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$PWD/.ranges
@@ -62,7 +62,7 @@ try() {
     fi
     (cd "$there" && bin/megatron-epp --version) || return 1
     # shellcheck disable=SC2086  # a word is a file
-    NUMBA_CACHE_DIR=$there/numba "$there/bin/python" -m pytest -q -p no:cacheprovider $tests \
+    NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$there/numba-checked "$there/bin/python" -m pytest -q -p no:cacheprovider $tests \
         -k "not is_fast and (not golden_one or 0-)"
 }
 

@@ -1,1 +1,1 @@
-"""The certificate of a trainer: gradients of random plans against a plain model's."""
+"""Certificates: gradients of random plans compared with those of a reference model."""

@@ -1,7 +1,7 @@
-"""The list of collectives that an iteration may issue, by name, with the reason for each.
+"""List of the collectives that an iteration may issue, with the reason for each.
 
-Point-to-point messages between stages are exactly the planned ones; everything else that goes over
-a process group is on this list, or it is a bug: a collective that one rank issues more often than
+Point-to-point messages between stages are exactly the planned ones. Every other collective must be
+on this list; otherwise it is a bug, because a collective that one rank issues more often than
 another hangs the job.
 """
 
@@ -19,8 +19,9 @@ DATA_GROUP = "DATA_PARALLEL_GROUP_WITH_CP"
 
 @dataclass(frozen=True, slots=True)
 class AllowedCollective:
-    """``group`` and ``callers`` are patterns for all of the group's description and of the
-    function's dotted name.
+    """An entry of the list; ``group`` and ``callers`` are patterns.
+
+    They must match the group's description and the function's dotted name completely.
     """
 
     name: str
@@ -29,6 +30,7 @@ class AllowedCollective:
     why: str
 
     def covers(self, collective: Collective) -> bool:
+        """Return whether a collective matches this entry."""
         return bool(
             re.fullmatch(self.group, collective.group)
             and re.fullmatch(self.callers, collective.caller)
@@ -36,7 +38,7 @@ class AllowedCollective:
 
 
 def callers_of(*names: str) -> str:
-    """Pattern for the functions of these names, and what is nested in them."""
+    """Return a pattern for the functions of these names and what is nested in them."""
     return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
 
 
@@ -170,5 +172,5 @@ SCHEDULE = (
 
 
 def name_of(collective: Collective, listed: Iterable[AllowedCollective] = SCHEDULE) -> str | None:
-    """The collective's name on the list; None: it is not there."""
+    """Return the collective's name on the list; None if it is not on it."""
     return next((entry.name for entry in listed if entry.covers(collective)), None)

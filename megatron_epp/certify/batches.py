@@ -1,4 +1,4 @@
-"""Random documents, dealt at random and run by an arbitrary plan: a certificate's batches."""
+"""Batches of a certificate: random documents, randomly assigned, with arbitrary plans."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,30 +15,33 @@ from megatron_epp.ir.random_plan import (
     with_local,
 )
 
-MASKED = 0.15  # share of tokens that carry no loss
-TURN = 8  # inputs of a turn, about, where a document is a conversation
-CONTEXT = 64  # inputs that a document may have
-LONGEST = 60  # below the context: its end is not special
+MASKED = 0.15  # fraction of tokens without a loss
+TURN = 8  # approximate tokens of a turn of a conversation
+CONTEXT = 64  # most tokens of a document
+LONGEST = 60  # below the context, whose end is not special
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Model and job that every batch is drawn for.
+    """Model and job for which batches are drawn.
 
-    layers           of each stage
-    modes          the recompute choices to draw from
-    splits           whether the executor runs I and W in place of B
-    lockstep         replicas of a block, which share the experts of a layer
-    vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
-    ranks            context-parallel ones of a stage, to which documents may be local
-    whole            whether documents stay whole, on all ranks
-    place            the rank of every stage; () where stage i lies on rank i
-    trees            whether documents continue others
-    plans            plan of a replica's documents, in the place of arbitrary ones
-    alone            in half of the batches every document is a chunk of its own, of a multiple of
-                     so many inputs: what is computed together is what the plain model has; 0: none
-    documents        of every batch, each on any replica, so that some have none; 0: some more than
-                     there are replicas, one on each at least
+    Attributes:
+        vocabulary: vocabulary size.
+        layers: number of layers of every stage.
+        replicas: number of replicas.
+        modes: recompute modes to draw from.
+        splits: whether the executor can run I and W instead of B.
+        lockstep: replicas of a block, which shard the experts of a layer.
+        vocabulary_parallel: whether there are ops H and G.
+        ranks: context-parallel ranks of a stage, on one of which documents may run.
+        whole: whether documents are never sliced, and sharded over all ranks.
+        place: rank of every stage; () if stage i is on rank i.
+        trees: whether documents continue others.
+        plans: returns the plan of a replica's documents, instead of an arbitrary one.
+        alone: in half of the batches every document is a chunk with a multiple of this number of
+            tokens, as in the reference model; 0 for none.
+        documents: number of documents of every batch, each on any replica, which may be without
+            any. 0 for a few more than replicas, with at least one on each.
     """
 
     vocabulary: int
@@ -57,30 +60,35 @@ class Frame:
     documents: int = 0
 
     def is_alone(self, number: int) -> bool:
-        """Whether every document of batch ``number`` is a chunk of its own."""
-        return bool(self.alone) and number.bit_count() % 2 == 1  # of models in turn, too
+        """Return whether every document of batch ``number`` is a chunk of its own."""
+        return bool(self.alone) and number.bit_count() % 2 == 1  # alternates between models too
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
+        """Return batch ``number``."""
         return draw(seed, number, self)
 
     def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
+        """Return what the step of a batch makes the executor do."""
         return StepCoverage.of(drawn)
 
 
 def modes_drawn(executable: str) -> str:
-    """Every choice that runs, and as many again that keep all: a third of the layers, so that kept
-    and recomputed ones stand side by side.
+    """Return all recompute modes that run, and half as many times the mode that saves everything.
+
+    A third of the layers then saves everything, next to layers that recompute.
     """
     return KEEP * (len(executable) // 2) + executable
 
 
 @dataclass(frozen=True, slots=True)
 class RandomBatch:
-    """A global batch of documents and the step that runs it.
+    """A global batch of documents, and the steps that run it.
 
-    tokens[d]      L + 1 int64; the inputs are all but the last, the labels all but the first
-    loss_masks[d]  L float32: 0 where a label carries no loss
-    step           training; ``evaluation`` has the same chunks and their forwards only
+    Attributes:
+        tokens: L + 1 int64 per document; inputs are all but the last, labels all but the first.
+        loss_masks: L float32 per document; 0 for a label without a loss.
+        step: the training step.
+        evaluation: forward-only step with the same chunks.
     """
 
     tokens: tuple[numpy.ndarray, ...]
@@ -91,11 +99,14 @@ class RandomBatch:
 
     @property
     def lengths(self) -> tuple[int, ...]:
+        """Number of inputs of every document."""
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Inputs, labels and loss mask of ``document`` with its own copy of all that it continues,
-        where no label counts: that is counted where it is computed."""
+        """Return inputs, labels and loss mask of a document, with a copy of its prefixes.
+
+        Labels of prefixes have no loss here: they count where they are computed.
+        """
         if self._before is None:
             object.__setattr__(self, "_before", _documents_before(self.step))
         parts = [(d, stop, 0.0) for d, stop in self._before[document]]
@@ -107,11 +118,12 @@ class RandomBatch:
 
     @property
     def loss_tokens(self) -> int:
+        """Number of labels with a loss."""
         return int(sum(mask.sum() for mask in self.loss_masks))
 
     @property
     def untargeted(self) -> "UntargetedCounts":
-        """Parts of the step without any target token; their gradients must be zero."""
+        """Parts of the step without any label with a loss; their gradients must be zero."""
         slices = chunks = replicas = 0
         for plan, assignment in zip(self.step.plans, self.step.assignments, strict=True):
             has_target = [
@@ -133,7 +145,7 @@ class RandomBatch:
 
 @dataclass(frozen=True, slots=True)
 class UntargetedCounts:
-    """Slices of cut documents, chunks and replicas without any target."""
+    """Numbers of slices, chunks and replicas without any label with a loss."""
 
     slices: int = 0
     chunks: int = 0
@@ -141,7 +153,7 @@ class UntargetedCounts:
 
 
 def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
-    """Batch ``number``: the same on every process that asks for it."""
+    """Return batch ``number``, which is the same in every process."""
     random = Random(f"{seed} {number}")
     lengths = _lengths(number, random, frame.documents or frame.replicas)
     if frame.documents:
@@ -149,23 +161,23 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     if frame.is_alone(number):
         lengths = [-(-length // frame.alone) * frame.alone for length in lengths]
         lengths = [min(length, CONTEXT - frame.alone) for length in lengths]
-    if frame.trees:  # so that those that continue others fit behind them
+    if frame.trees:  # shorter, so that prefixes fit before them
         lengths = [-(-length // 3) for length in lengths]
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
-    # None, some or all backwards are split.
+    # No, half of or all backwards are split.
     fraction = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     least = 0 if frame.documents else 1
     assignments = _assignments(len(lengths), frame.replicas, random, least)
     plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
     local = frame.ranks > 1 and not frame.whole
-    if local and number % 3:  # of every third batch all documents are spread
+    if local and number % 3:  # in every third batch all documents are sharded
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(assignments, plans, frame.lockstep)
     masks = _loss_masks(number, generator, step)
     if frame.trees and number % 2:
-        # What several documents continue counts once for each of them, as their own loss would.
+        # A shared prefix counts once per document that continues it, as a copy's loss would.
         for plan, assignment in zip(step.plans, assignments, strict=True):
             for prefix in plan.prefixes:
                 if prefix is not None:
@@ -186,8 +198,10 @@ def _plans(
     fraction: float,
     alone: bool,
 ) -> tuple[Plan, ...]:
-    """Plans of every replica; those in lockstep have one skeleton. ``fraction``: of backwards
-    split. ``alone``: whether every document is a chunk."""
+    """Return the plans of every replica; those in lockstep have one op template.
+
+    ``fraction`` of the backwards are split. ``alone`` makes every document a chunk.
+    """
     assigned = [[lengths[document] for document in assignment] for assignment in assignments]
     if frame.plans is not None:
         plans = enumerate(map(frame.plans, assigned))
@@ -228,7 +242,7 @@ def _plans(
 
 
 def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Prefixes of every document of the batch: (document, inputs) in order."""
+    """Return the prefixes (document, tokens) of every document of the batch, in order."""
     return {
         document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
         for plan, assignment in zip(step.plans, step.assignments, strict=True)
@@ -239,9 +253,11 @@ def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
 def _loss_masks(
     number: int, generator: numpy.random.Generator, step: Step
 ) -> tuple[numpy.ndarray, ...]:
-    """[inputs] float32 of every document. Half of the batches have scattered holes; a quarter has
-    turns, as conversations, so that slices and ranks' rows are left without any target; a quarter
-    has a whole chunk, and where there are several replicas a whole replica, without any.
+    """Return a float32 mask [inputs] for every document.
+
+    Half of the batches have random holes. A quarter has turns, as conversations, so that slices and
+    ranks' rows have no label with a loss. A quarter has a chunk, and with several replicas a
+    replica, without any.
     """
     lengths = step.lengths
     holes = tuple((generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths)
@@ -251,7 +267,7 @@ def _loss_masks(
         return holes
     if kind == 2:
         for mask in holes:
-            # Borders of the turns; every second one, beginning with the first, is not learnt.
+            # Boundaries of the turns; every second turn, beginning with the first, has no loss.
             boundaries = numpy.flatnonzero(generator.random(len(mask)) < 1 / TURN)
             asked = numpy.searchsorted(boundaries, numpy.arange(len(mask)), side="right") % 2 == 0
             mask[asked] = 0
@@ -261,7 +277,7 @@ def _loss_masks(
         blank = [chunk for chunk in plan.chunks if not _first_input(chunk, assignment)]
         if 0 in assignment:
             blank = blank and [blank[generator.integers(len(blank))]]
-        # Else the whole replica: the one label that there must be is another's.
+        # Else the whole replica: the one label that must exist is another replica's.
         chosen = [span for chunk in blank for span in chunk.spans]
         for span in chosen:
             holes[assignment[span.document]][span.start : span.stop] = 0
@@ -269,22 +285,22 @@ def _loss_masks(
 
 
 def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
-    """Whether it holds the first input of the batch's document 0."""
+    """Return whether the chunk has the first input of the batch's document 0."""
     return any(assignment[span.document] == 0 and span.start == 0 for span in chunk.spans)
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
-    """One of four mixtures in turn, so that a few batches meet every kind of chunk.
+    """Return the lengths of one of four mixtures, so that a few batches have every kind of chunk.
 
-    Below 8 inputs a document is never cut; one of a single input is a row without a past.
+    Documents of less than 8 inputs are never sliced; one with a single input has no context.
     """
     assert LONGEST < CONTEXT
     count = replicas + random.randint(3, 6)
-    # Shifted by one every four batches, so that models that take batches in turn meet all four.
+    # Shifted by one every four batches, so that alternating models meet all four.
     match (number + number // 4) % 4:
-        case 0:  # a heavy tail
+        case 0:  # heavy-tailed
             return [round(2 * (LONGEST / 2) ** random.random()) for _ in range(count)]
-        case 1:  # one long document beside short ones
+        case 1:  # one long document and short ones
             return [LONGEST - random.randint(0, 9), *(random.randint(1, 7) for _ in range(count))]
         case 2:  # short ones and a few of medium length
             short = [random.randint(1, 7) for _ in range(count)]
@@ -296,7 +312,7 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
 def _assignments(
     documents: int, replicas: int, random: Random, least: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Every document to a random replica, at least ``least`` to each: 0 or 1."""
+    """Assign every document to a random replica, at least ``least`` (0 or 1) to each."""
     order = random.sample(range(documents), documents)
     assignments = [order[replica : replica + least] for replica in range(replicas)]
     for document in order[replicas * least :]:
@@ -305,7 +321,7 @@ def _assignments(
 
 
 def forwards_of(plan: Plan) -> Plan:
-    """The plan for evaluation that computes the same chunks in the same order."""
+    """Return the forward-only plan with the same chunks in the same order."""
     kinds = (Kind.FORWARD, Kind.HEAD)
     orders = tuple(tuple(op for op in order if op.kind in kinds) for order in plan.orders)
     turns = [[stage for stage, op in ran if op.kind in kinds] for ran in plan.rank_orders]
@@ -314,17 +330,28 @@ def forwards_of(plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepCoverage:
-    """Numbers of what a step makes the executor do.
+    """Numbers that describe what a step makes the executor do.
 
-    cut         documents in several slices          window      most chunks in flight on a stage
-    offloaded   layers of all chunks and stages, which are not among those recomputed
-    packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
-    halved      backwards run as I and W             selective   those of them in part
-    empty       chunks without a document, of replicas in lockstep or without any document
-    idle        replicas without any document
-    local       documents that one context-parallel rank computes alone; mixed: chunks that hold
-                such ones beside what is spread
-    branches    documents that continue others; beside: in one chunk with what they continue
+    Attributes:
+        documents: number of documents.
+        chunks: number of chunks.
+        cut: number of sliced documents.
+        packed: number of chunks with packed documents.
+        split: number of chunks with a slice.
+        hybrid: number of chunks with a slice and packed documents.
+        recomputed: number of recomputed layers, over chunks and stages.
+        selective: number of these that recompute some modules only.
+        offloaded: number of offloaded layers, which do not count as recomputed.
+        layers: number of layers, over chunks and stages.
+        halved: number of backwards run as I and W.
+        window: most chunks in flight on a stage.
+        empty: number of chunks without a document.
+        idle: number of replicas without a document.
+        local: number of documents that one context-parallel rank computes.
+        mixed: number of chunks with such and with sharded documents.
+        branches: number of documents that continue others.
+        beside: number of these in one chunk with what they continue.
+        untargeted: parts without any label with a loss.
     """
 
     ERROR: ClassVar = "loss error"
@@ -354,6 +381,7 @@ class StepCoverage:
 
     @classmethod
     def of(cls, drawn: RandomBatch) -> "StepCoverage":
+        """Count what the step of a batch does."""
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         modes = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
@@ -386,6 +414,7 @@ class StepCoverage:
 
     @property
     def cells(self) -> Mapping[str, object]:
+        """Values of a table row, by column name."""
         same = ("documents", "cut", "chunks", "packed", "split", "hybrid", "window")
         return {
             **{name: getattr(self, name) for name in same},
@@ -396,6 +425,8 @@ class StepCoverage:
 
     @staticmethod
     def summary(every: "Sequence[StepCoverage]") -> list[str]:
+        """Return the summary lines over all batches."""
+
         def total(name: str, of: str = "") -> int:
             return sum(getattr(getattr(one, of) if of else one, name) for one in every)
 
@@ -436,7 +467,7 @@ def _chunk_kinds(plan: Plan) -> list[str]:
 
 
 def _beside(plan: Plan) -> int:
-    """Documents that are in one chunk with what they continue."""
+    """Return the number of documents in one chunk with what they continue."""
     ends = {
         (span.document, span.stop): number
         for number, chunk in enumerate(plan.chunks)
@@ -455,8 +486,7 @@ def _beside(plan: Plan) -> int:
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
-    """The most layers of ``rank`` that lie in the host's memory at a time, of the chunks that
-    count."""
+    """Return the most layers of ``rank`` in host memory at a time, over the chunks that count."""
     away = [
         [
             choice.count(OFFLOAD) if counts(chunk) else 0
@@ -468,7 +498,7 @@ def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> in
 
 
 def _most_between(ran: Sequence[tuple[int, Op]], amount: Callable[[int, int], int]) -> int:
-    """The most of what each chunk has on a stage from its forward to its backward, or its I."""
+    """Return the maximum over time of ``amount``, held from a chunk's F to its B or I."""
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
     most = now = 0
     for stage, op in ran:

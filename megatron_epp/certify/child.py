@@ -1,6 +1,6 @@
-"""A process of the certificate: waits for requests on a pipe, answers each, ends with its parent.
+"""A process of a certificate: answers requests from a pipe, and ends with its parent.
 
-Importing this must stay light: the environment is set before torch is imported.
+Importing this module must be cheap: the environment is set before torch is imported.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
     _redirect(role.log)
     os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if role.on_gpu:
-        # float64 is compared; what is compiled for it takes minutes and computes the same.
+        # float64 is compared; compiling for it takes minutes and gives the same results.
         os.environ.update(LOCAL_RANK=str(role.rank), TORCHDYNAMO_DISABLE="1")
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -49,7 +49,7 @@ def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Megatron talks while it builds; what it says is shown if the process dies."""
+    """Redirect output to a log, which is shown if the process dies."""
     stream = log.open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(stream.fileno(), descriptor)

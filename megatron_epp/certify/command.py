@@ -1,8 +1,8 @@
-"""``python -m megatron_epp certify``: gradients of random plans against the plain model.
+"""Gradients of random plans against the reference model: ``python -m megatron_epp certify``.
 
-One frame for whatever is certified: Megatron's trainer (batches.py, trainer_results.py), and with
---loop training loops of others (loops/). A ``frame`` draws batches, ranks run them by arbitrary
-plans, and their answers are compared in float64 with the plain model's.
+The same code certifies Megatron's trainer (batches.py, trainer_results.py) and, with --loop,
+external training loops (loops/). A ``frame`` draws batches, ranks run them with arbitrary plans,
+and their results are compared in float64 with those of the reference model.
 """
 
 from collections import Counter
@@ -28,27 +28,35 @@ from megatron_epp.certify.trial import Trial, read
 from megatron_epp.control.files import scratch_folder
 
 BOUND = 1e-12  # relative, in float64
-# In fewer digits, of the plain model's own error: two computations of one number in the same
-# format are both off by as much, in any direction.
+# In bf16, as a multiple of the reference model's own error: two computations in one dtype both have
+# such an error, in any direction.
 OWN_BOUND = 2.0
-# Of gradients of weights whose products are in fp8, in the 2-norm; all else keeps its digits, as
-# blocks of what is not summed up over rows lie along a row. A plan says which rows share a block's
-# scale: the power of two s with 224 s < amax <= 448 s. In e4m3 a number has its digits in any such
-# scale down to 2^-6 s, and is a multiple of 2^-9 s below. So in two ways of cutting it differs by
-# 2 * 2^-10 s at most: beside its block's largest by 2 * 2^-10 / 224 (of e5m2 by 5e-10). That share
-# of what the largest adds to it, it changes of a line of the gradient, and so does one of the other
-# factor. Few numbers are as small, and their errors are random.
+# For gradients of weights with fp8 products, in the 2-norm. Other gradients have no such error,
+# because blocks along a row do not depend on the other rows. A plan determines which rows share a
+# block's scale: the power of two s with 224 s < amax <= 448 s. In e4m3 a number keeps its digits
+# for any such scale down to 2^-6 s, and is a multiple of 2^-9 s below. Two ways of slicing
+# therefore differ by at most 2 * 2^-10 s: relative to the block's largest number by 2 * 2^-10 / 224
+# (in e5m2 by 5e-10). A line of the gradient changes by at most that fraction of what the largest
+# number adds to it, once for each factor. Few numbers are that small, and their errors are random.
 QUANTISED_BOUND = 2 * 2 * 2.0**-10 / 224
 
 
 @dataclass(frozen=True, slots=True)
 class BatchVerdict:
-    """One batch: what it made the executor do, and how far it is from the plain model.
+    """Result of one batch: its coverage, and its distance from the reference model.
 
-    problems   what went otherwise than planned        routing   how routers differ (routed.py)
-    bound      of both errors: BOUND, or of those told in the plain model's own
-    quantised_error   of gradients of weights in fp8 (QUANTISED_BOUND), which ``gradient_error``
-                      leaves out; None: there are none
+    Attributes:
+        number: number of the batch.
+        coverage: what it made the executor do.
+        messages: number of messages.
+        loss_error: error of the loss.
+        gradient_error: largest error of a gradient, without those of fp8 weights.
+        parameter: parameter with that error.
+        collectives: number of collectives by name.
+        problems: what did not run as planned.
+        routing: differences between routers (routed.py).
+        bound: bound of both errors: BOUND, or OWN_BOUND in units of the reference model's own.
+        quantised_error: error of gradients of fp8 weights (QUANTISED_BOUND); None without such.
     """
 
     number: int
@@ -65,13 +73,29 @@ class BatchVerdict:
 
     @property
     def passed(self) -> bool:
+        """Whether all errors are within their bounds, without any problem."""
         fine = not self.problems and not self.routing
         fine = fine and (self.quantised_error or 0.0) <= QUANTISED_BOUND
         return fine and self.loss_error <= self.bound and self.gradient_error <= self.bound
 
 
 def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
-    """0: certified; 1: not. ValueError: input that cannot be used."""
+    """Run the ``certify`` command.
+
+    Args:
+        backend: how the processes compute.
+        arguments: the command line after ``certify``; None takes ``sys.argv``.
+
+    Returns:
+        0 if everything is certified, else 1.
+
+    Raises:
+        ValueError: if an input cannot be used.
+
+    Example::
+
+        status = main(MEGATRON, ["--pp", "2", "--batches", "4"])  # mcore.certify.backend
+    """
     trial = read(arguments)
     try:
         checked = certify(backend, trial, lambda line: print(line, flush=True))
@@ -85,10 +109,13 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
 def certify(
     backend: Backend, trial: Trial, show: Callable[[str], None] = lambda line: None
 ) -> list[BatchVerdict]:
-    """Run the batches of ``trial`` by ``backend``, telling ``show`` line by line. It stops at the
-    first batch in which a rank fails, unless that rank is alone and can go on.
+    """Run the batches of ``trial``, and pass each line of output to ``show``.
 
-    ValueError: flags that cannot be used. ChildLost: a process that died or stayed silent.
+    It stops at the first batch in which a rank fails, unless there is only one rank.
+
+    Raises:
+        ValueError: if flags cannot be used.
+        ChildLost: if a process dies or does not answer.
     """
     checked: list[BatchVerdict] = []
     with ExitStack() as until_the_end:
@@ -117,7 +144,7 @@ def _prepare(children: Children, turn: int, trial: Trial) -> ModelSetup:
 
 
 def _required[T](answers: Mapping[int, T | InputRefusal | RequestFailure]) -> list[T]:
-    """ValueError: a process refused the input. ChildLost: it failed."""
+    """Return the answers; raise a ValueError for a refusal, a ChildLost for a failure."""
     results: list[T] = []
     for answer in answers.values():
         if isinstance(answer, InputRefusal):
@@ -152,7 +179,7 @@ def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) ->
         parameter=worst.name,
         collectives=sum((one.collectives for one in computed), Counter()),
         problems=tuple(problem for one in computed for problem in one.problems),
-        # In fewer digits, what routers log says nothing that their gradients do not.
+        # In bf16 router logs show nothing that gradients do not.
         routing=tuple(reference.routing_differences(computed, BOUND if exact else float("inf"))),
         bound=BOUND if exact else OWN_BOUND,
         quantised_error=quantised,
@@ -165,13 +192,11 @@ def _worst(
     counts: Callable[[str], bool],
     rounded: bool = False,
 ) -> WorstGradient:
-    """The worst of the gradients whose key ``counts``."""
+    """Return the largest error of the gradients whose key ``counts``."""
     parts = (part for one in computed for part in one.gradients if counts(part.key))
     expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
     return worst_gradient(parts, expected, reference.own, rounded)
 
-
-# ------------------------------------------------------------------ what is printed
 
 _WIDTHS = {"loss": 8, "I+W": 4, "in fp8": 7}  # of columns wider than their names
 
@@ -196,19 +221,19 @@ def _report_text(checked: BatchVerdict, error: float) -> str:
 
 
 def row(checked: BatchVerdict) -> str:
-    """One line of the table; a batch that failed says why."""
+    """Return one line of the table; a failed batch has its problems below."""
     why = checked.problems + checked.routing
     return "\n        ".join([_line(_cells(checked), checked.parameter), *why])
 
 
 def header(checked: BatchVerdict) -> str:
-    """Names of the columns of such batches."""
+    """Return the header of the table."""
     names = _cells(checked)
     return _line(dict(zip(names, names, strict=True)), "worst parameter")
 
 
 def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
-    """The worst error of batches with that bound."""
+    """Return the largest error of the batches with that bound."""
     batches = [batch for batch in checked if batch.bound == bound]
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in batches)
     of = "" if bound == BOUND else " of the plain model's own"
@@ -216,7 +241,7 @@ def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
 
 
 def verdict(checked: Sequence[BatchVerdict]) -> str:
-    """The last lines: what was run, and whether it is certified."""
+    """Return the last lines: what was run, and whether it is certified."""
     every = [batch.coverage for batch in checked]
     failed = [str(batch.number) for batch in checked if not batch.passed]
     bounds = sorted({batch.bound for batch in checked}, reverse=True)

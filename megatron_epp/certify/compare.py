@@ -1,25 +1,25 @@
-"""Compares gradients of parts of the model with the plain model's: largest error, and coverage."""
+"""Comparison of gradients with the reference model's: the largest error, and coverage."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy
 
-# Below this share of the largest gradient a reference is rounding noise around an exact zero (the
-# bias of normed keys: softmax does not feel a constant), and has no relative error of its own.
+# Below this fraction of the largest gradient, a reference value is rounding noise around an exact
+# zero, such as that of the bias of normed keys. It has no relative error of its own.
 NOISE = 1e-12
-# A few numbers of a layer with a state: how fast each head's state decays, and what passes it by.
-# Their gradients are sums over all rows and channels of terms that nearly cancel, 1e-5 of the terms
-# where a state decays within a row. So rounding is judged beside the other gradients of their
-# module, which are sums of the same terms that do not.
+# Small parameters of SSM layers: the decay of each head's state, and its skip connection. Their
+# gradients are sums over all rows and channels of terms that nearly cancel, to 1e-5 of the terms if
+# a state decays within a row. Their errors are therefore relative to the other gradients of their
+# module, which are sums of the same terms without cancellation.
 CANCELLING = ("A_log", "dt_bias", "D")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``values`` stand at ``where`` of the whole model's tensor ``key`` of shape ``shape``.
+    """``values`` of the model's tensor ``key`` of shape ``shape`` at index ``where``.
 
-    Leading whole numbers in ``where`` count layers, whose tensors share one key.
+    Leading integers in ``where`` count layers, whose tensors share one key.
     """
 
     key: str
@@ -29,18 +29,19 @@ class Shard:
 
     @property
     def layer(self) -> tuple[int, ...]:
+        """Index of the layer."""
         return tuple(place for place in self.where if isinstance(place, int))
 
     @property
     def name(self) -> str:
-        """The key with the layer's number, as the user's checkpoint would call it."""
+        """Key with the layer's number, as in the user's checkpoint."""
         if not self.layer:
             return self.key
         return self.key.replace("layers.", f"layers.{'.'.join(map(str, self.layer))}.", 1)
 
 
 def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
-    """The whole tensors that ``shards`` make up; every element is there, or it is our own bug."""
+    """Return the complete tensors of ``shards``; an element without a shard is a bug here."""
     tensors: dict[str, numpy.ndarray] = {}
     for shard in shards:
         tensor = tensors.setdefault(shard.key, numpy.full(shard.shape, numpy.nan))
@@ -52,7 +53,7 @@ def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class WorstGradient:
-    """The largest error of all parameters, and whose it is."""
+    """The largest error of all parameters, and its parameter."""
 
     error: float
     name: str
@@ -64,13 +65,19 @@ def worst_gradient(
     own: Mapping[str, numpy.ndarray] | None = None,
     rounded: bool = False,
 ) -> WorstGradient:
-    """max |difference| / max |reference| of each parameter (of those in CANCELLING, of their
-    module), the largest of all; with ``own``, the plain model's gradients in fewer digits,
-    |difference| / |own - reference| in the 2-norm; of those ``rounded``, |difference| / |reference|
-    in it.
+    """Return the largest error of all parameters.
 
-    Every copy is judged: those of data-parallel replicas, and of tied embeddings on two stages. A
-    gradient that is not finite, or that no rank has computed, counts as infinitely wrong.
+    The error is max |difference| / max |reference| of each parameter; for parameters in CANCELLING
+    the denominator is that of their module. With ``own`` it is |difference| / |own - reference| in
+    the 2-norm, with ``rounded`` |difference| / |reference| in the 2-norm. All copies count: those
+    of data-parallel replicas, and of tied embeddings on two stages. A gradient that is not finite,
+    or that no rank has computed, has an infinite error.
+
+    Args:
+        parts: gradients of the ranks.
+        reference: gradients of the reference model.
+        own: gradients of the reference model in the certified dtype.
+        rounded: whether gradients are those of fp8 weights.
     """
     if own is not None:
         error_of = _in_own_errors(reference, own)
@@ -81,7 +88,7 @@ def worst_gradient(
     for part in parts:
         seen[part.key][part.where] = True
         error = error_of(part)
-        if not error < worst.error:  # nor where it is no number
+        if not error < worst.error:  # also if it is NaN
             worst = WorstGradient(error if numpy.isfinite(error) else numpy.inf, part.name)
     for key, compared in seen.items():
         if not compared.all():
@@ -118,9 +125,11 @@ def _in_norm(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float]
 def _in_own_errors(
     reference: Mapping[str, numpy.ndarray], own: Mapping[str, numpy.ndarray]
 ) -> Callable[[Shard], float]:
-    """Errors in those of the plain model. Of a bias of eight numbers they are a matter of luck: a
-    part's counts as no less than its share of the whole parameter's, and than what most parameters
-    have (relative, the median)."""
+    """Return the error of a part in units of the reference model's own error.
+
+    The own error of a few numbers is a matter of chance. A part's is therefore at least
+    proportional to that of its parameter, and to the median relative error of all parameters.
+    """
     errors = {key: own[key] - tensor for key, tensor in reference.items()}
     sizes = {key: float(numpy.linalg.norm(tensor)) for key, tensor in reference.items()}
     usual = numpy.median(

@@ -1,4 +1,4 @@
-"""How many ranks a certificate has, and how they stand."""
+"""Degrees of parallelism of a certificate."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
+        """Number of all ranks."""
         return self.pp * self.tp * self.cp * self.dp
 
     def __str__(self) -> str:

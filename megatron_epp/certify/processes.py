@@ -1,4 +1,4 @@
-"""The certificate's processes: started, asked, and ended whatever happens."""
+"""Processes of a certificate: started, sent requests, and ended in any case."""
 
 import multiprocessing
 import sys
@@ -11,17 +11,17 @@ from typing import Any
 from megatron_epp.certify.child import answer_requests
 from megatron_epp.certify.protocol import Backend, RequestFailure, Role
 
-# After one rank has failed, how long the others may still answer: they wait for its messages.
+# Time that the other ranks may still answer after one has failed; they wait for its messages.
 GRACE_SECONDS = 5.0
 _SHOWN_LINES = 20
 
 
 class ChildLost(RuntimeError):
-    """A process died or stayed silent; says which, and what it last printed."""
+    """Error of a process that died or did not answer: which one, and its last output."""
 
 
 class Children:
-    """One process per role, addressed by its rank. Leaving the context ends them all."""
+    """One process per role, addressed by its rank; leaving the context ends them all."""
 
     def __init__(self, roles: Sequence[Role], backend: Backend):
         self.backend = backend
@@ -53,9 +53,10 @@ class Children:
             process.join()
 
     def ask(self, ranks: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
-        """The answers of ``ranks``. Where one has failed, those of the others that still come.
+        """Return the answers of ``ranks``; if one fails, those of the others that still arrive.
 
-        ChildLost: a process ended without an answer, or none has come in its patience.
+        Raises:
+            ChildLost: if a process ends without an answer, or none arrives in time.
         """
         ranks = list(ranks)
         for rank in ranks:
@@ -106,11 +107,11 @@ class Children:
 def start_context(
     preloaded: Sequence[str], device: str = "cpu"
 ) -> ForkServerContext | SpawnContext:
-    """How processes are started: on the CPU forked from one that has ``preloaded`` imported.
+    """Return how processes are started: on CPUs forked from one that imported ``preloaded``.
 
-    Importing Megatron takes each of them seconds, and there are more processes than cores.
-    Elsewhere than on Linux a fork of a process with torch in it is not safe, and on a GPU each has
-    to make its own context: there each starts from nothing.
+    Importing Megatron takes each process seconds, and there are more processes than cores. On other
+    systems than Linux, forking a process with torch is not safe, and on a GPU each process needs
+    its own CUDA context: there they are spawned.
     """
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")

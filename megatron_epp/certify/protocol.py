@@ -1,4 +1,4 @@
-"""Messages to the certificate's processes and their answers; neither torch nor Megatron."""
+"""Messages to the processes of a certificate, and their answers; imports no torch or Megatron."""
 
 import runpy
 from abc import ABC, abstractmethod
@@ -15,16 +15,16 @@ import numpy
 from megatron_epp.certify.compare import Shard
 from megatron_epp.certify.trial import Trial
 
-REFERENCE = -1  # the rank of the process with the plain model
+REFERENCE = -1  # rank of the process with the reference model
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a process in ``trial``. ``folder`` holds its log and the file at which ranks meet.
+    """Role of a process in ``trial``; ``folder`` has its log and the rendezvous file.
 
-    ``trial.interfere``: a Python file for tests that break the executor or put parts in its place:
-    its ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
-    (setup.py) are the job's. It may define either.
+    ``trial.interfere`` is a Python file of tests that breaks or replaces parts of the executor. It
+    may define ``around(number)``, a context for the computation of batch ``number``, and ``HOOKS``
+    of the job (setup.py).
     """
 
     rank: int
@@ -33,36 +33,42 @@ class Role:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether this process computes on a GPU: the plain model never does."""
+        """Whether this process computes on a GPU; the reference model never does."""
         return self.trial.device == "cuda" and self.rank != REFERENCE
 
     @property
     def patience(self) -> timedelta:
+        """Time to wait for an answer."""
         return timedelta(seconds=self.trial.timeout)
 
     def interference(self) -> dict[str, Any]:
-        """Names that the file ``interfere`` defines."""
+        """Return the names that the file ``interfere`` defines."""
         interfere = self.trial.interfere
         return {} if interfere is None else runpy.run_path(str(interfere))
 
     @property
     def name(self) -> str:
+        """Name of the process in messages."""
         return "the plain model" if self.rank == REFERENCE else f"rank {self.rank}"
 
     @property
     def log(self) -> Path:
+        """Path of the log."""
         return self.folder / f"{self.name.replace(' ', '-')}.log"
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How the certificate's processes compute. Its functions are looked up in the processes, so
-    they stand at the top of a module that is light to import.
+    """How the processes of a certificate compute.
 
-    choose_engine (trial): what the processes are started with; a line about it, or none
-    make_server   (role, what ends with the process): the object whose methods are asked for
-    is_refusal    whether an error is about what the user gave
-    preloaded     modules that a fork server imports so that its processes need not
+    Its functions are pickled by name, so they are defined at the top level of a module that is
+    cheap to import.
+
+    Attributes:
+        choose_engine: maps the trial to a line about the engine, or ""; prepares the processes.
+        make_server: maps (role, exit stack) to the object whose methods are requested.
+        is_refusal: whether an error is about the user's input.
+        preloaded: modules that a fork server imports, so that its processes need not.
     """
 
     choose_engine: Callable[[Trial], str]
@@ -73,27 +79,25 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class InputRefusal:
-    """The user's input cannot be used."""
+    """Answer: the user's input cannot be used."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The request ended in an exception: its last line, and all of it."""
+    """Answer: the request raised an exception; its last line and its traceback."""
 
     reason: str
     traceback: str
 
 
-# ------------------------------------------------------------------ whatever is certified
-
-
 class Coverage(Protocol):
-    """Numbers of what a batch makes the executor do.
+    """Numbers that describe what a batch makes the executor do.
 
-    ERROR   the column of what is compared beside gradients
-    HELD    what else held, where all is certified
+    Attributes:
+        ERROR: name of the column of the error besides gradients.
+        HELD: what else held, for the last line of a passed certificate.
     """
 
     ERROR: ClassVar[str]
@@ -101,48 +105,55 @@ class Coverage(Protocol):
 
     @property
     def cells(self) -> Mapping[str, object]:
-        """By the name of their column."""
+        """Values of a table row, by column name."""
         ...
 
     @staticmethod
     def summary(every: Any) -> list[str]:
-        """The first of the last lines, over ``every`` batch."""
+        """Return the summary lines over all batches."""
         ...
 
 
 class BatchSource(Protocol):
-    """Draws batches for a model and a job: a Frame, or of loops a LoopFrame."""
+    """Source of batches for a model and a job: a Frame, or a LoopFrame for loops."""
 
     def draw(self, seed: int, number: int) -> Any:
-        """Batch ``number``: the same on every process that asks for it."""
+        """Return batch ``number``, which is the same in every process."""
         ...
 
     def coverage(self, drawn: Any, computed: Sequence[Any]) -> Coverage:
-        """``computed``: answers of all ranks; none where one failed."""
+        """Return the coverage of a batch.
+
+        ``computed`` are results of all ranks, () if one failed.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """From the process with the plain model: what the ranks need to build theirs.
+    """What the ranks need to build their models, from the process of the reference model.
 
-    ``args`` are Megatron's, pickled: the parent passes them on as they are.
+    Attributes:
+        args: Megatron's arguments, pickled, because the parent only passes them on.
+        frame: a BatchSource.
+        weights: weights by key.
+        description: description of the model.
     """
 
     args: bytes
-    frame: Any  # a BatchSource
+    frame: Any
     weights: Mapping[str, numpy.ndarray]
     description: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reference(ABC):
-    """From the plain model.
+    """Results of the reference model.
 
-    gradients   of every weight of the whole model by its key; buffers, such as the experts'
-                biases, as they are afterwards
-    own         the same in the format that is certified; None: it is the plain model's
-    quantised   keys of weights whose products are in fp8, where that is compared exactly
+    Attributes:
+        gradients: gradient of every weight by key; buffers, such as expert biases, after the step.
+        own: the same in the certified dtype; None if that is float64.
+        quantised: keys of weights with fp8 products, where those are compared exactly.
     """
 
     gradients: Mapping[str, numpy.ndarray]
@@ -151,11 +162,13 @@ class Reference(ABC):
 
     @abstractmethod
     def loss_error(self, computed: Sequence[Any]) -> float:
-        """The largest error of what ranks returned beside gradients: relative, or in those of the
-        plain model itself (``own``)."""
+        """Return the largest error of values besides gradients.
+
+        It is relative, or in units of the reference model's own error (``own``).
+        """
 
     def routing_differences(self, computed: Sequence[Any], bound: float) -> list[str]:
-        """How routers differ, a line each."""
+        """Return differences between routers, one line each."""
         return []
 
 
@@ -163,10 +176,11 @@ class Reference(ABC):
 class RankResult:
     """Results of one rank for a batch.
 
-    gradients     of its part of the model, over the tokens of the whole batch
-    messages      sent and received in training
-    collectives   issued in training, by their name on the list (allowed_collectives.py)
-    problems      what went otherwise than planned, one line each
+    Attributes:
+        gradients: gradients of its part of the model, over the tokens of the whole batch.
+        messages: number of messages sent and received in training.
+        collectives: number of collectives by their name on the list (allowed_collectives.py).
+        problems: what did not run as planned, one line each.
     """
 
     gradients: list[Shard]

@@ -1,4 +1,4 @@
-"""Comparison of what routers leave beside gradients: tokens per expert, and losses for the log."""
+"""Comparison of router statistics: tokens per expert, and auxiliary losses for the log."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +9,11 @@ import numpy
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """Routing of a model's part, or of the whole.
+    """Router statistics of a part of the model, or of all of it.
 
-    counts   by the layer's number: tokens that chose each expert, [experts], which move its bias
-    losses   by name: without its coefficient, summed over documents, by layer, [layers]
+    Attributes:
+        counts: by layer, [experts] tokens that chose each expert, which update its bias.
+        losses: by name, [layers] losses without coefficient, summed over documents.
     """
 
     counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
@@ -22,9 +23,18 @@ class RoutingRecord:
 def differences(
     parts: Sequence[RoutingRecord], reference: RoutingRecord, replicas: int, bound: float
 ) -> list[str]:
-    """Return how the ranks' ``parts`` together differ from the plain model's, a line each.
+    """Return how the ranks' router statistics together differ from the reference model's.
 
-    Every rank counts its own rows, and adds its share of its replica's losses over ``replicas``.
+    Every rank counts its own rows, and has its part of its replica's losses.
+
+    Args:
+        parts: statistics of the ranks.
+        reference: statistics of the reference model.
+        replicas: number of replicas, over which losses are averaged.
+        bound: bound of the relative error of losses.
+
+    Returns:
+        One line per difference.
     """
     counts = _sums(part.counts for part in parts)
     losses = _sums(part.losses for part in parts)

@@ -1,4 +1,4 @@
-"""Answers of the processes of the trainer's certificate."""
+"""Results of the processes of the trainer's certificate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +9,16 @@ from megatron_epp.certify.routed import RoutingRecord, differences
 
 @dataclass(frozen=True, slots=True)
 class TrainerReference(Reference):
-    """Loss per token, of ``tokens``, in training and in evaluation, over ``replicas``; what its
-    routers left. ``unit``: what the loss's error is told in."""
+    """Results of the reference model.
+
+    Attributes:
+        loss: loss per token in training.
+        evaluation_loss: loss per token in evaluation.
+        unit: unit of the loss's error.
+        tokens: number of tokens.
+        replicas: number of replicas.
+        routed: router statistics.
+    """
 
     loss: float
     evaluation_loss: float
@@ -20,6 +28,7 @@ class TrainerReference(Reference):
     routed: RoutingRecord
 
     def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
+        """Return the larger error of the losses in training and evaluation."""
         pairs = (
             (self.loss, [one.training_loss for one in computed]),
             (self.evaluation_loss, [one.evaluation_loss for one in computed]),
@@ -27,11 +36,12 @@ class TrainerReference(Reference):
         return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Per token over all replicas; infinite if they counted other tokens than there are."""
+        """Return the loss per token over all replicas; infinite if they counted other tokens."""
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 
     def routing_differences(self, computed: Sequence["TrainerResult"], bound: float) -> list[str]:
+        """Return differences between routers, one line each."""
         return differences([one.routed for one in computed], self.routed, self.replicas, bound)
 
 
@@ -39,9 +49,11 @@ class TrainerReference(Reference):
 class TrainerResult(RankResult):
     """Results of one rank of the trainer.
 
-    training_loss   summed over its replica's tokens, and their number, from the rank of the last
-                    stage that reports; zeros from the others. ``evaluation_loss`` likewise.
-    routed          what its routers left beside gradients
+    Attributes:
+        training_loss: sum over its replica's tokens and their number, from the reporting rank of
+            the last stage; zeros from others.
+        evaluation_loss: the same in evaluation.
+        routed: router statistics.
     """
 
     training_loss: tuple[float, float]

@@ -1,7 +1,7 @@
-"""Settings of a certificate, a flag each; what the command line does not know describes the model.
+"""Settings of a certificate, one flag each; other flags describe the model.
 
-A degree of parallelism that certificates are to know is a field of :class:`Degrees` and of
-:class:`DegreeFlags`; a flag of Megatron's that a setting stands for is one of ``implied_flags``.
+A new degree of parallelism is a field of :class:`Degrees` and of :class:`DegreeFlags`. A flag of
+Megatron's that follows from a setting is added by ``implied_flags``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MOST_RANKS = 64
 LEVELS = ("level0", "level1")
 SUBCLASS, ENCODER = LOOP_MODELS = ("subclass", "encoder")
 FLOAT64, BF16 = DTYPES = ("float64", "bf16")
-# A run without model flags certifies both kinds.
+# Without model flags both kinds are certified.
 LLAMA = (
     "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
@@ -40,7 +40,7 @@ GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type lea
 
 @dataclass(frozen=True, slots=True)
 class DegreeFlags:
-    """Degrees of parallelism: where they are left out, those of the model flags."""
+    """Degrees of parallelism; those not given are taken from the model flags."""
 
     pp: int | None = flag(None, "pipeline stages (default: the model flags', or 2)")
     tp: int | None = flag(None, "tensor-parallel ranks (default: flags', or 1)")
@@ -66,7 +66,7 @@ class DegreeFlags:
 
 @dataclass(frozen=True, slots=True)
 class DescribedModelFlags:
-    """A model whose flags are not typed."""
+    """A model that is named instead of described by flags."""
 
     TITLE: ClassVar = "model"
 
@@ -82,9 +82,10 @@ class DescribedModelFlags:
 
     @staticmethod
     def flags(name: str, like: str | None, pp: int) -> list[str]:
-        """Return Megatron's flags of the model over ``pp`` stages.
+        """Return Megatron's flags of the model with ``pp`` stages.
 
-        ValueError: they cannot say all of it.
+        Raises:
+            ValueError: if flags cannot express the model.
         """
         described = known_model(name, like)
         layers = even_layers(described.layers, pp)
@@ -100,8 +101,25 @@ class DescribedModelFlags:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Settings of a certificate. ``models``: Megatron's flags of each; batches go to them in turn.
-    ``interfere``: see protocol.py."""
+    """Settings of a certificate.
+
+    Attributes:
+        degrees: degrees of parallelism.
+        models: Megatron's flags of each model; batches alternate between models.
+        batches: number of batches.
+        seed: seed of documents, plans and weights.
+        documents: number of documents of every batch.
+        overlap: whether gradients are reduced during backward.
+        lora_rank: rank of adapters; 0 for none.
+        timeout: seconds to wait for an answer.
+        interfere: Python file of tests (protocol.py).
+        device: cpu or cuda.
+        dtype: float64 or bf16.
+        trees: whether documents continue others.
+        planner: planner of the plans; None for arbitrary plans.
+        loop: level of an external training loop; None for Megatron's trainer.
+        loop_model: class of the loop's model.
+    """
 
     OMIT: ClassVar = ("degrees", "models", "interfere")
 
@@ -220,18 +238,23 @@ class Trial:
 
     @property
     def title(self) -> str:
+        """Degrees, loop and dtype, for the table's title."""
         words = [str(self.degrees), self.loop or "", self.dtype if self.dtype != FLOAT64 else ""]
         return ", ".join(word for word in words if word)
 
     @property
     def turns(self) -> int:
-        """Jobs that batches go to in turn: one a model; a loop takes the mean of its losses over
-        micro-batches and over tokens by turns."""
+        """Number of jobs between which batches alternate: one per model.
+
+        A loop alternates between a mean of its losses over micro-batches and over tokens.
+        """
         return len(self.models) if self.loop is None else max(2, len(self.models))
 
     def drawn_number(self, number: int) -> int:
-        """Number by which batch ``number`` is drawn: a loop's losses follow each other in every
-        turn."""
+        """Return the number by which batch ``number`` is drawn.
+
+        For a loop it is such that every job has all losses in turn.
+        """
         return number if self.loop is None else number // self.turns
 
 
@@ -241,6 +264,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def certify_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own flags."""
     parser = _Parser(
         prog="megatron_epp certify",
         description="Random documents are cut, packed, ordered and recomputed by arbitrary plans, "
@@ -259,7 +283,14 @@ def certify_parser() -> argparse.ArgumentParser:
 
 
 def read(arguments: Sequence[str] | None = None) -> Trial:
-    """The command line; what it does not know is a model flag for Megatron's parser."""
+    """Parse the command line; unknown flags are model flags for Megatron's parser.
+
+    Args:
+        arguments: the command line after ``certify``; None takes ``sys.argv``.
+
+    Raises:
+        ValueError: if flags are invalid or contradict each other.
+    """
     chosen, flags = certify_parser().parse_known_args(arguments)
     if chosen.model is not None:
         flags = [*DescribedModelFlags.flags(chosen.model, chosen.like, chosen.pp or 1), *flags]
@@ -281,7 +312,11 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
 
 
 def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """Megatron's flags that the command line's own stand for."""
+    """Return the flags of Megatron's that follow from the command's own.
+
+    Raises:
+        ValueError: if a flag has no meaning for a certificate.
+    """
     words: tuple[str, ...] = ()
     if chosen.vocab_parallel:
         words += "--epp-vocab-parallel", "on"
@@ -325,7 +360,10 @@ def _degree_flags() -> _Parser:
 
 
 def _stages(placement: str | None, ranks: int) -> int:
-    """Stages of so many pipeline ranks. A file that cannot be read is refused by who builds."""
+    """Return the number of stages of ``ranks`` pipeline ranks.
+
+    A placement file that cannot be read is refused later, where the model is built.
+    """
     if placement is None:
         return ranks
     try:
@@ -335,8 +373,10 @@ def _stages(placement: str | None, ranks: int) -> int:
 
 
 def _defaults(degrees: Degrees, stages: int, experts: bool) -> tuple[tuple[str, ...], ...]:
-    """Two models: with tensor parallelism one of them also splits the sequence. ``experts``: one
-    that has them."""
+    """Return the flags of two models; with tensor parallelism one has sequence parallelism.
+
+    ``experts`` selects one with MoE instead.
+    """
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
     layers = f" --num-layers {2 * stages}"
     llama = (LLAMA + layers + sequence).split()

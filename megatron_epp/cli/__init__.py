@@ -1,1 +1,1 @@
-"""The command line: one module per command, each with ``run(arguments) -> exit status``."""
+"""Command line: one module per command, each with ``run(arguments) -> exit status``."""

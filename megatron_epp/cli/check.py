@@ -1,4 +1,4 @@
-"""``check``: whether a plan can run, and where a machine is named, whether it fits its memory."""
+"""The ``check`` command: whether a plan can run and, given a machine, fits its memory."""
 
 import argparse
 import json
@@ -11,6 +11,15 @@ from megatron_epp.ir import Plan, PlanError, check, check_op_templates
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``check`` command and return its exit status.
+
+    Example::
+
+        status = run(parse(["check", "p.plan"]))  # parse of cli.options
+
+    Raises:
+        PlanError: if a plan breaks a rule; the message names the op.
+    """
     plans, step = read_plans(arguments.plan)
     for plan in plans:
         where = f"replica {plan.replica}: " if len(plans) > 1 else ""
@@ -23,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             line, *grid = str(error).split("\n")
             if not grid or arguments.json:
                 raise PlanError(f"{arguments.plan}: {where}{line}") from error
-            # Not raised, as the grid comes after the line: that on stderr, the picture on stdout.
+            # Not raised: the error line goes to stderr, the picture of the deadlock to stdout.
             print(f"{PROGRAM}: error: {arguments.plan}: {where}{line}", file=sys.stderr, flush=True)
             print("\n".join(grid))
             return 2

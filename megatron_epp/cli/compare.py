@@ -1,4 +1,4 @@
-"""``compare``: every planner on the same batches, with the spread, and where epp does not pay."""
+"""The ``compare`` command: every planner on the same batches, and where epp does not pay."""
 
 import argparse
 import json
@@ -22,15 +22,26 @@ from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
-# A gain below this is none: no model of costs is that exact.
+# Smaller gains are ignored: no cost model is more exact.
 PAYS = 0.01
-COLUMNS = 100  # no line is longer
+COLUMNS = 100  # maximum line length
 _EPP = "epp"
-_KNOWN = (STOCK, OVERLAPPED, "infinipipe")  # what one has without elastic plans, and the paper's
-_WARM_UP = 24  # documents
+# the baselines without elastic plans, and the paper's planner
+_KNOWN = (STOCK, OVERLAPPED, "infinipipe")
+_WARM_UP = 24  # number of documents
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``compare`` command and return its exit status, 130 after an interrupt.
+
+    Example::
+
+        options = ["compare", "--lengths", "wlb", "--model", "llama3-8b", "--device", "h100-80g"]
+        status = run(parse([*options, "--pp", "4", "--tp", "8"]))  # parse of cli.options
+
+    Raises:
+        ValueError: if no planner can plan any batch.
+    """
     default = (*COMPARED, *comparison_methods())
     names = [known_planner(name) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
@@ -111,14 +122,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kinds(cost: Cost) -> str:
-    """Notes on layers of several kinds, on experts, and on the output layer."""
+    """Return notes on layer kinds, expert parallelism and vocabulary parallelism."""
     kinds = f", of the kinds {cost.layout.kinds_text}" if cost.layout.kinds_text else ""
     experts = f", ep {cost.layout.ep}" if cost.layout.ep > 1 else ""
     return kinds + experts + (", vocabulary over the stages" * cost.layout.vocabulary_parallel)
 
 
 def _of_elastic(cost: Cost, elastic: Cost) -> str:
-    """Text on what only epp has."""
+    """Return a note on settings that only epp has."""
     parts = []
     if elastic.layout.layers != cost.layout.layers:
         parts.append(f"layers {_layers(elastic.layout.layers)}")
@@ -134,8 +145,7 @@ def _say(line: str) -> None:
 
 
 def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> str:
-    """The sentence that matters: which planner, how much faster than those one knows, and whether
-    its plans fit."""
+    """Return the sentence on the best planner: how much faster it is, and whether its plans fit."""
     by_name = {
         name: {each.batch: each for each in outcomes if each.planner == name} for name in names
     }
@@ -170,7 +180,7 @@ def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> st
 
 
 def _layers(layers: Sequence[int]) -> str:
-    """``8 8 8 8`` as ``4 x 8``."""
+    """Return ``8 8 8 8`` as ``4 x 8``."""
     if len(set(layers)) == 1 and len(layers) > 1:
         return f"{len(layers)} x {layers[0]}"
     return " ".join(map(str, layers))
@@ -179,13 +189,13 @@ def _layers(layers: Sequence[int]) -> str:
 def _warm_up(
     costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
-    """Load solver and compiled code by planning a small batch; how long that took."""
+    """Load solver and compiled code by planning a small batch; return the seconds it took."""
     began = time.perf_counter()
     for name, cost in costs.items():
         try:
             outcome(0, lengths[: max(_WARM_UP, replicas)], cost, options, name, replicas)
         except ValueError:
-            continue  # said again, with its batch, when the batch itself is planned
+            continue  # reported when the batch itself is planned
     return time.perf_counter() - began
 
 
@@ -250,7 +260,7 @@ def _median_fraction(fractions: Sequence[float]) -> str:
 
 
 def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep: int) -> list[str]:
-    """Time of every planner in lockstep over that of replicas that run freely."""
+    """Return a line on the time of every planner in lockstep, relative to free replicas."""
     parts = []
     for name in names:
         prices = [
@@ -270,7 +280,7 @@ def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """On which batches epp pays, and on which it does not."""
+    """Return lines on the batches on which epp pays or does not."""
     by_batch: dict[int, dict[str, Outcome]] = {}
     for each in outcomes:
         by_batch.setdefault(each.batch, {})[each.planner] = each

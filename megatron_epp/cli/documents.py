@@ -1,4 +1,4 @@
-"""From options to batches of document lengths."""
+"""Batches of document lengths from the options."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from megatron_epp.corpus.text_lengths import SUFFIXES
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.show.units import tokens_text
 
-# Documents in a batch where the user names no number: that of the published experiments.
+# Default number of documents of a batch, as in the published experiments.
 DEFAULT_SIZE = 512
-# A text file of up to this many lengths is one batch where one batch is asked for.
+# A text file with at most this many lengths is one batch, if one batch is requested.
 MOST_IN_ONE = 16_384
-# A batch of so many inputs, in documents that an index can hold (32 bits), has a number of
-# query-key pairs that 64 bits hold.
+# With this many tokens, in documents that an index can hold (32 bits), the number of query-key
+# pairs fits 64 bits.
 MOST_TOKENS = 2**32
 
 
 def require_batch(lengths: Sequence[int], where: str) -> None:
-    """Refuse a batch whose sums would leave what numbers can say."""
+    """Raise a ValueError if a batch's sums would overflow."""
     if lengths and max(lengths) > MOST_LENGTH:
         raise ValueError(
             f"{where}: a document of {max(lengths)} inputs; expected at most {MOST_LENGTH}, "
@@ -36,7 +36,7 @@ def require_batch(lengths: Sequence[int], where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """size is None where the whole file, in its order, is the one batch."""
+    """Batches of a corpus; ``size`` None makes one batch of the whole file in its order."""
 
     corpus: Corpus
     size: int | None
@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def first(self) -> list[tuple[int, ...]]:
-        """Batches that a choice is made on, as a training run makes it."""
+        """Batches on which choices are made, as in training."""
         return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Batches:
 
 
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
-    """The batches that the options name, of which those of these ``numbers`` are wanted."""
+    """Return the batches that the options name; ``numbers`` are those that will be used."""
     corpus = open_corpus(
         arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
     )

@@ -1,4 +1,4 @@
-"""``draw``: a picture of a plan, predicted, measured, or both."""
+"""The ``draw`` command: a picture of a plan, predicted, measured, or both."""
 
 import argparse
 import sys
@@ -23,6 +23,14 @@ Runs = list[Timeline]
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``draw`` command and return its exit status.
+
+    Without --output it prints text; otherwise the file's suffix selects the format.
+
+    Example::
+
+        status = run(parse(["draw", "p.plan", "-o", "p.html"]))  # parse of cli.options
+    """
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)
     runs = _runs(arguments, plan, block)
@@ -42,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> Runs:
-    """Predicted first where a machine is named or nothing was measured; then what was measured."""
+    """Return the time lines to draw: predicted, measured, or both.
+
+    The prediction is drawn if a machine is named or nothing was measured.
+    """
     title = _title(arguments)
     runs = []
     if machine.names_machine(arguments):
@@ -62,7 +73,7 @@ def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> R
 
 
 def _title(arguments: argparse.Namespace) -> str:
-    """On one line, without what a terminal or a page would take for a command."""
+    """Return the title as one line of printable characters."""
     title = arguments.title or Path(arguments.plan).name
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in title)
 

@@ -1,4 +1,4 @@
-"""Plans, steps and records, read from files and written to them."""
+"""Files of plans, steps and records."""
 
 import sys
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megatron_epp.ir import (
 )
 from megatron_epp.safe_files import read_at_most, read_bounded, replace_file
 
-# More than this is no plan: 100,000 chunks on 64 stages take about 120 MiB.
+# Larger files are not plans: 100,000 chunks on 64 stages take about 120 MiB.
 _MOST_BYTES = 256 << 20
 
 _MAKE = {
@@ -27,7 +27,11 @@ _MAKE = {
 
 
 def read_text(path: str, what: str) -> str:
-    """The text of the file at ``path``, or of stdin for ``-``; a ValueError in one line."""
+    """Return the text of the file at ``path``, or of stdin for ``-``.
+
+    Raises:
+        ValueError: one line on why it cannot be read; ``what`` names the kind of file.
+    """
     try:
         if path == "-":
             data = read_at_most(sys.stdin.buffer, _MOST_BYTES, f"a {what} file")
@@ -47,8 +51,10 @@ def read_text(path: str, what: str) -> str:
 
 
 def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
-    """The plans of all replicas that the file holds, and their step; one on its own, which may be
-    of any replica, has none."""
+    """Return the plans of all replicas in the file, and their step.
+
+    A single plan, of any replica, has no step (None).
+    """
     return _plans(read_text(path, "plan"), path)
 
 
@@ -63,8 +69,16 @@ def _plans(text: str, path: str) -> tuple[tuple[Plan, ...], Step | None]:
 
 
 def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ...]]:
-    """One replica's plan of the file at ``path``, which can run; the machine it was made for; and
-    the plans that run in lockstep with it, its own first."""
+    """Read one replica's plan, and check that it can run.
+
+    Returns:
+        The plan, the machine it was made for (None if unknown), and the plans that run in lockstep
+        with it, its own first.
+
+    Raises:
+        ValueError: if the file has no such replica.
+        PlanError: if a plan cannot run.
+    """
     text = read_text(path, "plan")
     plans, step = _plans(text, path)
     if len(plans) == 1 and replica in (0, plans[0].replica):
@@ -89,7 +103,7 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
 
 
 def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
-    """Raise a ValueError unless ``records`` are of a whole run of ``plan``, op after op."""
+    """Raise a ValueError unless ``records`` are a complete run of ``plan``, op by op."""
     for stage, planned in enumerate(plan.orders):
         stage_records = [r for r in records if r.stage == stage and isinstance(r.op, Op)]
         ran = [record.op for record in sorted(stage_records, key=lambda r: (r.start, r.stop))]
@@ -103,6 +117,7 @@ def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
 
 
 def read_records(path: str) -> tuple[Timed, ...]:
+    """Return the timed records in the file; raise a ValueError if there are none."""
     try:
         records = parse_records(read_text(path, "records"))
     except PlanError as error:
@@ -113,8 +128,11 @@ def read_records(path: str) -> tuple[Timed, ...]:
 
 
 def write_file(path: str, data: str | bytes) -> None:
-    """Through a file beside it, so that what stands at ``path`` is always whole; into what is no
-    plain file (a device, a pipe) as it is."""
+    """Write ``data`` atomically, except to devices and pipes.
+
+    Raises:
+        ValueError: if ``path`` is a folder or cannot be written.
+    """
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{path}: is a folder; expected a file name")
@@ -123,6 +141,6 @@ def write_file(path: str, data: str | bytes) -> None:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        replace_file(target.resolve(), content)  # a link that the user names stays one
+        replace_file(target.resolve(), content)  # a link that the user names stays a link
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Flags of the commands that need no torch: a field each, with its type, default, unit and help."""
+"""Flags of the commands without torch: one field each, with type, default, unit and help."""
 
 import argparse
 import textwrap
@@ -25,16 +25,17 @@ from megatron_epp.planner.settings import shared_setting
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
+    """Parse positive integers separated by commas."""
     return tuple(map(whole_number(1, 1_000_000), text.split(",")))
 
 
-AUTO = 0  # instead of a degree that the planner is to choose
-# A batch of more documents is a mistake: planning it would take minutes.
+AUTO = 0  # value of a degree that the planner chooses
+# More documents are an error: planning them would take minutes.
 MOST_DOCUMENTS = 32_768
 
 
 def whole_or_auto(text: str) -> int:
+    """Parse a positive integer or ``auto``."""
     if text == "auto":
         return AUTO
     try:
@@ -44,7 +45,7 @@ def whole_or_auto(text: str) -> int:
 
 
 def file_to_write(text: str) -> str:
-    """Told before there is anything to write: a plan may take minutes."""
+    """Refuse a folder while parsing, because planning before the write may take minutes."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected a file name")
     return text
@@ -59,7 +60,7 @@ LIKE = flag(
     "read a config.json as if its model_type were this one, of which it has the layers",
     ("MODEL_TYPE", str),
 )
-# A metavar and what reads the word.
+# (metavar, type function)
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
 TOKENS, MULTIPLE = ("TOKENS", whole_number(1)), ("TOKENS", whole_number(1, 1 << 20))
 DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
@@ -75,6 +76,8 @@ LENGTHS_HELP = (
 
 @dataclass
 class DocumentFlags:
+    """The corpus, and how batches are drawn from it."""
+
     TITLE: ClassVar = "documents"
 
     lengths: str = flag(
@@ -159,7 +162,7 @@ class MachineFlags:
 
 @dataclass
 class PlansMachineFlags(MachineFlags):
-    """The machine that a plan is played on: the plan itself says the rest."""
+    """The machine that an existing plan runs on; the plan has the other settings."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
     OMIT: ClassVar = ("pp", "devices", "partition", "placement")
@@ -189,6 +192,8 @@ class PlansMachineFlags(MachineFlags):
 
 @dataclass
 class DrawnMachineFlags(PlansMachineFlags):
+    """The machine of ``draw``, which can do without one."""
+
     model: str | None = flag(
         None,
         f"{MODEL_HELP} (without: every op takes a round number of units)",
@@ -197,11 +202,15 @@ class DrawnMachineFlags(PlansMachineFlags):
 
 
 class CheckedMachineFlags(PlansMachineFlags):
+    """The machine of ``check``, to compare memory with its budget."""
+
     NOTE: ClassVar = "To hold the plan against the memory of its devices, too."
 
 
 @dataclass
 class ServedMachineFlags(MachineFlags):
+    """The machine of ``serve``, whose choices are made already."""
+
     OMIT: ClassVar = ("partition",)
 
     vocab_parallel: str | None = flag(
@@ -211,7 +220,7 @@ class ServedMachineFlags(MachineFlags):
 
 @dataclass
 class AssumptionFlags:
-    """Fields that only an analytic cost model has."""
+    """Assumptions of an analytic cost model."""
 
     TITLE: ClassVar = "assumptions of the analytic cost model"
 
@@ -254,7 +263,7 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 
 def _planners_help() -> str:
-    # These load a compiler and a solver.
+    # Imported late: they load a compiler and a solver.
     from megatron_epp.planner import COMPARED
     from megatron_epp.planner.comparison_methods import comparison_methods
 
@@ -263,6 +272,8 @@ def _planners_help() -> str:
 
 @dataclass
 class PlannerFlags:
+    """The planner and its levers, effort and restrictions."""
+
     TITLE: ClassVar = "planner"
 
     planner: str | tuple[str, ...] | None = shared_setting("planner")
@@ -287,6 +298,8 @@ class PlannerFlags:
 
 @dataclass
 class ServedPlannerFlags(PlannerFlags):
+    """The planner's options in ``serve``, where every request names a planner."""
+
     OMIT: ClassVar = ("planner",)
 
     multiple: int | None = flag(1, "chunks are padded to a multiple of this (default: 1)", MULTIPLE)
@@ -294,37 +307,51 @@ class ServedPlannerFlags(PlannerFlags):
 
 @dataclass
 class PlannersFlags(PlannerFlags):
+    """The planner's options in ``compare``, with several planners."""
+
     planner: str | tuple[str, ...] | None = flag(None, _planners_help, ("NAME", str), nargs="+")
 
 
 @dataclass
 class PlanFileFlags:
+    """The plan file that a command reads."""
+
     plan: str = flag(None, "a plan or step file; - for stdin", ("PLAN", str), positional=True)
 
 
 @dataclass
 class ReplicaFlags:
+    """The replica of a step with several."""
+
     replica: int = flag(0, "which replica of a step of several (default: 0)", NUMBER)
 
 
 @dataclass
 class JsonFlags:
+    """JSON output."""
+
     json: bool = flag(False, "print JSON instead of text")
 
 
 @dataclass
 class BatchFlags:
+    """The batch to plan."""
+
     batch: int = flag(0, "which batch, from 0 (default: 0)", INDEX)
 
 
 @dataclass
 class BatchesFlags:
+    """The batches to compare on."""
+
     batches: int = flag(1, "how many batches (default: 1)", ("N", whole_number(1, 100_000)))
     first_batch: int = flag(0, "number of the first one (default: 0)", INDEX)
 
 
 @dataclass
 class PlanFlags:
+    """Kind of plan, and output, of ``plan``."""
+
     framework: str | None = flag(
         None,
         "print degrees, recompute and tokens of a micro-batch as settings of megatron, bridge, "
@@ -342,6 +369,8 @@ class PlanFlags:
 
 @dataclass
 class SimulateFlags:
+    """Noise, and output, of ``simulate``."""
+
     noise: float = flag(
         0.0,
         "standard deviation of every duration, as a share of it (default: 0)",
@@ -355,6 +384,8 @@ class SimulateFlags:
 
 @dataclass
 class DrawFlags:
+    """Format and contents of the picture of ``draw``."""
+
     output: str | None = flag(
         None,
         "x.svg, x.png, x.html, x.txt, x.json (Chrome trace, for ui.perfetto.dev) or x.csv "
@@ -376,11 +407,15 @@ class DrawFlags:
 
 @dataclass
 class ServeFlags:
+    """Settings of ``serve`` that are the same for all requests."""
+
     context: int = flag(0, "what packing packs to", TOKENS)
 
 
 @dataclass
 class TunedBatchesFlags:
+    """The batches of ``tune``."""
+
     batches: int = flag(
         2, "batches that the best layouts are planned on (default: 2)", ("N", whole_number(1, 1000))
     )
@@ -388,6 +423,8 @@ class TunedBatchesFlags:
 
 @dataclass
 class TunedDocumentFlags(DocumentFlags):
+    """The corpus of ``tune``, which is optional."""
+
     lengths: str = flag(
         None,
         f"{LENGTHS_HELP}; without it tune prints what --model says, or with --gpus what fits",
@@ -397,7 +434,7 @@ class TunedDocumentFlags(DocumentFlags):
 
 @dataclass
 class TunedMachineFlags:
-    """A machine whose layout is to be found."""
+    """The machine whose layout ``tune`` searches."""
 
     TITLE: ClassVar = "model and machine"
 
@@ -443,6 +480,8 @@ class TunedMachineFlags:
 
 @dataclass
 class TunePlannerFlags:
+    """The planner's options in ``tune``, and the number of rows."""
+
     TITLE: ClassVar = "planner"
 
     levers: str = shared_setting("levers")
@@ -455,6 +494,8 @@ class TunePlannerFlags:
 
 @dataclass
 class TuneFlags:
+    """Output of ``tune``: the row, and the files written for it."""
+
     row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
     parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
     html: str | None = flag(
@@ -485,7 +526,7 @@ class TuneFlags:
     )
 
 
-# The schemas of every command, in the order of its usage line.
+# Schemas of every command, in the order of its usage line.
 FLAGS: dict[str, tuple[type, ...]] = {
     "plan": (
         DocumentFlags,
@@ -528,7 +569,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
-    """Add the fields of ``schemas``; the levers are explained below those of the planner."""
+    """Add the fields of ``schemas``; the epilog explains the levers."""
     for schema in schemas:
         add_flags(command, schema)
         if issubclass(schema, PlannerFlags):

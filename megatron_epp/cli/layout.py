@@ -1,4 +1,4 @@
-"""``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
+"""Choice of the layout by ``--pp auto`` and ``--cp auto``, on the first batch."""
 
 import argparse
 import sys
@@ -24,9 +24,17 @@ def layout_cost(
     options: Options,
     planner: str,
 ) -> Cost:
-    """The cost in the layout that the options name, or that ``planner`` likes best for
-    ``lengths``; then what was tried is said on stderr. ``first``: the batches that a run's choices
-    are made on."""
+    """Return the cost of the layout that the options name, or of the fastest one for ``lengths``.
+
+    If it is searched, the layouts tried are printed on stderr.
+
+    Args:
+        arguments: options of the command.
+        lengths: document lengths of the planned batch.
+        first: batches on which choices are made.
+        options: options of the planner.
+        planner: name of the planner.
+    """
     if AUTO not in (arguments.pp, arguments.cp):
         if arguments.devices is not None:
             raise UsageError(
@@ -45,11 +53,21 @@ def layout_cost(
 def chosen_costs(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """Return ``cost`` twice: with the layers that --partition asks for, and with what --placement
-    auto and --vocab-parallel auto choose, too; print every choice on stderr.
+    """Return ``cost`` with the layers of --partition, and the same with the other choices too.
 
-    Like a training run's they are made on the first batches of the corpus, not on the batch that
-    is planned.
+    The second also has the choices of --placement auto and --vocab-parallel auto. Choices are
+    printed on stderr. As in training, they are made on the first batches of the corpus, not on the
+    planned batch.
+
+    Args:
+        arguments: options of the command.
+        batches: batches of the corpus.
+        cost: cost of the layout.
+        options: options of the planner.
+        planner: name of the planner.
+
+    Raises:
+        UsageError: if an option has no effect, or two options decide the same.
     """
     asked = arguments.vocab_parallel
     if asked == "on" and planner not in PLANNERS:
@@ -86,7 +104,7 @@ def chosen_costs(
 def _require_open(
     flag: str, arguments: argparse.Namespace, cost: Cost, options: Options, planner: str
 ) -> None:
-    """Raise a UsageError where ``flag`` auto has no layers of stages to choose."""
+    """Raise a UsageError if ``flag`` auto has no layers per stage to choose."""
     if arguments.layers:
         raise UsageError(
             f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
@@ -104,7 +122,7 @@ def _require_open(
 
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
-    """Return ``cost`` with layers by time, and print them with Megatron's flags for them."""
+    """Return ``cost`` with layers by time; print them with Megatron's flags."""
     partition = partition_of(cost, batches.first, options, planner)
     flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
@@ -123,7 +141,18 @@ def choose_layout(
     options: Options,
     planner: str,
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
-    """The fastest layout's cost, and what was tried: (pp, cp, seconds or None, why not)."""
+    """Return the fastest layout's cost, and the layouts tried: (pp, cp, seconds or None, reason).
+
+    Args:
+        arguments: options of the command.
+        lengths: document lengths of the planned batch.
+        first: batches on which choices are made.
+        options: options of the planner.
+        planner: name of the planner.
+
+    Raises:
+        ValueError: if no layout works.
+    """
     tried: list[tuple[int, int, float | None, str]] = []
     best: tuple[float, Cost] | None = None
     for pp, cp in _splits(arguments):
@@ -151,7 +180,7 @@ def choose_layout(
 
 
 def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Every pp x cp that fills the devices and agrees with what was named."""
+    """Yield every pp x cp that fills the devices and agrees with the options."""
     if arguments.pp is None:
         raise UsageError("--pp is missing; expected the number of pipeline stages, or auto")
     if arguments.devices is None:

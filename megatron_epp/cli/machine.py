@@ -1,4 +1,4 @@
-"""From options to a cost: model, device, layout, budget."""
+"""Cost of the model, device, layout and memory budget that the options name."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,16 +23,20 @@ from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.node_map import map_nodes
 from megatron_epp.safe_files import bounded_text
 
-# What the analytic cost model assumes where no option does: what training runs. The papers' world,
-# which is the library's default, is --logits-held --no-kv-read --topology flat.
+# Defaults of the analytic cost model: what training runs. The papers' assumptions, which are the
+# library's defaults, are --logits-held --no-kv-read --topology flat.
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 
-AUTO_PLACEMENT = "auto"  # --placement: chosen on the corpus's lengths (layout.py)
+AUTO_PLACEMENT = "auto"  # --placement: chosen by the corpus's lengths (layout.py)
 
 
 def names_machine(arguments: argparse.Namespace) -> bool:
-    """Whether the options name a machine at all; refused where they only say how to use one."""
+    """Return whether the options name a machine.
+
+    Raises:
+        UsageError: if options only say how to use one.
+    """
     if arguments.model or arguments.device or arguments.cost_model:
         return True
     others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero", "multiple")
@@ -55,11 +59,22 @@ def cost_of(
     cut: bool = False,
     place: tuple[int, ...] = (),
 ) -> Cost:
-    """The cost of the model and machine that the options name, in that layout.
+    """Return the cost of the model and machine that the options name, in a layout.
 
-    A profile file alone is enough where the layers of every stage and a budget are given. ``pp``:
-    stages. ``cut``: with the output layer over all of them. ``place``: the rank of each, where a
-    rank has several.
+    A profile file alone is sufficient if the layers of every stage and a budget are given.
+
+    Args:
+        arguments: options of the command.
+        pp: number of stages.
+        cp: context-parallel degree.
+        dp: number of replicas.
+        layers: number of layers of every stage; None for even layers.
+        cut: whether to use vocabulary parallelism.
+        place: rank of every stage if a rank has several, else ().
+
+    Raises:
+        UsageError: if options are missing or contradict each other.
+        ValueError: if the model states do not fit.
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero) if arguments.zero else None
@@ -124,14 +139,15 @@ def cost_of(
             )
     if budgets is not None:
         cost = cost.replace(device_budget_bytes=budgets)
-    if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
+    # in commands that make plans
+    if (host := getattr(arguments, "host_memory_gib", None)) is not None:
         cost = cost.replace(host_budget_bytes=host * GIB)
     cost.require_states_fit()
     return cost
 
 
 def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return a topology as a job of that layout finds it: of a grid, the nodes that it uses."""
+    """Return a topology as a job of that layout sees it: of a grid, the nodes that it uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:
         return named
@@ -150,7 +166,7 @@ def _measured_cost(
     kinds: tuple[str, ...],
     place: tuple[int, ...],
 ) -> Cost:
-    """From a profile file alone."""
+    """Return the cost from a profile file alone."""
     if layers is None:
         raise UsageError(
             "--layers is missing: a profile file does not say how many layers there are"
@@ -177,9 +193,13 @@ def with_padding(
     batches: Sequence[Sequence[int]],
     replicas: int,
 ) -> Cost:
-    """Return ``cost`` with chunks padded as --multiple says, or as training pads them.
+    """Return ``cost`` with chunks padded as --multiple says, or as in training.
 
-    ``batches``: lengths of the documents of all ``replicas``, which training chooses by.
+    Args:
+        cost: cost of the layout.
+        arguments: options of the command.
+        batches: document lengths of all replicas, which determine training's padding.
+        replicas: number of replicas.
     """
     layout, multiple = cost.layout, getattr(arguments, "multiple", None)
     if multiple is None:
@@ -190,14 +210,14 @@ def with_padding(
 
 
 def padding_text(cost: Cost) -> str:
-    """Text on how chunks are padded; empty where they are not."""
+    """Return a note on the padding of chunks; empty without padding."""
     return f"chunks to multiples of {cost.multiple} tokens" if cost.multiple > 1 else ""
 
 
 def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
-    """For a plan that is still to be made; nothing is auto here.
+    """Return the cost for a plan that is to be made, without auto options.
 
-    ``batches``: the first ones, for the multiple of tokens that chunks are padded to.
+    ``batches`` are the first ones, which determine the padding of chunks.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp
@@ -223,7 +243,7 @@ def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]
 
 
 def asked_placement_of(text: str, ranks: int) -> Placement:
-    """The placement that --placement asks for on ``ranks``."""
+    """Return the placement that --placement names for ``ranks`` pipeline ranks."""
     try:
         return read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
     except OSError as error:
@@ -231,12 +251,12 @@ def asked_placement_of(text: str, ranks: int) -> Placement:
             f"--placement {text}: {error.strerror}; expected even, v, auto, "
             "interleaved N, 'place' and the rank of every stage, or a file"
         ) from error
-    except ValueError as refusal:  # of the file, or of the placement
+    except ValueError as refusal:  # from the file or the placement
         raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
-    """For a plan that exists: it says how many stages, layers and replicas there are."""
+    """Return the cost for an existing plan, which determines stages, layers and replicas."""
     if arguments.layers and tuple(arguments.layers) != plan.layers:
         named = " ".join(map(str, plan.layers))
         raise UsageError(f"--layers: the plan is for layers {named}; leave the option out")

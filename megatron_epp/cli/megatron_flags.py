@@ -1,8 +1,8 @@
-"""Whether a word can be one of Megatron's flags, said before Megatron is imported.
+"""Check that a flag exists in Megatron or here, before Megatron is imported.
 
-Megatron's own parser knows for certain, but only after torch and Megatron are loaded, in every
-process of the command. Every flag stands in Megatron's source, as ``--its-name`` or as the field
-``its_name`` of a configuration; a word that stands nowhere there is none.
+Megatron's own parser is exact, but runs only after torch and Megatron are loaded, in every process
+of the command. Every flag occurs in Megatron's source, as ``--its-name`` or as the field
+``its_name`` of a configuration. A word that occurs nowhere is no flag.
 """
 
 import difflib
@@ -13,18 +13,18 @@ from pathlib import Path
 
 from megatron_epp.cli.options import PROGRAM, UsageError
 
-# A flag as it is written, and the field of a class that one is made from.
+# A flag as written, and the field of a class from which one is made.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
-_PACKAGES = ("certify", "mcore")  # rooms whose commands have flags of their own
+_PACKAGES = ("certify", "mcore")  # packages whose commands have flags of their own
 _FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
 
 
 def require_known(command: str, words: Sequence[str]) -> None:
-    """Refuse a ``--word`` that no file of Megatron's or of ours knows."""
+    """Raise a UsageError for a ``--word`` that occurs neither in Megatron nor here."""
     flags = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
     roots = _roots()
     if not flags or len(roots) <= len(_PACKAGES):
-        return  # nothing to look for, or no Megatron: the command itself will say so
+        return  # nothing to check, or no Megatron, which the command itself reports
     known = {"--help"}
     for root, pattern in roots:
         for path in root.glob(pattern):
@@ -41,9 +41,9 @@ def require_known(command: str, words: Sequence[str]) -> None:
 
 
 def _roots() -> list[tuple[Path, str]]:
-    """Where flags are named: our own commands, and Megatron's trainer and configurations."""
+    """Return the folders and patterns of files that define flags, here and in Megatron."""
     patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _PACKAGES]
-    spec = find_spec("megatron")  # of a top-level name: nothing is imported
+    spec = find_spec("megatron")  # a top-level name, so nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():
         root = Path(folder)
         patterns += [(root / "training", "**/*.py"), (root / "core", "**/*.py")]

@@ -1,4 +1,4 @@
-"""The commands, and a parser of their options (flags.py) that answers in one line."""
+"""The commands, and a parser of their options (flags.py) that reports errors in one line."""
 
 import argparse
 import difflib
@@ -21,28 +21,30 @@ COMMANDS = {
     "profile": "measure this host or GPU and write a cost-model file",
     "certify": "gradients of random plans against the plain model",
 }
-# They import torch and Megatron, and read their own options.
+# These import torch and Megatron, and parse their own options.
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 
 
 class UsageError(ValueError):
-    """Options that do not fit together; the parser prints it as its own."""
+    """Error of options that contradict each other, reported like the parser's own."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One line on stderr and exit status 2, with the near matches of what it does not know."""
+    """Argument parser that raises :class:`UsageError` and suggests near matches."""
 
     def __init__(self, *arguments, **keywords):
         keywords.setdefault("allow_abbrev", False)
         super().__init__(*arguments, **keywords)
 
     def error(self, message: str) -> NoReturn:
+        """Raise a UsageError with ``message``."""
         raise UsageError(message)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Parse the words of a command; unknown options are reported first."""
         command, *others = args
         known = [name for action in self.flags(command) for name in action]
-        for word in others:  # first: a misspelt option is often missing, too
+        for word in others:  # first, because a misspelt option is often also missing
             if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
                 self.error(_unknown(word, known, command))
             if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list
@@ -53,6 +55,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def flags(self, command: str | None) -> list[Sequence[str]]:
+        """Return the flags of every option of a command."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and command in action.choices:
                 return [option.option_strings for option in action.choices[command]._actions]
@@ -60,8 +63,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(chosen: str | None = None) -> Parser:
-    """All commands by name; the options of the ``chosen`` one."""
-    # Here: the tables of models, devices and distributions take as long to load as the rest.
+    """Return the parser of all commands, with the options of the ``chosen`` one."""
+    # Imported late: the tables of models, devices and distributions take as long as the rest.
     from megatron_epp.cli.flags import FLAGS, add_command_flags
 
     root = Parser(
@@ -70,7 +73,7 @@ def parser(chosen: str | None = None) -> Parser:
         epilog="Each command explains itself: python -m megatron_epp plan --help",
     )
     root.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    # Not required here: the refusal below names the commands and the near ones.
+    # Not required here: the error below lists the commands and near matches.
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
         if name != chosen:
@@ -87,6 +90,14 @@ def parser(chosen: str | None = None) -> Parser:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line and return its command and options.
+
+    Args:
+        arguments: the command line without the program; None takes ``sys.argv``.
+
+    Raises:
+        UsageError: if the command or an option is unknown or invalid.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
         raise UsageError(f"no command; expected one of {', '.join(COMMANDS)}")
@@ -98,7 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_flags(words: Sequence[str]) -> argparse.Namespace:
-    """The options of ``simulate`` that name a machine; all are None that ``words`` leave out."""
+    """Return the options of ``simulate`` that name a machine; those not in ``words`` are None."""
     from megatron_epp.cli.flags import AssumptionFlags, PlansMachineFlags, add_command_flags
 
     command = Parser(prog=PROGRAM, add_help=False)

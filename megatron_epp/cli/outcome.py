@@ -1,4 +1,4 @@
-"""Outcome of planning one batch, over all replicas, as numbers for tables and JSON."""
+"""Result of planning one batch over all replicas, for tables and JSON."""
 
 import time
 from collections.abc import Sequence
@@ -26,9 +26,18 @@ from megatron_epp.planner.runner import Runner, in_turn
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """slowest: of the replicas, whose plan the iteration waits for. step: None without pipeline.
-    free_seconds: of replicas in lockstep, what they would take if each ran for itself; None where
-    they do, or nobody asked."""
+    """Result of planning one batch.
+
+    Attributes:
+        batch: number of the batch.
+        planner: name of the planner.
+        slowest: result of the slowest replica, which the iteration waits for.
+        replicas: results of all replicas.
+        lower_bound_seconds: lower bound of any plan.
+        plan_seconds: time of planning.
+        step: the step; None for a method without a pipeline.
+        free_seconds: time without lockstep of replicas in lockstep; None if it was not computed.
+    """
 
     batch: int
     planner: str
@@ -41,24 +50,27 @@ class Outcome:
 
     @property
     def lockstep_price(self) -> float:
-        """Time that lockstep adds, as a fraction of what replicas take that run freely."""
+        """Additional time of lockstep, as a fraction of that of free replicas."""
         return self.seconds / self.free_seconds - 1 if self.free_seconds else 0.0
 
     @property
     def seconds(self) -> float:
+        """Predicted time of the iteration."""
         return self.slowest.seconds
 
     @property
     def gap(self) -> float:
+        """(seconds - lower bound) / seconds."""
         return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
 
     @property
     def fits(self) -> bool:
+        """Whether the plans of all replicas fit the memory budget."""
         return all(replica.fits for replica in self.replicas)
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Per stage the highest of all replicas; per device group where there is no pipeline."""
+        """Maximum over the replicas per stage, or per device group without a pipeline."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [
@@ -66,7 +78,7 @@ class Outcome:
         ]
 
     def facts(self) -> dict:
-        """The fields that ``compare --json`` promises."""
+        """Return the fields of ``compare --json``."""
         slowest = self.slowest
         return {
             "batch": self.batch,
@@ -98,10 +110,20 @@ def outcome(
     priced: bool = False,
     run: Runner = in_turn,
 ) -> Outcome:
-    """Plan one batch with the planner of that name; a ValueError where it cannot.
+    """Plan one batch.
 
-    priced   plan replicas in lockstep as free ones, too, for the price of lockstep
-    run      plans the replicas, in processes where there are several
+    Args:
+        batch: number of the batch.
+        lengths: document lengths.
+        cost: cost of the layout.
+        options: options of the planner.
+        planner: name of the planner.
+        replicas: number of replicas.
+        priced: whether to plan replicas in lockstep without it too, for the price of lockstep.
+        run: maps a function over tasks, in worker processes if there are any.
+
+    Raises:
+        ValueError: if the batch cannot be planned.
     """
     results: tuple[PlannerResult, ...]
     free = None
@@ -127,8 +149,8 @@ def outcome(
     slowest = max(results, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
     if replicas > 1:
-        # Of any dealing: some replica has at least its share of the work, and the longest
-        # document is in one of them.
+        # For any assignment: some replica has at least the mean work, and one has the longest
+        # document.
         chunks = [] if step is None else [c for plan in step.plans for c in plan.chunks]
         local = any(chunk.has_local for chunk in chunks)
         every = np.array(sorted(lengths, reverse=True))
@@ -140,7 +162,7 @@ def outcome(
 
 
 def known_planner(name: str) -> str:
-    """``name``; a ValueError with the near matches where no planner is called so."""
+    """Return ``name``; raise a ValueError with near matches if there is no such planner."""
     known = (*PLANNERS, OVERLAPPED, *comparison_methods())
     if name in COMPARISON_METHODS and name not in known:
         raise ValueError(ABSENT)

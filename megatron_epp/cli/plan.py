@@ -1,4 +1,4 @@
-"""``plan``: one batch's plan, and what it promises."""
+"""The ``plan`` command: the plan of one batch, and its predictions."""
 
 import argparse
 import dataclasses
@@ -36,6 +36,17 @@ from megatron_epp.sim.play import play
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``plan`` command and return its exit status.
+
+    Example::
+
+        options = ["plan", "--lengths", "wlb", "--model", "llama3-8b", "--device", "h100-80g"]
+        status = run(parse([*options, "--pp", "4", "--tp", "8", "-o", "p.plan"]))  # cli.options
+
+    Raises:
+        ValueError: if the batch cannot be planned.
+        UsageError: if options contradict each other.
+    """
     planner = known_planner(arguments.planner)
     if arguments.framework is not None:
         _require_stock(arguments, planner)
@@ -76,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
-    # The plan itself goes to stdout where no file is named, so that it can be piped.
+    # Without a file the plan itself goes to stdout, so that it can be piped.
     report = sys.stderr if arguments.output is None and text is not None else sys.stdout
     if arguments.output is None and text is not None:
         sys.stdout.write(text)
@@ -88,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
-    """UsageError: what a framework's settings cannot say."""
+    """Raise a UsageError for options that a framework's settings cannot express."""
     name = arguments.framework
     require_framework(name)
     if planner != PACKED:
@@ -101,7 +112,7 @@ def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
 
 
 def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options) -> StockSettings:
-    """As the replicas' plans have them."""
+    """Return the framework settings that correspond to the replicas' plans."""
     return StockSettings(
         Layout(cost.layout.tp, cost.layout.cp, cost.layout.placement.ranks, cost.layout.dp),
         step.plans[0].layers,
@@ -112,7 +123,7 @@ def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options
 
 
 def _read(counts: Counts) -> dict[str, int]:
-    """The field ``read`` that ``plan --json`` promises."""
+    """Return the field ``read`` of ``plan --json``."""
     return {
         "read": counts.sequences,
         "skipped": counts.skipped,
@@ -124,7 +135,11 @@ def _read(counts: Counts) -> dict[str, int]:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Options of the planner: stages' layers are open where --layers does not name them."""
+    """Return the planner's options; layers are open unless --layers names them.
+
+    Raises:
+        UsageError: if an option has no effect, or two contradict each other.
+    """
     levers = levers_of(arguments)
     if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
         raise UsageError(
@@ -160,9 +175,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
-    """Return the levers of --levers, whose default is what training runs on that device."""
-    names = ["cpu"]  # where no machine is named
-    if file := getattr(arguments, "cost_model", None):  # tune has none
+    """Return the levers of --levers; the default is that of training on the device."""
+    names = ["cpu"]  # default if no machine is named
+    if file := getattr(arguments, "cost_model", None):  # tune has no such option
         names = [Profile.load(file).provenance.device]
     elif arguments.device:
         names = [device(name).name for name, _ in device_runs(arguments.device)]
@@ -172,7 +187,7 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
 
 
 def _lockstep(arguments: argparse.Namespace) -> int:
-    """Replicas of a block: as named, or those that share a layer's experts."""
+    """Return the replicas of a block: --lockstep, or those over which experts are sharded."""
     named, shared = arguments.lockstep, 1
     if isinstance(arguments.cp, int) and arguments.ep is not None:
         shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
@@ -196,7 +211,7 @@ def _lockstep(arguments: argparse.Namespace) -> int:
 
 
 def _text(step: Step | None) -> str | None:
-    """A plan's text where there is one replica, else the step's."""
+    """Return the plan's text for one replica, else the step's."""
     if step is None:
         return None
     return str(step.plans[0]) if len(step.plans) == 1 else str(step)
@@ -209,7 +224,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
     offloaded, host = 0.0, ""
     plan = replica.plan if isinstance(replica, PlannedReplica) else None
     if plan is not None:
-        cost = cost.replace(layers=plan.layers)  # moved by the lever uneven
+        cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
         offloaded = offloaded_ratio(plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
@@ -252,7 +267,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
 
 
 def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
-    """Return the line on plans of many replicas that cannot keep up, where they cannot."""
+    """Return a warning if planning many replicas cannot keep up with training, else None."""
     slowest = [each.slowest for each in outcomes if len(each.replicas) > 1]
     if not slowest:
         return None
@@ -264,7 +279,7 @@ def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
 
 
 def _lockstep_lines(result: Outcome) -> list[str]:
-    """Lines on what lockstep costs, where there is one."""
+    """Return a line on the price of lockstep, if there is any."""
     if result.step is None or result.free_seconds is None:
         return []
     empty = sum(not chunk.spans for plan in result.step.plans for chunk in plan.chunks)
@@ -276,8 +291,8 @@ def _lockstep_lines(result: Outcome) -> list[str]:
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
-    """Lines on what goes on beside computation, and how much of it is waited for all the same."""
-    cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved some
+    """Return lines on communication that overlaps with computation, and its exposed part."""
+    cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
     table = cost.table(plan)
     played = play(plan, table)
     lines = []

@@ -1,4 +1,4 @@
-"""Progress on stderr (a bar on a terminal, nothing in a file or a pipe), and work on all cores."""
+"""Progress bars on a terminal's stderr, and worker processes on all cores."""
 
 import multiprocessing
 import os
@@ -11,12 +11,12 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Self
 
-# Seconds of processor time after which further processes pay for their start.
+# CPU seconds after which starting worker processes pays.
 _ALONE = 2.0
 
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """``items`` with a bar, and the time that is left, which appear after two seconds."""
+    """Yield ``items``, with a progress bar that appears after two seconds."""
     if not sys.stderr.isatty():
         yield from items
         return
@@ -26,30 +26,27 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 
 class Workers:
-    """A function's calls on many tasks: in this process, and on all cores once they take long.
+    """Runner of tasks: in this process, and on all cores once they take long.
 
-    A context manager; whatever runs at its end is ended.
+    It is a context manager that ends all processes at its end.
     """
 
     def __init__(self) -> None:
-        """Start no process yet."""
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self._began = time.process_time()
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
-        """Return these workers."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all processes, whatever they do."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for each in multiprocessing.active_children():
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return these workers with a bar over the tasks of each call."""
+        """Return a runner that also shows a bar over the tasks of each call."""
         return lambda function, tasks: bar(self(function, tasks), len(tasks), what)
 
     def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
@@ -65,7 +62,10 @@ class Workers:
                 raise MemoryError("a process that plans was killed") from error
 
     def _shared(self) -> bool:
-        """Whether there are processes; they start with the compiled code that is loaded here."""
+        """Start processes if it is time to, and return whether there are any.
+
+        They are forked, so that the compiled code is loaded.
+        """
         long = time.process_time() - self._began > _ALONE
         if self._pool is None and self._cores > 1 and long:
             fork = multiprocessing.get_context("fork")
@@ -74,5 +74,5 @@ class Workers:
 
 
 def _leave_interrupts() -> None:
-    """Let Ctrl-C reach the first process alone, which ends the others."""
+    """Ignore Ctrl-C in a worker: the first process ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""A comment before a plan that says what it was made for: ``simulate`` and ``draw`` read it back.
+"""Comment before a plan with the machine it was made for, which other commands read.
 
     # made for: --model llama3-8b --device h100-80g --tp 8
 
-The comment is no part of the plan: neither of its text nor of its digest.
+The comment is neither part of the plan's text nor of its digest.
 """
 
 import argparse
@@ -28,17 +28,17 @@ _NAMES = (
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
-    """The line that says for which machine ``cost`` was; the plan itself says pp, dp and layers."""
+    """Return the line with the machine of ``cost``; the plan itself has pp, dp and layers."""
     cut = "on" if cost.layout.vocabulary_parallel else None
     chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
     chosen["multiple"] = cost.multiple
     words = _words({name: chosen[name] for name in _NAMES})
     line = _START + shlex.join(words) + "\n"
-    return line if line[:-1].isprintable() else ""  # a file name of several lines
+    return line if line[:-1].isprintable() else ""  # empty for a file name of several lines
 
 
 def comment_in(text: str) -> str | None:
-    """The options in the comment that stands before a plan, if one does."""
+    """Return the options in the comment before a plan, or None."""
     for line in text.split("\n"):
         if line.startswith(_START):
             return line.removeprefix(_START)
@@ -48,14 +48,14 @@ def comment_in(text: str) -> str | None:
 
 
 def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
-    """Set what no option named from the comment ``settings_text``; return these as options.
+    """Set options that were not given from the comment; return those as text.
 
-    A comment that cannot be read, or names a file that is not there, is ignored with a line.
+    A comment that cannot be read, or names a missing file, is ignored with a warning.
     """
     if settings_text is None:
         return ""
     try:
-        require_line("text", settings_text)  # which is printed
+        require_line("text", settings_text)  # it is printed
         values = vars(machine_flags(shlex.split(settings_text)))
         _require_files(values)
     except ValueError as error:
@@ -69,12 +69,12 @@ def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
         if values[name] is not None and getattr(arguments, name) is None
     }
     if arguments.cost_model:
-        for name in ASSUMPTIONS:  # of the other cost model
+        for name in ASSUMPTIONS:  # belongs to the analytic cost model
             taken.pop(name, None)
     elif arguments.model or arguments.device:
         taken.pop("cost_model", None)  # was measured with the plan's model on its device
     if any((arguments.cost_model, arguments.device, arguments.tp, arguments.cp)):
-        taken.pop("multiple", None)  # was of the plan's device and degrees
+        taken.pop("multiple", None)  # belongs to the plan's device and degrees
     vars(arguments).update(taken)
     return shlex.join(_words(taken))
 

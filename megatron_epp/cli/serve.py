@@ -1,24 +1,24 @@
-r"""``serve``: the planner process of a training job.
+r"""The ``serve`` command: the planner process of a training job.
 
-Started by the trainer as a subprocess; one line in, one line out, in the order of the requests;
-ends when stdin ends. Cost model, levers and effort are options, so a reply depends on the request
-alone. A request that cannot be planned is answered with an error, and the process lives on.
+The trainer starts it as a subprocess. It answers each line with a line, in order, and ends when
+stdin ends. Cost model, levers and effort are options, so a reply depends on the request alone. A
+request that cannot be planned is answered with an error, and the process continues.
 
     request   {"id": 7, "lengths": [900, 41], "replicas": 1, "planner": "epp",
                "forward_only": false}
-              id: any JSON value, given back; planner and forward_only may be left out
-              replica: of the replicas, one whose part of the step alone is asked for; null or left
-              out: the whole step
+              id: any JSON value, returned; planner and forward_only are optional
+              replica: a replica, whose part of the step alone is returned; null or absent: the
+              full step
     reply     {"id": 7, "step": "step v1\ndeal 0: ...", "seconds": 0.031,
                "predicted": {"seconds": 1.9, "bubble_ratio": 0.03, "peak_bytes": [...], ...},
                "lower_bound_seconds": 1.8, "error": null}
-              step: the text of ir.Step, also for one replica; of ir.StepPart where a replica's
-              part was asked for, and then predicted and lower_bound_seconds are null
-              seconds: of planning
-              predicted: of the slowest replica; null for a plan of forwards alone
-              error: null, or one line of text; then step and the others are null
+              step: text of ir.Step, or of ir.StepPart for a replica's part, for which predicted
+              and lower_bound_seconds are null
+              seconds: time of planning
+              predicted: of the slowest replica; null for a forward-only plan
+              error: null, or one line of text; step and the others are then null
 
-Only replies are written to stdout; whatever else prints goes to stderr.
+Only replies are written to stdout; other output goes to stderr.
 """
 
 import argparse
@@ -56,6 +56,16 @@ _WARM_UP = (4096, 1024, 512, 256)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``serve`` command until stdin ends, and return its exit status.
+
+    Example::
+
+        options = ["serve", "--model", "llama3-8b", "--device", "h100-80g", "--pp", "4"]
+        status = run(parse(options))  # parse of cli.options; requests on stdin
+
+    Raises:
+        UsageError: if an option is auto.
+    """
     if AUTO in (arguments.pp, arguments.cp):
         raise UsageError("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
     if arguments.devices is not None:
@@ -68,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
-    # Nobody need read the last reply: closing may find the pipe broken too.
+    # The last reply may have no reader: closing may find the pipe broken too.
     with (
         suppress(BrokenPipeError),
         os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
@@ -83,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(
     requests: TextIO, replies: TextIO, answered: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> None:
-    """Answer every line until the requests end or nobody reads the replies."""
+    """Answer every line until the requests end or the reader is gone."""
     for line in iter(requests.readline, ""):
         if not line.strip():
             continue
@@ -97,7 +107,7 @@ def serve(
                 raise ValueError(f"request: unknown field {quoted(unknown[0])}; known: {known}")
             reply = answered(request)
         except Exception as error:
-            # Whatever went wrong, the job must go on: it has a plan of its own to fall back on.
+            # The job must go on after any error: it has a fallback plan.
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             text = kind + (str(error).split("\n")[0] or "no reason given")
             reply = dict.fromkeys(("step", "predicted", "lower_bound_seconds")) | {"error": text}
@@ -121,7 +131,11 @@ def _request(line: str) -> Mapping[str, Any]:
 
 
 def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str, Any]:
-    """The step for one request, and what it promises."""
+    """Return the reply to one request, without id and seconds.
+
+    Raises:
+        ValueError: if a field is invalid or the batch cannot be planned.
+    """
     lengths, replicas = request.get("lengths"), request.get("replicas", 1)
     planner, forward_only = request.get("planner", "epp"), request.get("forward_only", False)
     if not isinstance(lengths, list) or not all(
@@ -165,9 +179,9 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
 
 
 def _warm_up(cost: Cost, options: Options) -> None:
-    """Load solver and compiled code before the first request comes."""
+    """Load solver and compiled code before the first request."""
     try:
         width = options.lockstep
         answer({"lengths": list(_WARM_UP) * width, "replicas": width}, cost, options)
     except ValueError:
-        return  # a budget too small for these: the requests will tell
+        return  # the budget is too small for these; requests will report it

@@ -1,4 +1,4 @@
-"""``simulate``: what a plan does on a machine."""
+"""The ``simulate`` command: times, bubbles and memory of a plan on a machine."""
 
 import argparse
 import json
@@ -24,6 +24,12 @@ _MOST_PARTS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``simulate`` command and return its exit status.
+
+    Example::
+
+        status = run(parse(["simulate", "p.plan"]))  # parse of cli.options
+    """
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)
     cost = machine.plan_cost(arguments, plan)
@@ -83,7 +89,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
 
 
 def _states(plan: Plan, cost: Cost) -> list[float]:
-    """Bytes of weights, gradients and optimizer on every rank."""
+    """Return the bytes of weights, gradients and optimizer states of every rank."""
     return [
         sum(cost.memory.states_bytes[stage] for stage in plan.stages_of(rank))
         for rank in range(plan.ranks)
@@ -161,7 +167,7 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
 
 
 def _path(played: Simulation) -> list[str]:
-    """The critical path, summed by what it was made of."""
+    """Return the critical path, summed by op kind and stage."""
     spent: dict[str, float] = defaultdict(float)
     for step in played.critical_path:
         spent[f"{step.op.kind.value} on stage {step.stage}"] += step.stop - step.start
@@ -174,7 +180,7 @@ def _path(played: Simulation) -> list[str]:
 
 
 def _longest(bubbles: Sequence[Wait | IdleTail]) -> list[str]:
-    """The longest bubbles with their reasons."""
+    """Return the longest bubbles with their reasons."""
     if not bubbles:
         return ["no bubbles"]
     ordered = sorted(bubbles, key=lambda bubble: bubble.start - bubble.stop)

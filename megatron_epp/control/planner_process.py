@@ -39,12 +39,12 @@ NICENESS = 5
 
 
 def end_with_reader(replies: int) -> None:
-    """End this process as soon as nobody reads its replies any more, in the midst of a plan too.
+    """End this process when the reader of its replies is gone, even while it plans.
 
-    A trainer that was killed leaves no other sign. A terminal or a file never says so.
+    A killed trainer leaves no other sign. With a terminal or a file this never happens.
     """
     broken = select.poll()
-    broken.register(replies, 0)  # errors are always told
+    broken.register(replies, 0)  # errors are always reported
     broken.poll()
     os._exit(0)
 

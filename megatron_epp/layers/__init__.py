@@ -1,1 +1,1 @@
-"""Attention over kept K/V and recompute inside layers: what a chunk needs of a layer."""
+"""Layers on chunks: attention over cached K/V, recompute and split backward."""

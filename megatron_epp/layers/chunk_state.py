@@ -1,4 +1,4 @@
-"""State of a chunk on its way through a stage's layers."""
+"""State of a chunk on its way through the layers of a stage."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,12 +12,15 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [start, stop) of a chunk's tensors hold ``span``.
+    """Rows [start, stop) of a chunk's tensors, which hold ``span``.
 
-    ``cut``: the span is a slice of a document whose K and V are kept, as it is cut or others
-    continue it; ``last``: nobody attends to its K and V later.
-
-    prefix   inputs of other documents in front of those of its own, in the order of positions
+    Attributes:
+        start: first row.
+        stop: row after the last one.
+        span: the tokens.
+        cut: whether K/V of the document are cached, because it is sliced or continued by others.
+        last: whether no other span attends to its K/V.
+        prefix: tokens of other documents before those of its own, by position.
     """
 
     start: int
@@ -29,13 +32,12 @@ class Rows:
 
     @property
     def offset(self) -> int:
-        """Position of its document's first input."""
+        """Position of its document's first token."""
         return sum(span.tokens for span in self.prefix)
 
     @property
     def context(self) -> tuple[tuple[int, int], ...]:
-        """(document, inputs of it from its first on) of all that the span sees of other spans, in
-        the order of positions."""
+        """(document, number of its first tokens) that the span sees of others, by position."""
         others = [(span.document, span.stop) for span in self.prefix]
         own = [(self.span.document, self.span.start)] if self.span.start else []
         return (*others, *own)
@@ -43,19 +45,23 @@ class Rows:
 
 @dataclass(slots=True)
 class ChunkState:
-    """Travels with a chunk through every layer of a stage, in forward and in recomputation.
+    """State that accompanies a chunk through every layer of a stage, in forward and recompute.
 
-    rows        where each span lies that is spread over context-parallel ranks; ``tokens`` counts
-                all rows that are, padding behind the spans included
-    recompute   one letter per layer of this stage
-    store       the K/V of cut documents
-    host        what offloaded layers saved; None where there is none
-    router_stats   what routers have seen of its documents, in training with experts
-                (experts.router_stats.RouterStats, which reads this)
-    local       of the documents that this rank computes alone: their rows are behind its share of
-                those spread; None where no rank has any
-    local_documents   those of all ranks, in the order of the chunk
-    repeated    layers in front of a repeated one's run, since the run that it was installed for
+    Attributes:
+        chunk: number of the chunk.
+        rows: rows of the spans that are sharded over context-parallel ranks.
+        tokens: number of sharded rows, including padding after the spans.
+        recompute: one recompute mode per layer of this stage.
+        store: K/V of sliced documents.
+        training: whether a backward follows.
+        host: store of offloaded activations; None if there is none.
+        router_stats: what routers have seen of its documents, in training with MoE
+            (moe.router_stats.RouterStats).
+        local: state of the documents that this rank computes alone, whose rows follow its sharded
+            ones; None if no rank has any.
+        local_documents: such documents of all ranks, in the order of the chunk.
+        repeated: number of layers by which a repeated layer's run follows the one it was installed
+            for.
     """
 
     chunk: int
@@ -72,30 +78,37 @@ class ChunkState:
     _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, installed: int) -> int:
-        """Number in the stage of the layer that runs: of most the one that they were installed
-        as."""
+        """Return the number of the running layer; ``installed`` unless a layer is repeated."""
         return installed + self.repeated
 
     def again(self, layers: int) -> "ChunkState":
-        """State of the run of a repeated layer so many layers behind the one it was installed
-        for. What is made once for the chunk stays its own."""
+        """Return the state for a run of a repeated layer, ``layers`` after its first one.
+
+        What is cached per chunk stays common to both.
+        """
         return replace(self, repeated=layers)
 
     @property
     def used(self) -> int:
-        """Rows in front of the padding; none of an empty chunk."""
+        """Number of rows before the padding; 0 for an empty chunk."""
         return self.rows[-1].stop if self.rows else 0
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
-        """``make()`` of the first layer that asks for ``name``; all others get the same."""
+        """Return ``make()``, called for the first layer that asks for ``name`` only."""
         if name not in self._cached:
             self._cached[name] = make()
         return self._cached[name]
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """The rows of ``chunk``: its spans one behind the other, those that all context-parallel ranks
-    share, or those local to ``rank``."""
+    """Return the rows of a chunk: its sharded spans in order, or those on one rank.
+
+    Args:
+        plan: the plan.
+        slices: slices of the plan.
+        chunk: number of the chunk.
+        rank: context-parallel rank; ALL_RANKS for sharded spans.
+    """
     rows, start = [], 0
     boundaries = slices.boundaries
     for span in plan.chunks[chunk].spans:
@@ -110,7 +123,10 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
 
 
 def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
-    """An empty store for an iteration; ``stores_last_slice``: with room for last slices, too."""
+    """Return an empty K/V cache for an iteration.
+
+    ``stores_last_slice`` allocates capacity for last slices too.
+    """
     contexts = {document: boundaries[-1] for document, boundaries in slices.boundaries.items()}
     kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts
     readers: Counter[int] = Counter()
@@ -124,7 +140,7 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
 
 
 def let_go(state: ChunkState, layer: int) -> None:
-    """In evaluation, once ``layer`` has computed the chunk: free what no other span will see."""
+    """Free, in a forward-only pass after ``layer``, what no other span will see."""
     store = state.store
     for rows in () if state.training else state.rows:
         if store.readers:

@@ -1,4 +1,4 @@
-"""Parts one behind the other, without a copy where there is one."""
+"""Concatenation that does not copy a single part."""
 
 from collections.abc import Sequence
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def concatenated(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """``torch.cat``, which copies a single part, too."""
+    """Return ``torch.cat`` of the parts, or the part itself if there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)

@@ -1,25 +1,26 @@
-"""Sparse attention of a chunk: an indexer scores all keys in front of a query, which attends to the
-best of them.
+"""DeepSeek sparse attention (DSA) of a chunk: an indexer selects the keys that a query attends to.
 
-    of row t, a query of some document, and of every key s <= t of that document, wherever it lies
+For a row t of some document and every key s <= t of that document, in the chunk or the store:
+
     score    I[t, s] = sum over the indexer's heads j of w[t, j] relu(q[t, j] . k[s])
-    chosen   the ``most`` keys of the largest scores
-    output   softmax over the chosen ones of the query's logits, times the first R of D channels
+    top-k    the ``most`` keys of the largest scores
+    output   softmax over the top-k keys of the query's logits, times the first R of D channels
     loss     KL(p || softmax of I[t]) of row t: p is the mean over all heads of attention's softmax,
-             over every key in front of the row or over the chosen ones
+             over every key before the row or over the top-k keys
 
-Of earlier slices the store holds the key that all heads have in common [D], a latent and its
-rotated part, and the indexer's key [I]: in the place of K and of V. Both get gradients back, one of
-the output, the other of the loss; which keys were chosen is constant to both.
+Of earlier slices the store holds the key that all heads share [D], a latent and its rotated part,
+in place of K, and the indexer's key [I] in place of V. The gradient of the first comes from the
+output, that of the second from the loss. The selection of keys is constant for both.
 
-A row's loss is its own whatever else is in the chunk, so losses of slices add up to the whole
-document's. The heads here may be some of the layer's: then ``group`` adds up p over its ranks, the
-loss and its gradients are the same on all of them, and those of keys of these heads only.
+The loss of a row is independent of the rest of the chunk, so losses of slices add up to those of
+documents. With tensor parallelism this rank has some of the heads. p is then all-reduced over
+``group``; loss and indexer gradients are replicated, and gradients of keys cover these heads only.
 
-Rows go by in blocks, so that what is as wide as the prefix is not as long as the chunk.
+Rows are processed in blocks, so that no tensor is both as wide as the prefix and as long as the
+chunk.
 
-T rows of the chunk, b of a block, S keys in front of them, K chosen ones; H heads, D channels of a
-key, R of a value; J heads of the indexer, I channels of each
+T rows of the chunk, b of a block, S keys before them, K of the top-k; H heads, D channels of a key,
+R of a value; J heads of the indexer, I channels of each
 """
 
 from collections.abc import Iterator
@@ -33,24 +34,26 @@ from torch import Tensor
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
-# Numbers of a block's widest tensor, about. A GPU is idle between the 30 to 40 launches of a block
-# that is small; half a gigabyte at once is what four of its tensors may take.
+# Approximate number of elements of a block's widest tensor. A GPU is idle between the 30 to 40
+# launches of a small block; four of its tensors may take half a gigabyte.
 AT_ONCE, GPU_AT_ONCE = 2**24, 2**27
-NONE = -1  # in the place of a chosen key where a row has fewer
-LEAST_PROBABILITY = 1e-10  # of a probability in a logarithm or a quotient, as Megatron has it
+NONE = -1  # in place of a top-k key if a row has fewer
+# lower bound of probabilities in logarithms and quotients, as in Megatron
+LEAST_PROBABILITY = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """How a layer attends.
+    """Parameters of a layer.
 
-    scale    of attention's logits
-    most     keys that a query attends to at most
-    values   R
-    relu     whether scores are of what is positive alone
-    weight   of the rows' losses; 0: there is none
-    among    whether the loss is over the chosen keys, and not over all
-    group    over whose ranks the heads are spread; None: all are here
+    Attributes:
+        scale: scale of attention's logits.
+        most: number of keys of the top-k.
+        values: R, the channels of a value.
+        relu: whether scores apply a ReLU.
+        weight: weight of the rows' losses; 0 for no loss.
+        among: whether the loss is over the top-k keys instead of all.
+        group: ranks over which the heads are sharded; None if they are not.
     """
 
     scale: float
@@ -64,8 +67,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Tensors that the indexer makes of the chunk's rows: queries [T, J, I], their weights [T, J]
-    and keys [T, 1, I]."""
+    """The indexer's tensors of a chunk: queries [T, J, I], weights [T, J] and keys [T, 1, I]."""
 
     query_TJI: Tensor
     weight_TJ: Tensor
@@ -82,9 +84,24 @@ def attend_chosen(
     trains_indexer: bool,
     drop: bool,
 ) -> tuple[Tensor, Tensor, AttentionRecompute | None]:
-    """Output [T, H, R], the rows' weighted losses added up, which has no gradient to give but puts
-    its own into backward where it ``trains_indexer``, and with ``drop`` the handle of the
-    output."""
+    """Return the output, the sum of weighted losses, and a recompute handle with ``drop``.
+
+    The loss is not differentiable: if ``trains_indexer``, its gradient is added in the backward of
+    the output.
+
+    Args:
+        q_THD: queries.
+        key_T1D: keys of all heads.
+        index: the indexer's tensors.
+        state: state of the chunk.
+        layer: number of the layer in the stage.
+        how: parameters of the layer.
+        trains_indexer: whether the loss is computed.
+        drop: whether the output is dropped after its use.
+
+    Returns:
+        The output [T, H, R], the loss, and the handle that recomputes the output (or None).
+    """
     recompute = AttentionRecompute() if drop else None
     index_tensors = index.query_TJI, index.weight_TJ, index.key_T1I
     inputs = q_THD, key_T1D, *index_tensors, state, layer, how, trains_indexer, recompute
@@ -116,7 +133,7 @@ class _AttendChosen(torch.autograd.Function):
         keys = key_T1D, ikey_T1I
         out_THR, chosen_TK, loss = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, trains_indexer)
         let_go(state, layer)
-        # The keys of a lone slice are in the store: what is there is not saved again.
+        # The keys of a single slice are in the store, and are not saved again.
         ctx.kept = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
         ctx.recompute = recompute
         if recompute is not None:
@@ -128,7 +145,7 @@ class _AttendChosen(torch.autograd.Function):
 
     @staticmethod
     def inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], list[Tensor]]:
-        """Queries with the indexer's and their weights; keys of both; what else was saved."""
+        """Return the queries with the indexer's and their weights, keys of both, and the rest."""
         saved = list(ctx.saved_tensors)
         queries, others = tuple(saved[:3]), saved[3:]
         if ctx.kept:
@@ -146,7 +163,8 @@ class _AttendChosen(torch.autograd.Function):
         of_queries = tuple(map(torch.zeros_like, (q_THD, iq_TJI, weight_TJ)))
         padded = q_THD.shape[0]
         of_keys = tuple(key.new_zeros(padded, *key.shape[1:]) for key in keys)
-        for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
+        # branches come after the rows of the chunk that they continue
+        for rows in reversed(state.rows):
             local, span = slice(rows.start, rows.stop), rows.span
             seen = _seen(rows, keys, ctx)
             dtype = torch.promote_types(seen[0].dtype, torch.float32)
@@ -181,7 +199,7 @@ class _AttendChosen(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Output and chosen keys of a forward whose own were dropped; its loss has been noted."""
+    """Return output and top-k of a forward that dropped its own; its loss was added before."""
     (q_THD, iq_TJI, weight_TJ), keys, _ = _AttendChosen.inputs(ctx)
     out_THR, chosen_TK, _ = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, False)
     return out_THR, chosen_TK
@@ -195,8 +213,10 @@ def _attend_rows(
     ctx: Any,
     trains_indexer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [T, H, R], chosen keys [T, K] by their place among those that a row's document has
-    there, and the rows' weighted losses."""
+    """Return output [T, H, R], top-k [T, K], and the sum of the rows' weighted losses.
+
+    Top-k are indices into the keys that the row's document has at this point.
+    """
     state, how = ctx.state, ctx.how
     out_THR = q_THD.new_zeros(*q_THD.shape[:2], how.values)
     longest = max((rows.offset + rows.span.stop for rows in state.rows), default=0)
@@ -233,8 +253,10 @@ def _block_backward(
     how: Sparse,
     trains_indexer: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, the indexer's and their weights; those of the keys ``seen``
-    are added to ``to_seen``, [S, D] and [S, I]."""
+    """Return the gradients of a block's queries, the indexer's queries and their weights.
+
+    Those of the keys ``seen`` are added to ``to_seen``: [S, D] and [S, I].
+    """
     grad, q_bHD, iq_bJI, weight_bJ, chosen_bK = (part[block.rows] for part in of_rows)
     key_SD, ikey_SI = (part[: block.stop] for part in seen)
     top_bK = chosen_bK[:, : block.stop].long()
@@ -246,12 +268,12 @@ def _block_backward(
     dlogits_bHK = probabilities_bHK * (dodds_bHK - mean_bH1) * how.scale
     dpicked_bKD = dlogits_bHK.mT @ q
     dpicked_bKD[..., : how.values] += probabilities_bHK.mT @ grad_bHR
-    places_bK = top_bK.clamp_min(0)  # of none: with odds of 0
+    places_bK = top_bK.clamp_min(0)  # index 0 for missing keys, whose probability is 0
     to_seen[0].index_add_(0, places_bK.flatten(), dpicked_bKD.flatten(0, 1))
     dq_bHD = dlogits_bHK @ gathered_bKD
     if not trains_indexer:
         return dq_bHD, torch.zeros_like(iq_bJI), torch.zeros_like(weight_bJ)
-    if how.among:  # below S are the chosen ones
+    if how.among:  # S stands for the top-k keys below
         causal_bS, probabilities, ikey = top_bK != NONE, probabilities_bHK, ikey_SI[places_bK]
     else:
         causal_bS, ikey = block.there(q.device), ikey_SI
@@ -259,7 +281,7 @@ def _block_backward(
     dots_bJS = _dots(iq_bJI, ikey)
     iq_bJI, weight_bJ, ikey = (part.to(wide) for part in (iq_bJI, weight_bJ, ikey))
     scores_bS = _scores(dots_bJS, weight_bJ, causal_bS, how)
-    # Of KL(p || softmax(scores)).
+    # Gradient of KL(p || softmax(scores)).
     dscores_bS = (scores_bS.softmax(-1) - _target(probabilities, how)) * how.weight
     passed_bJS = dots_bJS.relu() if how.relu else dots_bJS
     dweight_bJ = (passed_bJS * dscores_bS[:, None]).sum(-1)
@@ -274,13 +296,12 @@ def _block_backward(
     return dq_bHD, torch.einsum("bjs,si->bji", ddots_bJS, ikey), dweight_bJ
 
 
-# ------------------------------------------------------------------ blocks, and what they see
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """``rows`` of the chunk; the first of them stands at place ``first`` of the keys that its
-    document has there, and the last sees ``stop``."""
+    """Some ``rows`` of the chunk.
+
+    The first of them is at position ``first`` of its document's keys; the last sees ``stop`` keys.
+    """
 
     rows: slice
     first: int
@@ -290,7 +311,7 @@ class _Block:
         return self.first + self.rows.stop - self.rows.start
 
     def there(self, device: torch.device) -> Tensor:
-        """[b, S]: whether a row sees a key."""
+        """Return [b, S], the causal mask: whether a row sees a key."""
         return torch.arange(self.stop, device=device) <= torch.arange(
             self.first, self.stop, device=device
         ).unsqueeze(1)
@@ -308,8 +329,7 @@ def _blocks(
 
 
 def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ...]:
-    """Keys [S, D] and the indexer's [S, I] of all inputs up to the span's last, in the order of
-    positions: no other document's."""
+    """Return keys [S, D] and the indexer's [S, I] of the document up to the span's last token."""
     local, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
     own = tuple(key[local] for key in keys)
     parts = [store.context(ctx.layer, *context) for context in rows.context]
@@ -320,19 +340,16 @@ def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ..
     return tuple(torch.cat(part)[:, 0] for part in zip(*parts, own, strict=True))
 
 
-# ------------------------------------------------------------------ of a block
-
-
 def _wide(x: Tensor) -> torch.dtype:
-    """The format in which softmaxes and scores of ``x`` are computed."""
+    """Return the dtype in which softmax and scores of ``x`` are computed."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
-    """Return the product [b, M, K] with [N, K], or each row's own [b, N, K], in the wide format.
+    """Return the product [b, M, K] with [N, K], or each row's own [b, N, K], in the wide dtype.
 
-    On a GPU halves are multiplied as they are and added up in float32, and nothing is rounded:
-    elsewhere torch has no such product, and their float32 copies have the same terms.
+    On a GPU 16-bit operands are multiplied with accumulation in float32, without rounding. torch
+    has no such product elsewhere; there their float32 copies give the same terms.
     """
     wide = _wide(left_bMN)
     halves = left_bMN.dtype == right.dtype and right.itemsize == 2
@@ -344,7 +361,7 @@ def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
 
 
 def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
-    """[b, J, S] of keys [S, I], or of each row's own [b, S, I]."""
+    """Return [b, J, S] with keys [S, I], or with each row's own [b, S, I]."""
     return _product(iq_bJI, ikey.mT)
 
 
@@ -355,13 +372,13 @@ def _scores(dots_bJS: Tensor, weight_bJ: Tensor, causal_bS: Tensor, how: Sparse)
 
 
 def _probabilities(q_bHD: Tensor, key_SD: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
-    """Softmax [b, H, S] of queries over all keys that are there."""
+    """Return the softmax [b, H, S] of queries over all keys of the causal mask."""
     logits_bHS = _product(q_bHD, key_SD.mT) * how.scale
     return logits_bHS.masked_fill(~causal_bS[:, None], -torch.inf).softmax(-1)
 
 
 def _gathered(q_bHD: Tensor, key_SD: Tensor, top_bK: Tensor, how: Sparse) -> tuple[Tensor, Tensor]:
-    """The chosen keys of each row [b, K, D], and the softmax over them [b, H, K]."""
+    """Return the top-k keys of each row [b, K, D], and the softmax over them [b, H, K]."""
     gathered_bKD = key_SD[top_bK.clamp_min(0)]
     logits_bHK = _product(q_bHD, gathered_bKD.mT) * how.scale
     logits_bHK.masked_fill_((top_bK == NONE)[:, None], -torch.inf)
@@ -369,7 +386,7 @@ def _gathered(q_bHD: Tensor, key_SD: Tensor, top_bK: Tensor, how: Sparse) -> tup
 
 
 def _target(probabilities_bHS: Tensor, how: Sparse) -> Tensor:
-    """The mean over the heads of all ranks."""
+    """Return the mean probabilities over the heads of all ranks."""
     sums_bS = probabilities_bHS.sum(1)
     if how.group is not None:
         dist.all_reduce(sums_bS, group=how.group)
@@ -377,6 +394,6 @@ def _target(probabilities_bHS: Tensor, how: Sparse) -> Tensor:
 
 
 def _divergence(target_bS: Tensor, scores_bS: Tensor) -> Tensor:
-    """KL(target || softmax(scores)), of all rows together."""
+    """Return KL(target || softmax(scores)), summed over the rows."""
     taught_bS = scores_bS.log_softmax(-1).masked_fill(scores_bS == -torch.inf, 0.0)
     return (target_bS * (target_bS.clamp_min(LEAST_PROBABILITY).log() - taught_bS)).sum()

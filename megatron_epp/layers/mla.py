@@ -1,19 +1,19 @@
-"""Attention of a slice over a context that is kept as latents, from which K and V are recomputed.
+"""Multi-latent attention of a slice whose context is cached as latents.
 
-    kept of a token      latent [R] and rotated key [P], whatever the number of heads H
-    of block of context  K = [latent U_K | rotated key for every head]      [S, H, D]
+    cached per token     latent [R] and rotated key [P], independent of the number of heads H
+    per context block    K = [latent U_K | rotated key for every head]      [S, H, D]
                          V = latent U_V                                     [S, H, V]
 
-U = [U_K | U_V] is the up-projection that made the chunk's own K and V, which come as they are. The
-context goes by in blocks: of no more than one of them K and V live at a time, in forward as in
-backward. Parts are merged by their log-sum-exp, as in cpu.py.
+U = [U_K | U_V] is the up-projection of the chunk's own K and V, which are inputs. The context is
+processed in blocks; K and V of only one block are alive at a time, in forward and backward. Parts
+are merged by their log-sum-exp, as in cpu.py.
 
     forward     out, lse = own rows; for block in context: merge with attend(q, K, V)
     backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
                 [dK | dV] U and the sum of dK's rotary part over heads
 
-The heads here may be some of the layer's. The gradients of latents, in the store and returned, are
-then those of these heads only, and whoever handed the latents in adds them up over its ranks.
+With tensor parallelism this rank has some of the heads. Gradients of latents, in the store and
+returned, then cover these heads only, and the caller reduces them over the ranks.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,17 @@ from megatron_epp.layers.attention.merge import merged
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
-BLOCK = 2048  # tokens of the context whose K and V live at a time
+BLOCK = 2048  # number of context tokens whose K and V are alive at a time
 
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """Tensors that K and V of the T rows of a chunk are computed from.
+    """Tensors from which K and V of a chunk are computed.
 
-    latent_T1R    inputs of the up-projection       rotary_T1P    keys common to all heads, rotated
-    weight_NR     the up-projection of the H heads here, N = H (D - P + V): of each its K, its V
+    Attributes:
+        latent_T1R: inputs of the up-projection.
+        rotary_T1P: rotated keys common to all heads.
+        weight_NR: up-projection of this rank's H heads, N = H (D - P + V); K then V of each head.
     """
 
     latent_T1R: Tensor
@@ -46,7 +48,7 @@ class LatentKV:
 
 
 class LatentKVAttention:
-    """Attention of chunks by torch's kernels for the CPU, where later slices get latents."""
+    """Attention of chunks by torch's CPU kernels, which caches latents."""
 
     name = "torch"
     stores_last_slice = False
@@ -64,7 +66,20 @@ class LatentKVAttention:
         layer: int,
         drop: bool,
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """The output [T, H, V]; where it is to be dropped, also the handle that recomputes it."""
+        """Compute the attention of all rows of the chunk.
+
+        Args:
+            q_THD: queries [T, H, D].
+            k_THD: keys [T, H, D].
+            v_THV: values [T, H, V].
+            latent_kv: what K and V are computed from.
+            state: state of the chunk.
+            layer: number of the layer in the stage.
+            drop: whether the output is dropped after its use.
+
+        Returns:
+            The output [T, H, V] and, with ``drop``, the handle that recomputes it.
+        """
         recompute = AttentionRecompute() if drop else None
         of_latent = latent_kv.latent_T1R, latent_kv.rotary_T1P, latent_kv.weight_NR
         inputs = q_THD, k_THD, v_THV, *of_latent, state, layer, self.scale, recompute
@@ -154,7 +169,7 @@ class _AttendLatentKV(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a forward whose own were dropped."""
+    """Return the output and log-sum-exp of a forward that dropped its own."""
     q_THD, k_THD, v_THV, weight_NR = ctx.saved_tensors
     return _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
 
@@ -162,7 +177,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 def _attend_rows(
     q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, weight_NR: Tensor, ctx: Any
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and log-sum-exp [T, H] of every span over its own rows and its context."""
+    """Return output [T, H, V] and log-sum-exp [T, H] of every span, context included."""
     state: ChunkState = ctx.state
     out_THV = q_THD.new_empty(*q_THD.shape[:2], v_THV.shape[2])
     dtype = torch.promote_types(q_THD.dtype, torch.float32)
@@ -182,7 +197,7 @@ def _attend_rows(
 def _context(
     rows: Rows, weight_NR: Tensor, v_THV: Tensor, ctx: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """K and V of the slice's context, block by block."""
+    """Yield K and V of the slice's context, block by block."""
     for document, inputs in rows.context:
         context = ctx.state.store.context(ctx.layer, document, inputs)
         for block in _blocks(inputs):
@@ -197,7 +212,7 @@ def _blocks(tokens: int) -> Iterator[slice]:
 def _expanded(
     context: tuple[Tensor, Tensor], block: slice, weight_NR: Tensor, v_THV: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K [S, H, D] and V [S, H, V] of a block of the kept latents and rotated keys."""
+    """Return K [S, H, D] and V [S, H, V] of a block of cached latents and rotated keys."""
     latent_S1R, rotary_S1P = (t[block] for t in context)
     heads, value = v_THV.shape[1:]
     expanded_SHN = linear(latent_S1R[:, 0], weight_NR).unflatten(-1, (heads, -1))

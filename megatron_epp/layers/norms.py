@@ -1,7 +1,7 @@
-"""Norms with a zero-centred weight, which torch's own have not: y = x / norm(x) * (1 + weight).
+"""Norms with a zero-centred weight, which torch lacks: y = x / norm(x) * (1 + weight).
 
-The weight begins at zero, and weight decay pulls the factor towards one. Checkpoints hold it as it
-is, as Transformer Engine's with ``zero_centered_gamma`` do.
+The weight is initialised to zero, so weight decay pulls the factor towards one. Checkpoints store
+it like Transformer Engine's norms with ``zero_centered_gamma``.
 """
 
 from torch import Tensor, nn
@@ -9,23 +9,27 @@ from torch.nn import functional
 
 
 class ZeroCenteredLayerNorm(nn.LayerNorm):
-    """torch's, but for the weight."""
+    """torch's LayerNorm with a zero-centred weight."""
 
     def reset_parameters(self) -> None:
+        """Initialise the weight to zero."""
         super().reset_parameters()
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` and scale it by 1 + weight."""
         return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
 
 
 class ZeroCenteredRMSNorm(nn.RMSNorm):
-    """torch's, but for the weight."""
+    """torch's RMSNorm with a zero-centred weight."""
 
     def reset_parameters(self) -> None:
+        """Initialise the weight to zero."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` and scale it by 1 + weight."""
         return functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 

@@ -1,4 +1,4 @@
-"""Tensors kept for backward beside autograd's own saving, through the same hooks."""
+"""Saved tensors that go through autograd's hooks without autograd saving them."""
 
 from typing import Any
 
@@ -7,19 +7,21 @@ from torch import Tensor
 
 
 class SavedTensorHooks:
-    """The saved-tensor hooks that are in force where this is made.
+    """The saved-tensor hooks that are active when this object is made.
 
-    A function that keeps tensors by itself, or in a graph of its own under hooks of its own, hands
-    them to these: whoever counts or moves what autograd saves then has them all.
+    A function that saves tensors by itself, or in a graph with hooks of its own, passes them
+    through these hooks. Meters and offloading then see all of them.
     """
 
     def __init__(self) -> None:
-        # The only way to ask; autograd applies the innermost hooks alone (torch 2.11).
+        # No public API; autograd applies only the innermost hooks (torch 2.11).
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
+        """Return what to save for ``tensor``."""
         tensor = tensor.detach()
         return tensor if self._hooks is None else self._hooks[0](tensor)
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor of what was saved."""
         return packed if self._hooks is None else self._hooks[1](packed)

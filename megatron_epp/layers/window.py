@@ -1,14 +1,14 @@
-"""Attention of whole documents and slices in which a query sees itself and the W inputs before it.
+"""Sliding-window attention on CPUs: a query sees itself and the W tokens before it.
 
-Queries go in tiles, so that a tile's keys are few:
+Queries are processed in tiles, so that a tile has few keys:
 
-    queries     keys, W = 2, tiles of 3        a tile behind a context of one slice
+    queries     keys, W = 2, tiles of 3        a tile after a context of one slice
     0 1 2       0 1 2                          (c c) 0 1 2
     3 4 5       1 2 3 4 5
     6           4 5 6
 
-and the band of each tile is a mask, the same for all of one shape. Work per query is at most a
-tile and a window.
+The band of each tile is a mask, the same for all of one shape. Work per query is at most a tile and
+a window.
 
 T queries, P context rows that are seen (at most W), H query heads, G key heads, D head size
 """
@@ -29,8 +29,16 @@ def attend_window(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: tuple[Tensor, Tensor], before: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [T, H, D] and log-sum-exp [H, T] over the window's keys; ``context``: k and v
-    [P, G, D] of the rows right in front."""
+    """Return output [T, H, D] and log-sum-exp [H, T] over the window's keys.
+
+    Args:
+        q_THD: queries.
+        k_TGD: keys.
+        v_TGD: values.
+        context: k and v [P, G, D] of the rows right before.
+        before: W.
+        scale: scale of the logits.
+    """
     outputs, sums = [], []
     for tile in _tiles(len(q_THD), len(context[0]), before):
         k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
@@ -45,8 +53,19 @@ def attend_window_backward(
     grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: tuple[Tensor, Tensor],
     out_THD: Tensor, lse_HT: Tensor, before: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v and of the context's k and v, given the output and log-sum-exp over all
-    that the rows attended to."""
+    """Return the gradients of q, k, v, and of the context's k and v.
+
+    Args:
+        grad_THD: gradient of the output.
+        q_THD: queries.
+        k_TGD: keys.
+        v_TGD: values.
+        context: k and v [P, G, D] of the rows right before.
+        out_THD: output over all keys of the rows.
+        lse_HT: log-sum-exp over all keys of the rows.
+        before: W.
+        scale: scale of the logits.
+    """
     dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     own = [x.new_zeros(x.shape) for x in (k_TGD, v_TGD)]
     front = [x.new_zeros(x.shape) for x in context]
@@ -67,7 +86,7 @@ def attend_window_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """``queries`` and the rows of their ``own`` keys; ``front`` context keys before."""
+    """``queries``, the rows of their ``own`` keys, and the number of context keys before these."""
 
     queries: slice
     own: slice
@@ -95,7 +114,10 @@ def _band(tile: _Tile, before: int, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _mask(queries: int, keys: int, before: int, dtype: torch.dtype) -> Tensor:
-    """[queries, keys]: 0 where a query sees a key, the last query the last key; else -inf."""
+    """Return [queries, keys]: 0 if a query sees a key, else -inf.
+
+    The last query sees the last key.
+    """
     seen = torch.ones(queries, keys, dtype=torch.bool)
     seen = seen.tril(keys - queries).triu(keys - queries - before)
     return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, -torch.inf)

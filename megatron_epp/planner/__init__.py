@@ -1,13 +1,14 @@
-"""Planners: document lengths in, a checked plan out.
+"""Planners: functions from document lengths to a checked plan.
 
     PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica)
-    plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan for each
-    evaluation_plan(lengths, cost)               forwards only
+    plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan each
+    evaluation_plan(lengths, cost)               forward-only plan
 
-A plan is a pure function of these arguments: no clock, no chance, no order of the documents.
+A plan is a pure function of these arguments. It depends neither on time, nor on random numbers, nor
+on the order of the documents.
 
-Names are loaded when they are asked for: options need neither the compiler nor the solver that
-planners need, and these take most of a second to load.
+Names are loaded on first use: options need neither the compiler nor the solver of the planners,
+which take most of a second to load.
 """
 
 from importlib import import_module

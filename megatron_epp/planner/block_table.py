@@ -1,9 +1,9 @@
-"""Seconds and bytes of a block of replicas in lockstep, from those of its replicas.
+"""Seconds and bytes of a block of replicas in lockstep, from the tables of its replicas.
 
-An op takes as long as the slowest replica's, as their ranks meet in its layers. Of bytes this is a
-bound for each of the replicas: what a chunk holds is the most of any replica's; K and V of all
+An op takes as long as that of the slowest replica, because their ranks meet in its layers. Bytes
+are an upper bound for each replica. A chunk holds the maximum over the replicas. K/V of all
 documents that a replica has in a group of positions count from the group's first forward to its
-last backward, the gradients of the largest of them as long as any of the group's backwards run.
+last backward. The gradients of the largest of them count while any backward of the group runs.
 """
 
 import dataclasses
@@ -22,26 +22,29 @@ from megatron_epp.sim.in_step import in_step
 
 @dataclass(frozen=True, slots=True)
 class BlockLoads(Loads):
-    """A block's loads (planner.chunks.block.BlockChunking), and those of its ``members``: their
-    chunks are at the same positions, their documents their own."""
+    """Loads of a block's chunks (planner.chunks.block.BlockChunking), and those of its ``members``.
+
+    The members' chunks are at the same positions, but hold their own documents.
+    """
 
     members: tuple[Loads, ...]
 
 
 class BlockTables:
-    """Tables of a block's chunks, by what is recomputed: the slowest replica's seconds, and bytes
-    that are enough for each.
+    """Tables of a block's chunks: seconds of the slowest replica, and bytes that suffice for each.
 
-    kinds   of the layers' ops that the tables have
+    Args:
+        cost: cost of the layout.
+        loads: loads of the block and of its members.
+        kinds: op kinds of the tables.
     """
 
     def __init__(self, cost: Cost, loads: BlockLoads, kinds: Sequence[Kind] = OF_LAYERS):
-        """Make the tables of every replica."""
         self.loads = loads
         self.members = [cost.tables(member, kinds=kinds) for member in loads.members]
 
     def of_counts(self, counts: Counts) -> Table:
-        """As :meth:`ChunkTables.of_counts`."""
+        """Return the table with these recompute counts, as :meth:`ChunkTables.of_counts`."""
         tables = [member.of_counts(counts) for member in self.members]
         combined = in_step(tables)[0]
         held: dict[Item, np.ndarray] = {}
@@ -65,22 +68,28 @@ class BlockTables:
 def tables_of(
     cost: Cost, loads: Loads, kinds: Sequence[Kind] = OF_LAYERS
 ) -> ChunkTables | BlockTables:
-    """``cost.tables``; of a block's loads those of the block."""
+    """Return ``cost.tables``, or the tables of a block for a block's loads."""
     if isinstance(loads, BlockLoads):
         return BlockTables(cost, loads, kinds)
     return cost.tables(loads, kinds=kinds)
 
 
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
-    """[stages, chunks]: ``cost.seconds``; of a block's loads the slowest replica's."""
+    """Return [stages, chunks] seconds of an op kind.
+
+    For a block's loads they are those of the slowest replica.
+    """
     if isinstance(loads, BlockLoads):
         return np.max([cost.seconds.of(kind, member) for member in loads.members], axis=0)
     return cost.seconds.of(kind, loads)
 
 
 def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:
-    """[stages, groups]: the most of any member's documents there; of K and V together, of their
-    gradients of one, as a group's documents run backward one after the other."""
+    """Return [stages, groups]: the most that any member's documents in a group hold.
+
+    K/V of a member's documents in a group add up. Of their gradients the largest counts, because
+    the documents run backward one after the other.
+    """
     most = np.zeros((of_members[0].shape[0], len(loads.lengths)))
     for held, member in zip(of_members, loads.members, strict=True):
         cut = np.flatnonzero((member.document >= 0) & (member.earlier < 0))

@@ -1,6 +1,6 @@
-"""Methods without a pipeline that ``compare`` shows beside the planners: an optional plug-in.
+"""Methods without a pipeline that ``compare`` shows next to the planners: an optional plug-in.
 
-They lie in ``scripts/bench`` of a checkout; an installed wheel does without.
+They are in ``scripts/bench`` of a checkout, and not in the installed wheel.
 """
 
 import functools
@@ -25,7 +25,7 @@ ABSENT = (
 
 @functools.cache
 def comparison_methods() -> Mapping[str, Method]:
-    """Return the methods of the checkout that this package runs from; none of a wheel."""
+    """Return the methods of the checkout that this package runs from; none in a wheel."""
     if not (_FOLDER / _PACKAGE / "__init__.py").is_file():
         return {}
     if str(_FOLDER) not in sys.path:

@@ -1,6 +1,7 @@
-"""Samples divided over replicas by the seconds that they take, for loops that divide by themselves.
+"""Division of samples over replicas by predicted time, for loops that assign samples themselves.
 
-A sample's time is not its length: attention grows with the square. No torch is imported.
+Attention grows with the square of the length, so time is not proportional to length. This module
+does not import torch.
 """
 
 import math
@@ -17,7 +18,7 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.replicas import Assignments, balance_replicas
 
-_TRIES, _NEAR = 16, 1e-3  # of bounds; so near is good enough
+_TRIES, _NEAR = 16, 1e-3  # number of bounds tried, and relative precision that suffices
 
 
 def divided(
@@ -29,7 +30,10 @@ def divided(
     same_count: bool,
     prefixes: PrefixForest | None = None,
 ) -> Assignments:
-    """As :func:`megatron_epp.divide`."""
+    """Return the samples of every replica.
+
+    Arguments and errors are those of :func:`megatron_epp.divide`.
+    """
     if any(length < 1 for length in lengths):
         raise ValueError(f"divide: a length of {min(lengths)}; expected at least 1 token")
     if not 1 <= replicas <= len(lengths):
@@ -42,7 +46,7 @@ def divided(
             "multiple"
         )
     measured = None if profile is None else Profile.load(str(profile)).slowed(1.0)
-    # Seconds alone are asked for: whether the model fits on one device is another question.
+    # Only seconds matter here, not whether the model fits one device.
     cost = named_cost(model, device, pp=1, profile=measured, memory_budget_gib=math.inf)
     most = len(lengths) // replicas if same_count else None
     if prefixes is None:
@@ -57,12 +61,18 @@ def divided(
 def divided_trees(
     forest: PrefixForest, rates: Rates, replicas: int, most: int | None = None
 ) -> Assignments:
-    """Samples of every replica, at most ``most`` of them, at least one. What several of a replica
-    share costs it once, so groups stay together where that is no later than splitting them.
+    """Return the samples of every replica, from 1 to ``most`` of them.
 
-    Tries how early all can be done: those that take longest go first, each to the replica that is
-    done first; a group that would end too late there goes on elsewhere, and pays again for what it
-    shares.
+    Prefixes that several samples of a replica share cost it once, so groups stay together unless
+    splitting them finishes earlier. The earliest common finish is found by bisection. For a bound,
+    the longest groups go first, each to the replica that finishes first. A group that would exceed
+    the bound continues on another replica, which pays for the prefix again.
+
+    Args:
+        forest: samples and their shared prefixes.
+        rates: seconds per token and pair.
+        replicas: number of replicas.
+        most: most samples of a replica; None for no limit.
     """
     dealing = _Dealing(forest, node_seconds(forest, rates), replicas, most)
     division = dealing.within(math.inf)
@@ -83,14 +93,14 @@ def divided_trees(
 
 @dataclass(frozen=True, eq=False)
 class _Dealing:
-    """seconds: of every node of ``forest``, behind what it continues."""
+    """Assignment of samples to replicas within a bound; ``seconds`` are those of every node."""
 
     forest: PrefixForest
     seconds: Sequence[float]
     replicas: int
     most: int | None
     paths: list[tuple[int, ...]] = field(init=False)
-    groups: list[list[int]] = field(init=False)  # samples that begin alike, subtrees together
+    groups: list[list[int]] = field(init=False)  # samples with the same root, subtrees together
 
     def __post_init__(self) -> None:
         paths = [self.forest.path(sample) for sample in range(len(self.forest.last))]
@@ -114,8 +124,7 @@ class _Dealing:
         return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
 
     def within(self, bound: float) -> tuple[float, Assignments] | None:
-        """(seconds of the slowest replica, its and all others' samples) where none takes longer
-        than ``bound``; None: not found."""
+        """Return (seconds of the slowest replica, samples of all) within ``bound``, or None."""
         taken = [0.0] * self.replicas
         assignments: list[list[int]] = [[] for _ in taken]
         has = [set[int]() for _ in taken]
@@ -126,7 +135,10 @@ class _Dealing:
             return taken[replica] + sum(self.seconds[n] for n in new)
 
         def first(samples: int) -> int:
-            """The replica that is done first, of those with room; so that all get one."""
+            """Return the replica that finishes first and has capacity; -1 if there is none.
+
+            Empty replicas come first when only as many samples are left.
+            """
             empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)
             free = [
@@ -154,7 +166,7 @@ class _Dealing:
 
 
 def node_seconds(forest: PrefixForest, rates: Rates) -> list[float]:
-    """Seconds of every node behind what it continues."""
+    """Return the seconds of every node after its prefix."""
     ends = rates.document_seconds(np.array([node.stop for node in forest.nodes]))
     starts = rates.document_seconds(np.array([node.start for node in forest.nodes]))
     seconds: list[float] = (ends - starts).tolist()

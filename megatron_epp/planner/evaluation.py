@@ -1,4 +1,4 @@
-"""Plans for evaluation: forwards only, through the same chunker."""
+"""Forward-only plans for evaluation, with the chunks of training."""
 
 from collections.abc import Sequence
 
@@ -16,18 +16,20 @@ from megatron_epp.planner.order.emit_block import MemberPlan, member_plans
 from megatron_epp.planner.order.problem import rates_of, with_unrecomputed
 from megatron_epp.sim.play import play
 
-# A document that does not fit in so many slices is refused: its K and V alone are too large.
+# A document that does not fit in this many slices is refused: its K/V alone are too large.
 FINEST = 64
-# Chunks that exceed the budget are made smaller by this factor and tried again. By hand.
+# Factor on the chunk size after chunks that exceed the budget; chosen by hand.
 SMALLER = 0.6
 
 
 def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
-    """Every chunk's F on every stage, and its H where the cost has vocabulary parallelism, in
-    chunks of about equal time that fit the budget.
+    """Return a forward-only plan: F, and H with vocabulary parallelism, in chunks of equal time.
 
-    Activations are not kept, so memory asks only for a chunk's own workspace and for the K and V
-    of one cut document at a time. A PlanError where even that does not fit.
+    No activations are saved, so memory must hold a chunk's workspace and the K/V of one sliced
+    document at a time.
+
+    Raises:
+        PlanError: if even that does not fit.
     """
     return evaluation_plans(lengths, cost, Options())[1][0]
 
@@ -35,8 +37,17 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
-    """:func:`evaluation_plan` for the replicas of a block, in chunks of at most ``most`` tokens
-    where that is given; and which of the documents each has."""
+    """Return the documents of each replica of a block and their forward-only plans.
+
+    Args:
+        lengths: documents of the block.
+        cost: cost of the layout.
+        options: options of the planner.
+        most: token limit of a chunk, or None.
+
+    Raises:
+        PlanError: if the K/V of a document do not fit.
+    """
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
     total = int(batch.lengths.sum())
@@ -61,9 +72,11 @@ def evaluation_plans(
 
 
 def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
-    parallelism H of a chunk as many forwards behind its own as there are stages, since the last
-    stage's output is as long on its way there, and back through the stages."""
+    """Return [stages, ops] kinds and chunks of forwards in order, the same on every stage.
+
+    With vocabulary parallelism a chunk's H follows its F after as many forwards as stages. The
+    output of the last stage takes that long to arrive, and to pass back through the stages.
+    """
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     order = [
         (KIND_CODE[kind], at - after)
@@ -78,8 +91,11 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """For ``kinds`` [stages, ops], the same on every stage: the stage and the op's place there of
-    each op of a rank, [ranks, ops]; a stage behind another runs each a step later."""
+    """Return [ranks, ops] the stage of each op, and the op's index in that stage's order.
+
+    ``kinds`` [stages, ops] are the same on every stage. Each stage runs an op one step after the
+    previous stage.
+    """
     stages, ops = kinds.shape
     rows = []
     for rank in range(cost.layout.placement.ranks):
@@ -96,7 +112,7 @@ def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
 ) -> tuple[tuple[MemberPlan, ...], np.ndarray]:
-    """Plans with chunks of at most ``most`` tokens, and their peaks, [stages]."""
+    """Return plans with chunks of at most ``most`` tokens, and their memory peaks [stages]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
     pp = cost.layout.stages

@@ -1,4 +1,4 @@
-"""Whether a document fits a stage at all, and the error where it does not."""
+"""Check that a document fits a stage at all, and the error if it does not."""
 
 from collections.abc import Sequence
 
@@ -11,23 +11,25 @@ from megatron_epp.ir import FULL, KIND_CODE, Kind, PlanError, rules_for
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.sim.inputs import moved_bytes
 
-# Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
+# Bytes are linear in tokens except for rounding, which many tokens hide.
 _MANY = 1_000_000
 
 
-LONGER = 1.1  # times a replica's part of a batch: what a document is said to take from then on
+LONGER = 1.1  # factor on a replica's part of a batch, from which a document is reported
 
-# Cores of a host for planner processes, for each of its devices: hosts of GPUs have more than ten,
-# and training takes half of those that its ranks leave idle (control.planner_pool).
+# Cores of a host for planner processes per device. GPU hosts have more than ten, and training uses
+# half of those that its ranks leave idle (control.planner_pool).
 PLANNING_CORES = 1.0
 
-# Slice counts with which a document is tried alone: finer ones take less workspace.
+# Numbers of slices tried for a single document: finer slices take less workspace.
 _SLICES = (1, 2, 4, 16)
 
 
 def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
-    """[stages]: most bytes beside residents where one document runs alone, all recomputed: its
-    forwards, then its backwards."""
+    """Return [stages] peak bytes beyond the states of one document that runs alone.
+
+    Everything is recomputed; all forwards run first, then all backwards.
+    """
     slices = max(1, min(slices, int(tokens)))
     edges = np.floor(np.linspace(0, tokens, slices + 1))
     parts = np.diff(edges)
@@ -46,7 +48,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
     layers = np.tile(np.array(cost.layout.layers, dtype=np.float64)[:, None], (1, slices))
     rules = rules_for(cost.layout.vocabulary_parallel)
     moved = moved_bytes(cost.table_of(loads, cost.layout.kinds.first(FULL, layers)), loads, rules)
-    # Where there is an H, the first backward waits for that of all slices.
+    # With vocabulary parallelism the first backward waits for the H of all slices.
     up, down = (Kind.FORWARD, Kind.HEAD), (Kind.BACKWARD, Kind.HEAD_WEIGHT)
     order = [(kind, c) for kind in up for c in range(slices)]
     order += [(kind, c) for c in reversed(range(slices)) for kind in down]
@@ -61,8 +63,11 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """The largest chunk of whole documents that every rank can hold with all recomputed."""
-    # What an op needs whatever its chunk's size is not left.
+    """Return the tokens of the largest chunk of unsliced documents that every rank can hold.
+
+    Everything is recomputed.
+    """
+    # Subtract the workspace that does not depend on the chunk's size.
     headroom = cost.headroom_bytes - np.array(
         cost.layout.placement.of_ranks(_alone(cost, 0, 1).tolist())
     )
@@ -71,10 +76,13 @@ def most_tokens(cost: Cost) -> int:
 
 
 def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
-    """A PlanError that names the document and the stage where one cannot be trained at all.
+    """Require that the longest document can be trained at all.
 
-    Slices of a document are all alive between its last forward and its first backward, so cutting
-    finer does not help: with everything recomputed each still holds its layers' inputs, K and V.
+    All slices of a document are alive between its last forward and its first backward, so finer
+    slices do not help. Even with everything recomputed, each holds its layers' inputs, K and V.
+
+    Raises:
+        PlanError: names the document and the stage.
     """
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]
@@ -91,10 +99,10 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 
 
 def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
-    """Return the line on a document that takes longer than a replica's part of the batch.
+    """Return a warning if a document takes longer than a replica's part of the batch, else None.
 
-    No division mends that, as it is one replica's; more devices of a replica do. None: there is no
-    such document.
+    Assigning documents differently cannot help, since one replica must compute it; more devices per
+    replica can.
     """
     seconds = rates_of(cost).document_seconds(np.asarray(lengths, np.int64))
     times = float(seconds.max() * replicas / seconds.sum())
@@ -112,12 +120,14 @@ def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> s
 
 
 def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
-    """Return what plans take of a host's planning cores; above 1 training waits for its plans.
+    """Return planning time over what a host's planning cores provide.
+
+    Above 1, training waits for its plans.
 
     Args:
-        cost: Of a replica; where nothing is known of its hosts the load is 0.
-        plan_seconds: Of a core, for the plan of one replica.
-        seconds: Of the iteration.
+        cost: cost of a replica; the load is 0 if its hosts are unknown.
+        plan_seconds: core seconds of planning one replica.
+        seconds: time of the iteration.
     """
     layout = cost.layout
     if layout.network is None:
@@ -128,7 +138,7 @@ def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
 
 
 def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
-    """Return the line on planning that cannot keep up, where it cannot; see planning_load."""
+    """Return a warning if planning cannot keep up (:func:`planning_load`), else None."""
     load = planning_load(cost, plan_seconds, seconds)
     if load <= 1:
         return None
@@ -140,7 +150,7 @@ def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
 
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
-    """For a batch whose documents fit one by one, but for which no plan was found that fits."""
+    """Return the error for a batch whose documents fit individually, but without a fitting plan."""
     over = [peak - budget for peak, budget in zip(peaks, cost.device_budget_bytes, strict=True)]
     rank = max(range(len(over)), key=lambda r: over[r])
     longest = max(range(len(documents)), key=lambda d: documents[d])

@@ -1,4 +1,4 @@
-"""Bounds below which no plan can come: for a batch, whatever its chunks; and for given chunks."""
+"""Lower bounds on the time of any plan: of a batch, and of given chunks."""
 
 import numpy as np
 
@@ -16,17 +16,22 @@ def lower_bound_seconds(
     forward_only: bool = False,
     local: bool = False,
 ) -> float:
-    """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
+    """Return a lower bound on the time of any plan of the batch.
 
-    Every token and pair is computed once on every stage, communication inside ops included; at
-    least one chunk pays its constants. Before a stage can begin, one chunk of at least one token
-    has come through the stages in front of it; after its last op that others wait for, a gradient
-    has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
-    takes the cheaper of running it there and not. Where the cost has the output layer on all
-    stages, so has the bound: H before the last B of its stage, G as a W. A rank that has several
-    stages does the work of all of them, and hands messages between them over at once.
+    It is the work of the busiest stage, plus the time until its first input and after its last
+    gradient. Every token and pair is computed once on every stage, including communication inside
+    ops, and at least one chunk pays its constants. Before a stage can start, a chunk of at least
+    one token must pass through the previous stages; a gradient must pass back through them at the
+    end. No stage waits for a W, so the bound takes the cheaper of running it then or not.
 
-    local   whether documents may be local to a context-parallel rank: then no row need be exchanged
+    With vocabulary parallelism, H runs before the last B of its stage, and G like a W. A rank with
+    several stages does the work of all of them, and passes messages between them at once.
+
+    Args:
+        lengths: document lengths.
+        cost: cost of the layout.
+        forward_only: whether there are no backwards.
+        local: whether documents may run on one context-parallel rank, without exchange.
     """
     place = cost.layout.place
     batch_features = cost.layout.batch_features(lengths, 1.0)
@@ -63,7 +68,7 @@ def lower_bound_seconds(
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
-    """[stages, features]; without exchange where nothing need be spread over the ranks."""
+    """Return [stages, features] seconds; without exchange if ``local``."""
     per = cost.seconds.per(kind)
     if local:
         per = per.copy()
@@ -72,11 +77,15 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
 
 
 def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
-    """The same for ``width`` replicas however the documents are dealt to them: one has at least its
-    share of the work, and one the longest document.
+    """Return the lower bound for ``width`` replicas, however documents are assigned to them.
 
-    lengths   sorted, longest first
-    local     of one replica alone: those in lockstep have no local documents
+    One replica has at least the mean work, and one has the longest document.
+
+    Args:
+        lengths: document lengths in descending order.
+        cost: cost of the layout.
+        width: number of replicas.
+        local: whether documents may run on one context-parallel rank; only for a single replica.
     """
     batch_bound = lower_bound_seconds(lengths, cost, local=local)
     if width == 1:
@@ -85,9 +94,9 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
 
 
 def work_bound_seconds(loads: Loads, cost: Cost) -> float:
-    """Return the busiest rank's work, below which no order of chunks of these loads comes.
+    """Return the busiest rank's work, a lower bound for any order of chunks with these loads.
 
-    Nothing is recomputed, and backwards are whole or split, whatever is less.
+    Nothing is recomputed, and backwards are split if that is cheaper.
     """
     of = {kind: block_seconds(cost, kind, loads) for kind in (*OF_LAYERS, *OF_HEAD)}
     backward = np.minimum(of[Kind.BACKWARD], of[Kind.INPUT] + of[Kind.WEIGHT])
@@ -96,9 +105,9 @@ def work_bound_seconds(loads: Loads, cost: Cost) -> float:
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
-    """No plan that runs these chunks in this order, backwards whole, is faster.
+    """Return a lower bound for plans that run these chunks in this order, with unsplit backwards.
 
-    Every stage waits for the first chunk, does all work, and waits for the last gradient.
+    Every stage waits for the first chunk, does all its work, and waits for the last gradient.
     """
     forward = block_seconds(cost, Kind.FORWARD, loads)
     backward = block_seconds(cost, Kind.BACKWARD, loads)

@@ -1,11 +1,11 @@
-"""Options of a planner: its levers, and how hard it may look."""
+"""Options of a planner: its levers and its effort."""
 
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from megatron_epp.cost.catalogue.named import unknown_name
 
-# Every lever of `epp`, with what it does where it is on. None of them belongs to another planner.
+# Levers of `epp`, with what each does when it is on. Other planners have none.
 LEVERS = MappingProxyType(
     {
         "chunks": "choose the number of chunks by exact simulation, not by the proxy of eq. 13",
@@ -25,36 +25,38 @@ LEVERS = MappingProxyType(
     }
 )
 MOST_EFFORT = 1_000_000
-# How hard a search looks where nobody says: EFFORT, in proportion more from FEW documents of a
-# replica on, up to MANY_EFFORT; but no more than its iteration leaves time for, at so many seconds
-# of a core each. 8,192 documents of 8B on 4 stages took 3.2% less with 16 than with 4, for 0.7 s of
-# planning more; 4,096 and fewer took as long.
+# Default effort: EFFORT, rising in proportion from FEW documents per replica on, up to MANY_EFFORT,
+# but no more than the iteration leaves time for, at SECONDS_OF_EFFORT of a core per unit. 8,192
+# documents of 8B on 4 stages took 3.2% less with 16 than with 4, for 0.7 s more planning; 4,096 and
+# fewer took as long.
 EFFORT, MANY_EFFORT = 4, 16
 FEW = 2048
 SECONDS_OF_EFFORT = 0.2
 SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
-# What the executor can run; `offload` where there are GPUs and their host's memory is known
-# (default_levers): it frees nothing on a host without one. Layers that cannot split a backward do
-# without `wsplit`, which training finds out from its flags (mcore.job.job_cost.unusable_levers).
+# What the executor can run. `offload` is added for GPUs whose host memory is known
+# (default_levers): it frees nothing on a CPU-only host. `wsplit` is removed for layers that cannot
+# split a backward, by the training flags (mcore.job.job_cost.unusable_levers).
 TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
-# Left out, unless named, where layers are Transformer Engine's, as they are on GPUs: the halves of
-# their backwards are right and have not been timed.
+# Off by default with Transformer Engine's layers, hence on GPUs: their split backwards are correct,
+# but their speed has not been measured.
 UNTIMED_ON_GPUS = frozenset({"wsplit"})
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Arguments of a planner besides lengths and costs. No clock, no seed.
+    """Arguments of a planner besides lengths and cost.
 
-    context       the most inputs of a document; also what `packing` packs to. 0: the longest given
-    levers        names of LEVERS that `epp` may use
-    effort        how much work the search may do, in proportion; 0 takes the first good plan; None:
-                  by numbers of the batch (:func:`with_effort`)
-    open_layers   whether stages may get other numbers of layers than the cost says (lever uneven)
-    lockstep      replicas of a block, which share the experts of a layer and have one skeleton
-                  (ir.program.skeleton); 1: every replica is planned for itself
-    whole         whether no document may be cut, as where routers compare all tokens of one
+    Attributes:
+        context: most tokens of a document, to which `packing` packs; 0 for the longest document.
+        levers: names of LEVERS that `epp` may use.
+        effort: work of the search; 0 takes the first good plan, None depends on the batch
+            (:func:`with_effort`).
+        open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
+        lockstep: replicas of a block, which shard the experts of a layer and have one op template
+            (ir.program.op_template); 1 plans every replica individually.
+        whole: whether documents must not be sliced, for example because routers compare all tokens
+            of a document.
     """
 
     context: int = 0
@@ -75,10 +77,12 @@ class Options:
 
 
 def with_effort(options: Options, documents: int, seconds: float) -> Options:
-    """Return ``options`` with an effort: the user's, or what numbers of the batch say.
+    """Return ``options`` with an effort: the user's, or one that depends on the batch.
 
-    documents   of a replica
-    seconds     of a replica's work on the average stage
+    Args:
+        options: options of the planner.
+        documents: number of documents of a replica.
+        seconds: seconds of a replica's work on an average stage.
     """
     if options.effort is not None:
         return options
@@ -87,9 +91,9 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
 
 
 def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
-    """Return what training runs by default on a device of that name.
+    """Return the levers that training uses by default on a device of that name.
 
-    ``host_memory``: whether it is known how much of it there is for what is offloaded.
+    ``host_memory`` says whether the host memory for offloading is known.
     """
     if device.partition(":")[0] == "cpu":  # "cpu", or "cpu: its processor"
         return TRAINING_LEVERS
@@ -97,9 +101,12 @@ def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:
-    """The levers that ``text`` names: default, all, none, or names; ``-name`` takes one away.
+    """Return the levers that ``text`` names: default, all, none or names, separated by commas.
 
-    ``all,-wsplit`` is everything but the split of the backward.
+    ``-name`` removes a lever: ``all,-wsplit`` is everything but split backwards.
+
+    Raises:
+        ValueError: if a name is unknown.
     """
     sets = {"default": default, "all": ALL, "none": frozenset[str]()}
     words = [word.strip() for word in text.split(",") if word.strip()]

@@ -1,23 +1,28 @@
-"""Rows that chunks are padded to on GPUs."""
+"""Padding of chunks' rows on GPUs."""
 
 from collections.abc import Sequence
 
-# Rows of a rank come in multiples of the first, or of the second where that pads too much.
+# Rows of a rank are padded to multiples of the first, or of the second if that pads too much.
 GPU_ROWS, FEWER_GPU_ROWS = 16, 4
 MOST_PADDING = 0.01  # of a batch's tokens
-MOST_ROWS = 1024  # that a user may ask for
-CHUNKS_PER_STAGE = 4  # that plans of a pipeline mostly have
+MOST_ROWS = 1024  # largest multiple that a user may request
+CHUNKS_PER_STAGE = 4  # typical for plans of a pipeline
 
 
 def gpu_row_multiple(
     batches: Sequence[Sequence[int]], stages: int, replicas: int, ranks: int
 ) -> int:
-    """Return the multiple that the rows of a rank come in on GPUs, for batches of these lengths.
+    """Return the multiple to which the rows of a rank are padded on GPUs.
 
-    ``ranks``: of a stage of one replica, over which the rows of a chunk are sharded. A chunk is
-    padded by half a multiple on average.
+    A chunk is padded by half a multiple on average.
+
+    Args:
+        batches: document lengths of some batches; () if unknown.
+        stages: number of stages.
+        replicas: number of replicas.
+        ranks: number of ranks of a stage over which the rows of a chunk are sharded.
     """
-    if not batches:  # of lengths that are not known
+    if not batches:  # the lengths are unknown
         return GPU_ROWS
     tokens = sum(map(sum, batches)) / (len(batches) * replicas)
     padding = CHUNKS_PER_STAGE * stages * GPU_ROWS * ranks / 2

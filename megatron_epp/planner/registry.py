@@ -1,7 +1,7 @@
-"""The planners by name, in one table.
+"""Table of the planners by name.
 
-A planner is a function ``draft(batch, cost, options)``; what is alike for all of them is here: the
-batch is sorted, a document that fits no plan is refused, the draft is checked, played and timed.
+A planner is a function ``draft(batch, cost, options)``. What planners have in common is here:
+sorting the batch, refusing documents that cannot fit, checking, simulating and timing the draft.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedReplica
 
-Place = tuple[int, ...]  # the rank of every stage
+Place = tuple[int, ...]  # rank of every stage
 
 
 def _any_place(place: Place) -> bool:
@@ -45,14 +45,20 @@ def _one_stage_a_rank(place: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """A row of the table: a planner whose plans training, ``plan``, ``compare``, ``tune``,
-    ``simulate`` and ``serve`` run under this name.
+    """A planner under the name by which training and all commands use it.
 
-    draft          a plan as arrays for a batch; None only where a bound on seconds was given
-    whole          whether it can leave every document whole
-    compared       whether ``compare`` shows it unasked
-    takes          whether it plans stages on these ranks
-    placements     in words, what it takes
+    Attributes:
+        name: its name.
+        draft: returns the plan of a batch as arrays; None only if a bound on seconds was given.
+        whole: whether it can leave all documents unsliced.
+        compared: whether ``compare`` shows it by default.
+        takes: whether it supports a placement.
+        placements: description of the placements that it supports.
+
+    Example::
+
+        planned = PLANNERS["epp"](lengths, cost, Options(context=65536))
+        print(planned.seconds, planned.plan)
     """
 
     name: str
@@ -63,12 +69,12 @@ class Planner:
     placements: str = "any"
 
     def __call__(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
-        """Plan one replica's documents; as :meth:`plan_block`."""
+        """Plan one replica's documents; see :meth:`plan_block`."""
         (planned,) = self.plan_block(lengths, cost, options).planned
         return planned
 
     def require_place(self, place: Place) -> None:
-        """Raise a ValueError where the planner does not plan stages on these ranks."""
+        """Raise a ValueError if the planner does not support the placement."""
         if not self.takes(place):
             raise ValueError(
                 f"planner {self.name!r} does not plan stages on ranks "
@@ -76,11 +82,11 @@ class Planner:
             )
 
     def plan_block(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        """Plan the documents of the replicas of a block (``options.lockstep``), dealt to them.
+        """Plan the documents of a block of ``options.lockstep`` replicas, and assign them.
 
         Raises:
-            PlanError: a document fits no plan.
-            ValueError: the planner does not plan stages on these ranks.
+            PlanError: if a document fits no plan.
+            ValueError: if the planner does not support the placement.
         """
         began = time.perf_counter()
         self.require_place(cost.layout.placement.place)
@@ -95,7 +101,10 @@ class Planner:
 
 
 def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
-    """``options`` with an effort for the batch; for a block as much as for each of its replicas."""
+    """Return ``options`` with an effort for the batch.
+
+    A block gets that of each of its replicas.
+    """
     seconds = float(rates_of(cost).document_seconds(batch.lengths).sum())
     chosen = with_effort(
         options, len(batch.lengths) // options.lockstep, seconds / options.lockstep
@@ -121,22 +130,25 @@ _ROWS = (
 )
 PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
-# Methods without a pipeline, which `compare` alone knows, in a checkout (scripts/bench).
+# Methods without a pipeline, in `compare` and in a checkout only (scripts/bench).
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
-# The baselines: documents packed to the context; to the best length of each batch; and the latter
-# where Megatron hides a part of the exchanges (cost.overlap): `compare` and `tune` alone know it.
+# Baselines: documents packed to the context; to the best length of each batch; and the latter with
+# Megatron hiding a part of the exchanges (cost.overlap), in `compare` and `tune` only.
 PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
 
 
 def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
-    """Return the planner that makes the plans of a row of ``compare`` or ``tune``, and its cost."""
+    """Return the planner of a row of ``compare`` or ``tune``, and the cost to plan with."""
     return (STOCK, overlapped(cost)) if name == OVERLAPPED else (name, cost)
 
 
 def planner_of(name: str, full_documents: bool = False) -> Planner:
-    """The planner called ``name``; a ValueError with the near matches where there is none, or
-    where it makes no pipeline plan, or none with ``full_documents`` documents where that is
-    asked."""
+    """Return the planner called ``name``.
+
+    Raises:
+        ValueError: if the name is unknown, names a baseline that makes no pipeline plan, or if
+            ``full_documents`` is set and the planner slices documents.
+    """
     if name == OVERLAPPED:
         raise ValueError(
             f"planner {name!r} is a baseline with Megatron's own overlaps, with which no plan "

@@ -1,4 +1,4 @@
-"""Balance the documents of a global batch over data-parallel replicas, and plan each."""
+"""Division of a global batch over data-parallel replicas, with a plan for each."""
 
 import dataclasses
 import hashlib
@@ -23,10 +23,10 @@ from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedStep
 from megatron_epp.planner.runner import Runner, in_turn
 
-# As few replicas are balanced in two rounds, the second with what the plans of the first take, and
-# only where replicas end further apart than this share of the iteration: everybody who plans for
-# one of them plans for all. More are balanced once, by their documents alone, and everybody plans
-# for one: a second round saved nothing on 15 of 21 batches, at most 3.5%, for twice the time.
+# Up to this many replicas are balanced twice, the second time with the plans' times of the first,
+# if replicas end further apart than APART of the iteration. Every planner process then plans for
+# all replicas. More replicas are balanced once, by their documents, and each process plans for one.
+# A second round saved nothing on 15 of 21 batches, and at most 3.5%, for twice the time.
 BALANCED_TWICE = 3
 APART = 0.01
 Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
@@ -41,13 +41,23 @@ def balance_replicas(
     seconds: np.ndarray | None = None,
     most: int | None = None,
 ) -> Assignments:
-    """Give every document to a replica: longest first, each to the replica that is done first.
+    """Assign every document to a replica: longest first, each to the replica that finishes first.
 
-    Returns the documents of every replica, in the order of the batch; at least ``least`` each, and
-    at most ``most`` (None: as many as it comes to).
+    Args:
+        lengths: document lengths of the batch.
+        cost: cost of the layout.
+        replicas: number of replicas.
+        overhead: per replica, seconds of its plan beyond its documents' work.
+        least: least number of documents of a replica.
+        seconds: work of every document; default: that of documents sharded over all
+            context-parallel ranks.
+        most: most documents of a replica; None for no limit.
 
-    overhead   per replica, seconds that its plan takes beside its documents' own work
-    seconds    of every document's own work; None: as of one that all context-parallel ranks share
+    Returns:
+        The documents of every replica, in the order of the batch.
+
+    Raises:
+        ValueError: if there are too few documents.
     """
     documents = len(lengths)
     if not min(1, least) <= replicas * least <= documents:
@@ -61,7 +71,7 @@ def balance_replicas(
     order = sorted(range(documents), key=lambda d: -lengths[d])
     start = [0.0] * replicas if overhead is None else list(overhead)
     assignments: list[list[int]] = [[] for _ in range(replicas)]
-    # The longest documents go to each in turn, so that no replica stays empty.
+    # The longest documents are assigned round-robin, so that no replica stays empty.
     for number, document in enumerate(order[: replicas * least]):
         replica = number % replicas
         assignments[replica].append(document)
@@ -86,8 +96,18 @@ def balance_blocks(
     overhead: Sequence[float] | None = None,
     seconds: np.ndarray | None = None,
 ) -> Assignments:
-    """Balance documents over ``blocks`` of replicas in lockstep: one for each replica where there
-    are enough, else none for some."""
+    """Balance documents over ``blocks`` of ``lockstep`` replicas.
+
+    Every replica gets a document if there are enough; otherwise some blocks get fewer.
+
+    Args:
+        lengths: document lengths of the batch.
+        cost: cost of the layout.
+        blocks: number of blocks.
+        lockstep: replicas of a block.
+        overhead: per block, seconds of its plan beyond its documents' work.
+        seconds: work of every document.
+    """
     slowness = block_slowness(lengths, cost, blocks, lockstep)
     if slowness is not None:
         return _balance_unlike(lengths, cost, slowness, overhead, seconds)
@@ -127,8 +147,10 @@ def _balance_unlike(
     overhead: Sequence[float] | None,
     seconds: np.ndarray | None,
 ) -> Assignments:
-    """Balance documents over replicas of unlike speed: longest first, each to the replica that is
-    done with it first. One that is slow may get none."""
+    """Give each document to the replica that ends with it first, the longest ones first.
+
+    A slow replica may get none. ``slowness`` is that of :func:`block_slowness`.
+    """
     if seconds is None:
         seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64))
     taken = np.zeros(len(slowness)) if overhead is None else np.array(overhead, dtype=float)
@@ -149,14 +171,23 @@ def plan_step(
     replicas: int = 1,
     run: Runner = in_turn,
 ) -> PlannedStep:
-    """Balance documents over ``replicas``, and plan each by the planner of that name.
+    """Balance documents over replicas, and plan each replica.
 
-    All replicas have the same layers on a stage: where they are open and the replicas' plans want
-    different ones, those of the slowest replica and those of ``cost`` are planned with.
+    All replicas have the same layers per stage. If layers are open and the replicas' plans differ,
+    those of the slowest replica and those of ``cost`` are compared. Replicas in lockstep
+    (``options.lockstep``) are planned together: documents are balanced over the blocks, and within
+    a block so that chunks at one position are alike.
 
-    Replicas in lockstep (``options.lockstep``) are planned together, block by block: documents are
-    balanced over the blocks, and within a block dealt so that chunks at one position are alike.
-    ``run``: plans the blocks, in processes where there are several.
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner.
+        planner: name of the planner.
+        replicas: number of replicas.
+        run: maps a function over tasks, in worker processes if there are any.
+
+    Raises:
+        ValueError: if the documents cannot be divided or planned.
     """
     began = time.perf_counter()
     assigned, blocks = _planned(lengths, cost, options, replicas, planner, run)
@@ -193,16 +224,16 @@ def plan_part(
     replica: int,
     stands_in_for: str | None = None,
 ) -> StepPart:
-    """Return what :func:`plan_step` plans for ``replica``, and those in lockstep with it, alone.
+    """Return the part of :func:`plan_step`'s result for ``replica`` and those in lockstep with it.
 
     Args:
-        lengths: of the global batch, which is divided over all replicas.
-        cost: the same for all replicas, as the options are.
-        options: with how many replicas run in lockstep.
-        planner: its name.
-        replicas: of the job.
-        replica: the number of one.
-        stands_in_for: the planner that the other replicas have, and documents are divided for.
+        lengths: document lengths of the global batch, which is divided over all replicas.
+        cost: cost of the layout, the same for all replicas.
+        options: options of the planner, the same for all replicas.
+        planner: name of the planner.
+        replicas: number of replicas of the job.
+        replica: number of the replica.
+        stands_in_for: planner of the other replicas, for which documents are divided.
     """
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
@@ -224,10 +255,17 @@ def plan_part(
 def divide_documents(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, planner: str
 ) -> Assignments:
-    """Return the documents of every block: of every replica where they run freely.
+    """Return the documents of every block (without lockstep: of every replica).
 
-    By lengths, options and cost model alone, so that whoever plans for one replica knows what all
-    get. :func:`_planned` goes on from here where they are few.
+    The result depends on lengths, options and cost model alone, so that every planner process
+    computes the same division. For few replicas :func:`_planned` refines it.
+
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner, including lockstep.
+        replicas: number of replicas.
+        planner: name of the planner.
     """
     width = options.lockstep
     if replicas % width:
@@ -241,7 +279,7 @@ def _document_seconds(
 ) -> np.ndarray | None:
     """Return the seconds of each document for ``planner``, as :func:`balance_replicas` takes them.
 
-    Documents that `epp` is going to leave to one context-parallel rank exchange nothing.
+    Documents that `epp` will assign to one context-parallel rank exchange nothing.
     """
     local = planner == "epp" and "local" in options.levers and can_be_local(cost, options)
     if units <= BALANCED_TWICE or not local:
@@ -259,8 +297,11 @@ def _parts(
     blocks: Mapping[int, tuple[Assignments, Sequence[Plan]]],
     replicas: int,
 ) -> list[StepPart]:
-    """Return the parts of ``blocks``, by their numbers: the documents of each of a block's replicas
-    by their numbers among the block's own, and its plans."""
+    """Return the step parts of ``blocks``, which are keyed by their numbers.
+
+    A block's value has the documents of each of its replicas, numbered within the block, and their
+    plans.
+    """
     division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
     return [
         StepPart(
@@ -276,8 +317,16 @@ def _parts(
 
 
 def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-    """Plan the documents of one unit: of a replica, or of a block in lockstep, for which the
-    planner may look as hard as for each of its replicas."""
+    """Plan the documents of a replica, or of a block in lockstep.
+
+    The effort for a block is that of all its replicas.
+
+    Args:
+        planner: name of the planner.
+        lengths: document lengths.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
         options = dataclasses.replace(options, effort=effort)
@@ -295,16 +344,20 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
 
 
 def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
-    """Return ``lengths`` and those of the shortest documents for replicas that have none: planners
-    want a document for each, and an empty chunk takes about as long."""
+    """Return ``lengths``, plus a document of one token for each replica that would have none.
+
+    Planners want a document per replica, and an empty chunk takes about as long.
+    """
     return [*lengths, *[1] * (options.lockstep - len(lengths))]
 
 
 def _without_stand_ins(
     assignments: Assignments, plans: Sequence[Plan], documents: int
 ) -> tuple[Assignments, list[Plan]]:
-    """Return both with the first ``documents`` of the block alone; the others leave an empty chunk,
-    or their place in one with other documents."""
+    """Return assignments and plans with only the first ``documents`` documents of the block.
+
+    The others leave an empty chunk, or disappear from a chunk with other documents.
+    """
     if documents >= len(plans):
         return assignments, list(plans)
     kept = [sum(document < documents for document in held) for held in assignments]
@@ -329,13 +382,13 @@ def _with_layers(
     planner: str,
     run: Runner,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """The best of the ``costs``, whose stages have other layers, each for all replicas."""
+    """Return the best result of the ``costs``, which have different layers per stage."""
     closed = dataclasses.replace(options, open_layers=False)
     results, reasons = [], []
     for cost in costs:
         try:
             results.append(_planned(lengths, cost, closed, replicas, planner, run))
-        except PlanError as error:  # a replica whose documents fit only with other layers
+        except PlanError as error:  # a replica's documents fit only with other layers
             reasons.append(error)
     if not results:
         raise reasons[0]
@@ -354,8 +407,10 @@ def _planned(
     planner: str,
     run: Runner = in_turn,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """The documents of every block and its plans; of few replicas the balance whose slowest is
-    fastest."""
+    """Return the documents of every block and its plans.
+
+    Few replicas are balanced twice, and the better division is returned.
+    """
     width = options.lockstep
     units = replicas // width
 
@@ -378,7 +433,7 @@ def _planned(
     if not apart or not _balanced_twice(units, options):
         return assigned, blocks
     rates, inputs = rates_of(cost), np.asarray(lengths, dtype=np.int64)
-    # Documents local to a context-parallel rank exchange nothing.
+    # Documents on one context-parallel rank exchange nothing.
     local = _local(assigned, blocks, len(lengths))
     seconds = rates.document_seconds(inputs) - rates.exchange_seconds * inputs * local
     slowness = block_slowness(lengths, cost, units, width)
@@ -394,7 +449,7 @@ def _planned(
 
 
 def _local(assigned: Assignments, blocks: Sequence[PlannedBlock], documents: int) -> np.ndarray:
-    """[documents]: whether one context-parallel rank computes the document alone."""
+    """Return [documents] whether one context-parallel rank computes the document alone."""
     local = np.zeros(documents, dtype=bool)
     for held, block in zip(assigned, blocks, strict=True):
         for within, replica_plan in zip(block.assignments, block.planned, strict=True):
@@ -406,10 +461,14 @@ def _local(assigned: Assignments, blocks: Sequence[PlannedBlock], documents: int
 def evaluation_step(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
 ) -> Step:
-    """A step of forwards alone: documents balanced, every replica's evaluation plan; in lockstep
-    where ``options`` say so.
+    """Return a forward-only step: documents balanced, with a plan for every replica.
 
-    ``most``: tokens of a chunk, None where memory alone decides.
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner, including lockstep.
+        replicas: number of replicas.
+        most: token limit of a chunk; None if only memory limits it.
     """
     every = range(replicas // options.lockstep)
     return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))
@@ -423,7 +482,16 @@ def evaluation_part(
     replica: int,
     most: int | None = None,
 ) -> StepPart:
-    """As :func:`evaluation_step`, for ``replica`` and those in lockstep with it alone."""
+    """Return the part of :func:`evaluation_step` for ``replica`` and those in lockstep with it.
+
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner, including lockstep.
+        replicas: number of replicas.
+        replica: number of the replica.
+        most: token limit of a chunk; None if only memory limits it.
+    """
     block = replica // options.lockstep
     (part,) = _evaluation_parts(lengths, cost, options, replicas, (block,), most)
     return part

@@ -7,19 +7,24 @@ from megatron_epp.ir import Plan, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerResult:
-    """Outcome of planning one replica's documents, by whatever method.
+    """Result of planning one replica's documents by any method.
 
-    lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
-    *_ratio               of stages x seconds: idle; recomputing; exposed communication
-    peak_bytes            everything on the device: per stage; per device where it has several
-                          stages; of every group of every micro-batch where there is no pipeline
-    chunks                parts that the documents were cut and packed into
-    pipelines             one after another; 0 where there is none
-    levers                those that the planner was allowed to use
-    packing_tokens        that whole documents are packed to; 0 where chunks have no such length
-    note                  how the planner came to it: the chosen slice count, bins, order
-    plan_seconds          wall time of planning, for reports alone: it influences nothing; 0
-                          before the registry has timed it
+    Attributes:
+        planner: name of the planner.
+        seconds: predicted time of the iteration.
+        lower_bound_seconds: lower bound for these lengths and layers per stage.
+        bubble_ratio: fraction of stages x seconds that is idle.
+        recompute_ratio: fraction for recompute.
+        comm_ratio: fraction for exposed communication.
+        peak_bytes: peak bytes on the device: per stage, per rank if ranks have several stages, or
+            per group and micro-batch if there is no pipeline.
+        fits: whether the peaks are within the budgets.
+        chunks: number of chunks.
+        pipelines: number of pipelines that run one after another; 0 without a pipeline.
+        levers: levers that the planner was allowed to use.
+        packing_tokens: length to which unsliced documents are packed; 0 if there is none.
+        note: how the plan was found: slice count, bins, order.
+        plan_seconds: wall time of planning, for reports only; 0 until the registry sets it.
     """
 
     planner: str
@@ -39,20 +44,20 @@ class PlannerResult:
 
     @property
     def gap(self) -> float:
-        """(seconds - lower bound) / seconds"""
+        """(seconds - lower bound) / seconds."""
         return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica(PlannerResult):
-    """One replica's plan, checked and played; a pipeline ends where all stages have drained."""
+    """Plan of one replica, checked and simulated; it ends when all stages have drained."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The whole job's iteration: its documents balanced, a plan per replica, how each was found."""
+    """An iteration of the whole job: documents balanced, and a plan per replica."""
 
     step: Step
     planned: tuple[PlannedReplica, ...]
@@ -60,5 +65,5 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """The slowest replica's."""
+        """Time of the slowest replica."""
         return max(planned.seconds for planned in self.planned)

@@ -1,11 +1,11 @@
-"""How many plans are made: one after another, or by whatever the caller has."""
+"""Runners that map a function over tasks, in this process or in others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 
 class Runner(Protocol):
-    """Calls a function with the arguments of every task, maybe in several processes."""
+    """Callable that maps a function over the arguments of tasks, in one or several processes."""
 
     def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
         """Yield the results in the order of the tasks."""
@@ -13,5 +13,5 @@ class Runner(Protocol):
 
 
 def in_turn(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
-    """Call ``function`` with the arguments of one task after another, in this process."""
+    """Map ``function`` over the arguments of the tasks in this process."""
     return (function(*task) for task in tasks)

@@ -1,4 +1,4 @@
-"""Settings that training (``--epp-NAME``) and the commands that plan (``--NAME``) share."""
+"""Settings that training (``--epp-NAME``) and the planning commands (``--NAME``) have in common."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,7 +11,7 @@ from megatron_epp.planner.options import EFFORT, MANY_EFFORT, MOST_EFFORT
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """Defaults, units and help, stated once; :func:`shared_setting` makes a field of each."""
+    """Default, unit and help of each setting; :func:`shared_setting` makes a field of it."""
 
     planner: str = flag(
         "epp", "planner: epp (default), infinipipe, seq1f1b, packing, ...", ("NAME", str)
@@ -75,9 +75,12 @@ _FIELDS = {each.name: each for each in fields(SharedSettings)}
 
 
 def shared_setting(name: str, more: str = "", **changes: Any) -> Any:
-    """Return a field like ``name`` of :class:`SharedSettings`, whose help goes on with ``more``.
+    """Return a field like ``name`` of :class:`SharedSettings`.
 
-    ``changes``: another ``default``, or other arguments of ``add_argument``.
+    Args:
+        name: name of the setting.
+        more: text to append to its help.
+        changes: another ``default``, or other arguments of ``add_argument``.
     """
     setting = _FIELDS[name]
     how = {"default": setting.default, **setting.metadata, **changes}

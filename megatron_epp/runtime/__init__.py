@@ -1,1 +1,1 @@
-"""Executes a plan: torch.distributed only, no planning and no Megatron."""
+"""Executor of plans on torch.distributed; it imports neither the planner nor Megatron."""

@@ -1,4 +1,4 @@
-"""When ops start and stop, without making the host wait for the device."""
+"""Clocks that time ops without making the host wait for the device."""
 
 import time
 
@@ -6,36 +6,42 @@ import torch
 
 
 class HostClock:
-    """Wall-clock seconds since the iteration began, for work that is done when a call returns."""
+    """Wall clock for CPU ops, which are complete when their call returns."""
 
     def start(self):
+        """Set the time of an iteration to 0."""
         self._began = time.perf_counter()
 
     def mark(self) -> float:
+        """Return the seconds since ``start``."""
         return time.perf_counter() - self._began
 
     def wait(self, mark: float) -> None:
-        """Until the device has passed ``mark``, as the host has."""
+        """Return at once: the host has passed ``mark``."""
 
     def seconds(self, mark: float) -> float:
+        """Return the seconds from ``start`` to ``mark``."""
         return mark
 
 
 class CudaClock:
-    """CUDA events on the current stream; seconds are read once, when the iteration is over."""
+    """Clock of CUDA events on the current stream, which are read after the iteration."""
 
     def start(self):
+        """Record the event from which seconds count."""
         self._began = self.mark()
 
     def mark(self) -> torch.cuda.Event:
+        """Return an event recorded on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """Until the device has passed ``mark``."""
+        """Block the host until the device has passed ``mark``."""
         mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
+        """Return the seconds from ``start`` to ``mark``; block until the device has passed it."""
         mark.synchronize()
         return self._began.elapsed_time(mark) / 1e3

@@ -1,4 +1,4 @@
-"""Recorder of every collective and every message over process groups."""
+"""Recorder of all collectives and messages over process groups."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ COLLECTIVES = """
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """``operation`` was asked of the group described as ``group`` by the function ``caller``."""
+    """A collective: its operation, its group's description, and the function that called it."""
 
     operation: str
     group: str
@@ -32,7 +32,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """A message as the process group saw it: "send" or "receive", the peer's rank in the group."""
+    """A point-to-point message: ``way`` is "send" or "receive", ``peer`` a rank of the group."""
 
     way: str
     group: str
@@ -41,10 +41,10 @@ class MessageRecord:
 
 
 class Traffic:
-    """A context that notes what this process asks of its process groups.
+    """Context manager that records the collectives and messages that this process issues.
 
-    All of torch.distributed's functions, also those that somebody imported by name long before, end
-    in a method of ProcessGroup: these methods are wrapped while the context is open.
+    All functions of torch.distributed, including those imported by name earlier, call a method of
+    ProcessGroup. These methods are wrapped while the context is active.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Traffic:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The function that asked: the innermost one outside torch and contextlib."""
+    """Return the name of the calling function: the innermost one outside torch and contextlib."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.split(".")[0] not in ("torch", "contextlib") and module != __name__:

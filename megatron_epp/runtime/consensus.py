@@ -1,4 +1,4 @@
-"""All ranks run one plan, or none does."""
+"""Collectives on the host that make all ranks agree on one plan, or all fail."""
 
 import hashlib
 import socket
@@ -17,9 +17,21 @@ _FAILED = 1
 def broadcast_text(
     text: str | None, error: str | None, group: dist.ProcessGroup, source: int = 0
 ) -> str:
-    """Rank ``source`` of ``group`` hands ``text`` to all others; its ``error`` becomes everybody's.
+    """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group.
 
-    Two broadcasts on the host (a gloo group): 16 bytes of header, then the text.
+    Issues two broadcasts on the host: a header of 16 bytes, then the text.
+
+    Args:
+        text: what ``source`` sends; ignored on other ranks.
+        error: message to raise on all ranks instead; ignored on other ranks.
+        group: a gloo group.
+        source: rank in the group that sends.
+
+    Returns:
+        The text of ``source``.
+
+    Raises:
+        PlanError: on every rank, if ``source`` sends an error.
     """
     payload = (error if error is not None else text or "").encode()
     header = torch.zeros(16, dtype=torch.uint8)
@@ -41,7 +53,11 @@ def broadcast_text(
 
 
 def broadcast_result(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
-    """Return what ``make`` returns on rank 0 of ``group``; all ranks raise its ValueError."""
+    """Return what ``make`` returns on rank 0 of ``group``.
+
+    Raises:
+        PlanError: on all ranks, if ``make`` raises a ValueError.
+    """
     text = error = None
     if group.rank() == 0:
         try:
@@ -58,9 +74,18 @@ def agree(
     expected: str = "the same plan everywhere (same --epp-plan file, same lengths, same flags on "
     "every node)",
 ) -> None:
-    """Raise a :class:`PlanError` on every rank of ``group`` unless all hold the same ``text``.
+    """Require that all ranks of ``group`` hold the same ``text``.
 
-    A rank receives as many bytes however many ranks there are, unless they differ.
+    The message size does not depend on the number of ranks, unless texts differ.
+
+    Args:
+        text: the text of this rank.
+        what: what the text is, for the message.
+        group: a group on the host.
+        expected: what the message tells the user to do.
+
+    Raises:
+        PlanError: on every rank, if two ranks hold different texts.
     """
     bounds = digest_bounds(text)
     if not same_digests(largest(bounds, group)):
@@ -68,26 +93,26 @@ def agree(
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Return of each of ``values``, as many on every rank of ``group``, the largest. Collective."""
+    """Return the element-wise maximum of ``values`` over the ranks of ``group`` (collective)."""
     every = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
     return every.tolist()
 
 
 def digest_bounds(text: str) -> tuple[float, ...]:
-    """Return numbers whose largest of all ranks say whether all hold ``text``.
+    """Return numbers whose maximum over all ranks tells whether all hold ``text``.
 
-    The digest in pieces, and their negatives.
+    They are two pieces of the text's digest and their negatives.
     """
     pieces = [float(piece) for piece in struct.unpack("<2I", digest(text.encode())[:8])]
     return (*pieces, *(-piece for piece in pieces))
 
 
-DIGEST_NUMBERS = 4  # of digest_bounds: few, as every rank gets them in every iteration
+DIGEST_NUMBERS = 4  # length of digest_bounds; small, because it is reduced in every iteration
 
 
 def same_digests(bounds: Sequence[float]) -> bool:
-    """Return whether the largest ``bounds`` of all ranks are those of one text."""
+    """Return whether ``bounds``, reduced by maximum over ranks, belong to one text."""
     half = DIGEST_NUMBERS // 2
     return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
 
@@ -103,11 +128,15 @@ def _raise_difference(text: str, what: str, group: dist.ProcessGroup, expected: 
 
 
 def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
-    """Raise a ValueError on every rank of ``group`` unless all have the same ``facts``.
+    """Require that all ranks of ``group`` see the same ``facts`` (collective, on the host).
 
-    Collective, on the host.
+    Args:
+        facts: what this rank sees, by flag or folder.
+        group: a group on the host.
+        expected: what the message tells the user to do.
 
-    ``facts``: what this rank sees, by flag and folder.
+    Raises:
+        ValueError: on every rank, if two ranks see different facts.
     """
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, (socket.gethostname(), dict(facts)), group=group)
@@ -126,7 +155,7 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
 
 
 def digest(*data: Buffer) -> bytes:
-    """[32] bytes that stand for ``data``, one behind the other."""
+    """Return the SHA-256 digest, 32 bytes, of the concatenated ``data``."""
     hasher = hashlib.sha256()
     for one in data:
         hasher.update(one)
@@ -134,7 +163,10 @@ def digest(*data: Buffer) -> bytes:
 
 
 def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
-    """[ranks][digests]: what every rank of ``group`` gave; as many from each, at least one."""
+    """Return the digests of all ranks of ``group``: [ranks][digests].
+
+    Every rank passes the same number of digests, at least one.
+    """
     local = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
     every = torch.empty(group.size() * local.numel(), dtype=torch.uint8)
     dist.all_gather_into_tensor(every, local, group=group)

@@ -1,4 +1,4 @@
-"""The executor: a loop over one rank's program, and a table from kind to function."""
+"""The executor: a loop over one rank's program, with a table from op kind to method."""
 
 import gc
 import logging
@@ -33,69 +33,87 @@ from megatron_epp.runtime.stage_peers import Peers
 
 logger = logging.getLogger(__name__)
 
-# How many ops the host issues ahead of the device. One is enough to keep it busy; with more, what
-# has been sent is kept for longer, and memory and last words speak of ops that are far away.
+# Number of ops that the host issues ahead of the device. One keeps the device busy. With more, sent
+# tensors live longer, and memory records and error lines refer to distant ops.
 LEAD_OPS = 2
 
 
 class Compute(Protocol):
-    """The model's side of the executor: a method for every kind of op.
+    """The model of a stage: one method per op kind.
 
-    ``forward`` takes the previous stage's output (None on the first stage) and gives what to send
-    on (None on the last stage); ``backward`` takes the next stage's gradient (None on the last)
-    and gives the gradient of its input (None on the first). ``input_backward`` and
-    ``weight_backward`` are the halves of ``backward``. Where the output layer lies over the stages,
-    the last stage's ``forward`` gives what ``head`` of the first takes, ``head`` what that of the
-    next stage takes (None on the last), and ``head_weight`` makes the weight's gradient.
+    Tensors have the planned shapes of their messages. With vocabulary parallelism, the output of
+    the last stage's ``forward`` goes to the first stage's ``head``, and from there from stage to
+    stage.
     """
 
-    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None: ...
+    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        """Run F; ``received`` is the previous stage's output, None on the first stage.
 
-    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
+        Returns:
+            The tensor to send on; None on the last stage without vocabulary parallelism.
+        """
 
-    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run B; ``gradient`` is that of this stage's output, None on the last stage.
 
-    def weight_backward(self, chunk: int) -> None: ...
+        Returns:
+            The gradient of the stage's input; None on the first stage.
+        """
 
-    def head(self, chunk: int, received: Tensor) -> Tensor | None: ...
+    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        """Run I, the half of B that computes the input's gradient; arguments as of ``backward``."""
 
-    def head_weight(self, chunk: int) -> None: ...
+    def weight_backward(self, chunk: int) -> None:
+        """Run W, the half of B that computes the weights' gradients."""
+
+    def head(self, chunk: int, received: Tensor) -> Tensor | None:
+        """Run H, the product with this stage's vocabulary rows, and return the next H's input."""
+
+    def head_weight(self, chunk: int) -> None:
+        """Run G, the gradient of this stage's vocabulary rows."""
 
     def abandon(self) -> None:
-        """Free everything that is kept for later ops: there will be none."""
+        """Free everything saved for later ops, which will not run."""
 
 
 class LinkEnds(Protocol):
-    """Sender and receiver of messages: :class:`~megatron_epp.runtime.link.Links` in training."""
+    """Messages of a rank: :class:`~megatron_epp.runtime.link.Links` in training."""
 
     sent: int
     received: int
 
-    def post(self, message: Message) -> None: ...
+    def post(self, message: Message) -> None:
+        """Start to receive ``message`` without waiting for it."""
 
-    def receive(self, message: Message) -> Tensor: ...
+    def receive(self, message: Message) -> Tensor:
+        """Return the tensor of a posted message."""
 
-    def send(self, message: Message, tensor: Tensor) -> None: ...
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Start to send ``tensor`` as ``message``."""
 
-    def zeros(self, message: Message) -> Tensor: ...
+    def zeros(self, message: Message) -> Tensor:
+        """Return zeros of the message's shape, to send after a failure."""
 
-    def oldest_sending(self) -> Message | None: ...
+    def oldest_sending(self) -> Message | None:
+        """Return the first message that has not left; None if all have."""
 
-    def oldest_arriving(self) -> Message | None: ...
+    def oldest_arriving(self) -> Message | None:
+        """Return the first message that the device waits for; None if there is none."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Wait until all messages have left."""
 
 
 class OutOfMemory(RuntimeError):
-    """One of the ranks that compute an op together has no memory for it: none can go on."""
+    """Error of ranks that compute an op together: one is out of memory, and none can go on."""
 
 
 class LinkLost(RuntimeError):
-    """A message that cannot come or leave: which op of which iteration waited, and how long."""
+    """Error of a message that cannot be sent or received: which op of which iteration waited."""
 
 
 class OutsidePhase(str):
-    """A time that is not this package's: it takes as long as it takes."""
+    """Name of a phase outside this package, such as a checkpoint, of unknown duration."""
 
     __slots__ = ()
 
@@ -105,14 +123,16 @@ BEFORE = OutsidePhase("the first iteration")
 
 @dataclass
 class CurrentOp:
-    """The op or phase that this rank is in; read when a link is lost, when nothing moves, or when
-    the job is being killed.
+    """What this rank does now, for error lines: of a lost link, a stuck rank, or SIGTERM.
 
-    rank    of the pipeline
-    what    an op or a transfer of the program, the name of a step that all ranks take together, or
-            what happens :class:`OutsidePhase`
-    links   of the program that runs, None between programs
-    stage   of the op or the transfer, which is one of those that the rank computes; else None
+    Attributes:
+        rank: rank in the pipeline.
+        iteration: number of the iteration.
+        what: an op or a transfer of the program, the name of a step that all ranks take together,
+            or an :class:`OutsidePhase`.
+        since: ``time.monotonic()`` at its start.
+        links: links of the running program; None between programs.
+        stage: stage of the op or the transfer, one of this rank's; else None.
     """
 
     rank: int
@@ -123,6 +143,7 @@ class CurrentOp:
     stage: int | None = None
 
     def enter(self, what: Op | Transfer | str, stage: int | None = None):
+        """Set what this rank does from now on."""
         self.what, self.stage, self.since = what, stage, time.monotonic()
 
     def __str__(self) -> str:
@@ -137,8 +158,15 @@ class CurrentOp:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``op`` of ``stage`` ran out of memory on pipeline rank ``rank`` with ``held_bytes`` held; the
-    ops after it did nothing."""
+    """An op that ran out of memory; the ops after it did nothing.
+
+    Attributes:
+        op: the op.
+        stage: its stage.
+        rank: its pipeline rank.
+        held_bytes: bytes held at that time, at most the limit.
+        reason: first line of the error.
+    """
 
     op: Op
     stage: int
@@ -148,17 +176,37 @@ class Failure:
 
 
 class Executor:
-    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op;
-    between stages of this rank they go from one to the other.
+    """Runs ``program`` once.
 
-    ``compute`` is the model's side of the rank's stage, or of each of its stages by number.
-    ``store``: what all of them keep.
+    ``_inbox`` and ``_outbox`` hold the tensors between a transfer and its op. Between two stages of
+    this rank a tensor moves from one to the other.
 
-    When an op runs out of memory the other ranks must not wait for this one: it frees all, takes
-    every message that comes and sends zeros where it should send something, to the program's end.
-    What became of it is in ``failure``; the iteration's gradients are worth nothing then.
-    ``peers`` compute the same ops with this rank: all of them give up, at one op, or the job ends
-    with an :class:`OutOfMemory`. ``heap`` is looked after between ops, on hosts without a GPU.
+    If an op runs out of memory, the other ranks must not block. The executor then frees everything,
+    receives the remaining messages, and sends zeros in place of its own until the program ends.
+    ``failure`` describes the op; the gradients of the iteration are invalid.
+
+    Args:
+        program: ops and transfers of this rank.
+        compute: the model of the rank's stage, or of each of its stages by number.
+        links: the rank's messages.
+        store: K/V of all its stages.
+        clock: clock of its device.
+        meter: meter of the bytes held.
+        current_op: updated with every op, for error lines.
+        peers: ranks that compute the same ops. They all give up at one op, or raise an
+            :class:`OutOfMemory`.
+        heap: heap that is trimmed between ops, on CPU-only hosts.
+
+    Example::
+
+        program = lower_rank(plan, rank)
+        links = Links(groups, shape, dtype, device)
+        clock = HostClock()
+        clock.start()
+        executor = Executor(program, compute, links, store, clock, NoMeter(), CurrentOp(rank))
+        records = executor.run()
+        if executor.failure is not None:
+            ...  # the iteration is void: plan it again with less memory
     """
 
     def __init__(
@@ -177,10 +225,10 @@ class Executor:
         self.program, self.links, self.store = program, links, store
         self.clock, self.meter, self.current_op = clock, meter, current_op
         self._computes = compute if isinstance(compute, Mapping) else {}
-        # Of the stage whose op runs, which the rank's only one is throughout.
+        # The model and number of the current op's stage, which change if the rank has several.
         self.compute = next(iter(compute.values())) if isinstance(compute, Mapping) else compute
         self.stage = next(iter(self._computes), current_op.rank)
-        # By stage, of the op or of the transfer's own end.
+        # Keys: stage of the op, or this rank's stage of the transfer; payload; chunk.
         self._inbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._outbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._carrying = _carrying(program)
@@ -197,49 +245,63 @@ class Executor:
         }
 
     def run(self) -> tuple[Timed, ...]:
-        """Execute every op of the program; returns their records.
+        """Execute every op and transfer of the program and return their records.
 
-        On return nothing is kept: the store and both boxes are empty, every message has left.
+        On return the store and both boxes are empty, and all messages have left.
+
+        Raises:
+            LinkLost: if a message cannot be sent or received.
+            OutOfMemory: if this rank is out of memory and its peers cannot give up with it.
         """
         marks: list[tuple[int, Op | Transfer, Any, Any, int]] = []
-        ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
+        ends: deque = deque(maxlen=LEAD_OPS)  # end marks of the last LEAD_OPS ops
         self.current_op.links = self.links
         if self.heap is not None:
             self.heap.begin()
         with self.meter.watch(self.store):
             for item in self.program:
+                # 1. POST: start a receive.
                 if isinstance(item, Post):
                     self._post(item)
                     continue
+                # 2. HAND: give a tensor to another stage of this rank.
                 if isinstance(item, HandOver):
                     self._hand_to_stage(item.message)
                     continue
+                # 3. Select the stage of the op or transfer, and note it for error lines.
                 op = self._turn_to(item)
                 self.current_op.enter(op, self.stage)
+                # 4. Let the host run at most LEAD_OPS ops ahead of the device. This cannot
+                # deadlock: issued ops depend on issued ops and messages only (ir.program.lower).
                 if isinstance(op, Op) and len(ends) == LEAD_OPS:
-                    # Safe at any place: what was issued so far needs nothing that was not (lower).
                     self.clock.wait(ends[0])
+                # 5. Run the op, SEND or RECEIVE between two marks of the clock.
                 start = self.clock.mark()
                 with record_function(str(item)):
                     reason = self._run(op)
-                if reason is not None and isinstance(op, Op):  # a transfer raises
+                # 6. Out of memory: free everything, and turn the remaining ops into no-ops.
+                if reason is not None and isinstance(op, Op):  # a transfer raises an error instead
                     self._give_up(op, reason)
+                # 7. Record times and the memory peak.
                 end = self.clock.mark()
                 if isinstance(op, Op):
                     ends.append(end)
                 marks.append((self.stage, op, start, end, self.meter.op_peak()))
+                # 8. Trim the heap (CPU-only hosts).
                 if self.heap is not None:
                     self.heap.settle()
+            # 9. Wait until the last messages have left.
             self._finish()
         self.current_op.links = None
+        # 10. Check that no tensor is left over, and read the clock.
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        # Marks are of the clock that made them, which is one of two.
+        # The type checker does not know which of the two clocks made the marks.
         seconds: Callable[[Any], float] = self.clock.seconds
         return tuple(Timed(at, op, seconds(a), seconds(b), peak) for at, op, a, b, peak in marks)
 
     def _turn_to(self, item: Op | StageOp | Transfer) -> Op | Transfer:
-        """The op or transfer of ``item``, whose stage is the current one from now on."""
+        """Make the stage of ``item`` the current one, and return its op or transfer."""
         if isinstance(item, StageOp):
             self.stage, self.compute = item.stage, self._computes[item.stage]
             return item.op
@@ -249,8 +311,10 @@ class Executor:
         return item
 
     def _run(self, op: Op | Transfer) -> str | None:
-        """Run ``op``; why there was no memory for it, if there was none. The error goes with this
-        frame, and the tensors with the error."""
+        """Run ``op``, and return why it ran out of memory (None: it did not).
+
+        Returning frees the error, its frames, and the tensors that these hold.
+        """
         try:
             self._do[op.kind](op)
         except (MemoryError, RuntimeError) as error:
@@ -260,7 +324,11 @@ class Executor:
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
 
     def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
-        """Why; an :class:`OutOfMemory` where this rank alone cannot go on."""
+        """Return the reason of ``error``.
+
+        Raises:
+            OutOfMemory: if the peers did not fail at the same place.
+        """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.peers is not None and not self.peers.all_failed(where):
             raise OutOfMemory(
@@ -271,7 +339,7 @@ class Executor:
         return reason
 
     def _over(self) -> str | None:
-        """Why the op that is done should not have been: this rank's limit, or a peer's."""
+        """Return why the finished op exceeds this rank's limit or a peer's; None if it does not."""
         reason = None
         try:
             self.meter.check()
@@ -291,8 +359,8 @@ class Executor:
         self.store.clear()
         self._inbox.clear()
         self._outbox.clear()
-        gc.collect()  # what was recomputed hangs in cycles until its backward
-        # May wait for the device, posted receives included: as in ``run``, it will not in vain.
+        gc.collect()  # recomputed tensors hang in reference cycles until their backward
+        # This may wait for the device and for posted receives; as in ``run``, it cannot deadlock.
         free_cached_memory()
         for kind in COMPUTE:
             self._do[kind] = self._pretend
@@ -302,7 +370,7 @@ class Executor:
             self._inbox.pop(self._at(payload, op.chunk), None)
 
     def _at(self, payload: Payload, chunk: int) -> tuple[int, Payload, int]:
-        """Where a tensor of the current stage lies."""
+        """Return the key of a tensor of the current stage in a box."""
         return self.stage, payload, chunk
 
     def _forward(self, op: Op):
@@ -316,7 +384,7 @@ class Executor:
             self._outbox[self._at(payload, op.chunk)] = tensor
 
     def _hand_to_stage(self, message: Message):
-        """Give one stage of this rank what the other has made."""
+        """Move a tensor from one stage of this rank to another."""
         payload, chunk = message.payload, message.chunk
         tensor = self._outbox.pop((message.source, payload, chunk), None)
         assert tensor is not None or self.failure is not None, f"{message}: nothing was made"
@@ -350,7 +418,7 @@ class Executor:
                 if self.failure is not None or not out_of_memory(error):
                     raise
                 reason = self._no_memory(str(op), error)
-            # Outside of the handler: the error holds on to what it names.
+            # Outside the except block: the error references the frames' tensors.
             following = self._turn_to(self._next_op(op))
             assert isinstance(following, Op)
             self.current_op.enter(following, self.stage)
@@ -363,7 +431,7 @@ class Executor:
             raise self._lost(op.message, error) from error
 
     def _next_op(self, post: Post) -> Op | StageOp:
-        """The op that the failure of ``post`` is put down to: the one that would have followed."""
+        """Return the op after ``post``, to which its failure is attributed."""
         rest = self.program[self.program.index(post) :]
         return next(item for item in rest if isinstance(item, (Op, StageOp)))
 
@@ -386,7 +454,7 @@ class Executor:
             raise self._lost(message, error) from error
 
     def _finish(self):
-        """Wait for the last messages to leave."""
+        """Wait until the last messages have left."""
         try:
             message = self.links.oldest_sending()
             if message is not None:
@@ -402,7 +470,10 @@ class Executor:
 
 
 def _carrying(program: Program) -> dict[int, dict[Op, Payload]]:
-    """As what each op's tensor leaves, by stage: its message stands behind it."""
+    """Return the payload of each op's output tensor, by stage.
+
+    The SEND or HAND of an output follows its op in the program.
+    """
     carrying: dict[int, dict[Op, Payload]] = {}
     maker: Op | None = None
     for item in program:

@@ -1,4 +1,4 @@
-"""The process groups of elastic pipelines, and this rank's place in them."""
+"""Process groups of elastic pipelines, and this rank's place in them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,24 +13,33 @@ from megatron_epp.runtime.stage_peers import Peers
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``control`` spans the world, on the host; so do those of ``payload``, one per direction,
-    where a pipeline has more than one rank; ``peers`` the ranks that compute every op together: the
-    tensor- and context-parallel ones of this place, of all replicas of a block; None where that is
-    one rank. ``lockstep``: replicas of a block, which share the experts of a layer.
+    """Process groups of a rank, and its place in its pipeline.
 
-    ``block`` is the ranks of this replica and of those in lockstep with it, on the host; its rank
-    ``planner`` has the planner processes, as so many ranks of its host have for other blocks
-    (``planners_here``). None: the world is one block, which rank 0 plans for.
+    Attributes:
+        control: all ranks of the world, on the host.
+        payload: all ranks of the world, one group per payload; empty if the pipeline has one rank.
+        pipeline_ranks: global ranks of this pipeline.
+        pipeline_rank: index of this rank among them.
+        replica: number of this rank's replica.
+        replicas: number of replicas.
+        leads: whether this rank reports for the tensor- and context-parallel ranks of its stage.
+        timeout: time after which a rank that waits for another fails.
+        peers: ranks that compute every op together: tensor- and context-parallel ranks of the
+            stage, in all replicas of a block. None if that is one rank.
+        lockstep: number of replicas of a block, over which a layer's experts are sharded.
+        block: ranks of this replica's block, on the host; None if the world is one block.
+        planner: rank in ``block`` (or the world) that runs the planner processes.
+        planners_here: number of ranks of this host that run planner processes.
     """
 
     control: dist.ProcessGroup
     payload: dict[Payload, dist.ProcessGroup]
-    pipeline_ranks: tuple[int, ...]  # global, of this rank's pipeline
-    pipeline_rank: int  # this rank's place among them
+    pipeline_ranks: tuple[int, ...]
+    pipeline_rank: int
     replica: int
     replicas: int
-    leads: bool  # of its place's tensor- and context-parallel ranks, the one that reports
-    timeout: timedelta  # after which who waits for another rank fails
+    leads: bool
+    timeout: timedelta
     peers: Peers | None = None
     lockstep: int = 1
     block: dist.ProcessGroup | None = None
@@ -39,33 +48,38 @@ class Groups:
 
     @property
     def planned_together(self) -> dist.ProcessGroup:
-        """The ranks that get the plans of this replica."""
+        """The group over which plans of this replica are broadcast."""
         return self.control if self.block is None else self.block
 
     @property
     def plans(self) -> bool:
-        """Whether this rank has the plans of its replica made."""
+        """Whether this rank runs the planner processes of its block."""
         return self.planned_together.rank() == self.planner
 
     @property
     def in_lockstep(self) -> tuple[int, ...]:
-        """The ranks of other replicas and of this one that run every op together; none where
-        replicas run freely."""
+        """Global ranks that run every op together in all replicas of the block.
+
+        The tuple is empty without lockstep.
+        """
         if self.lockstep == 1 or self.peers is None:
             return ()
         return tuple(dist.get_process_group_ranks(self.peers.group))
 
     @property
     def pipeline_size(self) -> int:
+        """Number of ranks of the pipeline."""
         return len(self.pipeline_ranks)
 
 
 def planning_ranks(hosts: Sequence[str], blocks: Sequence[int]) -> dict[int, int]:
-    """Return the rank that plans for each block: on one of its hosts, as few on each as can be.
+    """Return the rank that plans for each block.
+
+    It is a rank of the block; ranks are chosen so that hosts have equally many planners.
 
     Args:
-        hosts: of every rank of the world.
-        blocks: that every rank is in.
+        hosts: host of every rank of the world.
+        blocks: block of every rank.
     """
     chosen: dict[int, int] = {}
     taken: Counter[str] = Counter()

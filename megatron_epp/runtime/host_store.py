@@ -1,5 +1,4 @@
-"""Tensors of offloaded layers in the host's memory: copied out while F runs, back while B or I
-does.
+"""Offloaded activations in host memory: copied out during F, copied back during B or I.
 
     compute  F | layer 0 | layer 1 | layer 2 |       B | layer 2 | layer 1 | layer 0 |
     out                  [ 0 -> host ]
@@ -7,15 +6,15 @@ does.
     back                                             [ 2 <- ]
                                                                [ 0 <-         ]
 
-(layers 0 and 2 are offloaded, layer 1 is not). Two of them at most are on the device at a time, one
-in use and one under way (ir.IN_FLIGHT), whatever the copies' speed: a layer begins when the
-one before the last has left, and the next one comes back when the layer behind it begins its
-backward. On a GPU each direction has a stream of its own and the host memory is pinned; streams
-wait for events, the host for nothing. Without a GPU a copy is done when it is asked for; what is
-held when is the same.
+In this example layers 0 and 2 are offloaded and layer 1 is not. At most two offloaded layers are on
+the device at a time: one in use and one in transfer (ir.IN_FLIGHT), whatever the copies' speed. A
+layer starts when the offloaded layer before the previous one has left. An offloaded layer comes
+back when the next one in the chunk starts its backward. On a GPU each direction has its own stream
+and pinned host memory; streams wait for events, the host for nothing. On CPU-only hosts copies are
+synchronous, with the same bytes held at the same times.
 
-A layer's storages go whole and once, however many views of them were saved; what is not its own
-(parameters, kept K and V, what all layers share) stays where it is.
+Each storage of a layer is copied once, even if several views of it were saved. Storages that are
+not the layer's own (parameters, cached K/V, tensors shared by all layers) stay on the device.
 """
 
 import logging
@@ -34,17 +33,17 @@ from megatron_epp.runtime.memory_meter import Meter, NoMeter, has_no_storage
 
 logger = logging.getLogger(__name__)
 
-# Storages that are not worth a copy: borders of documents, states of a generator.
+# Smaller storages are not worth a copy: document boundaries, generator states.
 LEAST_BYTES = 512
-# torch rounds pinned memory up to powers of two and keeps what was freed for later. So memory is
-# asked for in such sizes: a layer wastes less than the smallest, and any block fits any layer.
+# torch rounds pinned memory up to powers of two and caches freed blocks. Requesting these sizes
+# wastes less than the smallest block per layer, and any block can serve any layer.
 LEAST_BLOCK, MOST_BLOCK = 2**16, 2**26
 
 Pairs = Sequence[tuple[Tensor, Tensor]]  # (target, source), bytes
 
 
 class _AtOnce:
-    """Copies of a host without a GPU: done when the call returns."""
+    """Synchronous copies, for CPU-only hosts."""
 
     pinned = False
 
@@ -55,11 +54,11 @@ class _AtOnce:
     back = out
 
     def wait(self, done: None) -> None:
-        """It is done."""
+        """Return at once."""
 
 
 class _Streams:
-    """Copies on a stream for each direction; ``wait`` makes the compute stream wait."""
+    """Copies on one stream per direction; ``wait`` makes the compute stream wait."""
 
     pinned = True
 
@@ -74,8 +73,8 @@ class _Streams:
 
     @staticmethod
     def _copy(stream: torch.cuda.Stream, pairs: Pairs) -> torch.cuda.Event:
-        # Out: when the layer has computed it. Back: when nobody uses the memory any more that the
-        # compute stream's allocator has just handed out.
+        # Out: after the layer has computed the source. Back: after the last use of the memory that
+        # the compute stream's allocator has just reused.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for target, source in pairs:
@@ -87,8 +86,10 @@ class _Streams:
 
 
 class _Storage:
-    """One storage of a layer: ``held`` by the meter while it is on the device, ``blocks`` of the
-    host's memory meanwhile. It lives as long as a saved view of it."""
+    """A storage of a layer, alive as long as a saved view of it.
+
+    ``held`` is the meter's token while it is on the device; ``blocks`` are its host memory.
+    """
 
     __slots__ = ("__weakref__", "blocks", "held", "nbytes")
 
@@ -98,7 +99,7 @@ class _Storage:
 
 
 class _View:
-    """Stand-in that autograd keeps for a tensor."""
+    """Replacement that autograd saves for a tensor."""
 
     __slots__ = ("dtype", "offloaded", "offset", "size", "storage", "stride")
 
@@ -109,11 +110,13 @@ class _View:
 
 
 class OffloadedLayer:
-    """Tensors that one layer saved of one chunk: ``pack`` while it runs forward, ``unpack`` in
-    backward.
+    """Tensors that one layer saved for one chunk.
 
-    ``shared``: whether a tensor's storage is not the layer's own. ``before``: the chunk's offloaded
-    that backward wants next.
+    Args:
+        store: the host store.
+        chunk: the chunk.
+        shared: returns whether a tensor's storage belongs to several layers.
+        before: the chunk's previous offloaded layer, which backward needs next.
     """
 
     def __init__(
@@ -124,18 +127,17 @@ class OffloadedLayer:
         before: "OffloadedLayer | None",
     ):
         self._store, self.chunk, self._shared, self._before = store, chunk, shared, before
-        self._storages: dict[int, _Storage] = {}  # by their address, while the layer runs
+        self._storages: dict[int, _Storage] = {}  # by address, during the layer's forward
         self._away: list[weakref.ref[_Storage]] = []
         self._host_bytes = 0
-        # What is copied, and when that is done: somebody must hold both ends until then.
+        # Storages in transfer, and when they are done; both ends must stay alive until then.
         self._moving: list[_Storage] = []
         self._moved: Any = None
         self._sent = self._fetched = self._arrived = False
 
-    # -------------------------------------------------------------- what autograd calls
-
     def pack(self, tensor: Tensor) -> Any:
-        # Detached: an op that saves its own output would keep itself alive through it.
+        """Return what autograd saves for ``tensor``: a view of a storage, or a meter token."""
+        # Detached: an op that saves its own output would otherwise keep itself alive through it.
         tensor = tensor.detach()
         if has_no_storage(tensor):
             return self._store.meter.hold(tensor)
@@ -155,17 +157,20 @@ class OffloadedLayer:
         return _View(self, copied, tensor)
 
     def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor of ``packed``; its storage is copied back first if necessary."""
         if not isinstance(packed, _View):
             return self._store.meter.held(packed)
         self._arrive()
         flat = self._store.meter.held(packed.storage.held)
         return flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
-    # -------------------------------------------------------------- on its way
-
     def send(self) -> bool:
-        """The layer has run: copy out what it saved. False where nothing leaves: there is nothing
-        worth a copy, or the host has no room."""
+        """Start to copy out what the layer saved; call it after the layer's forward.
+
+        Returns:
+            False if nothing is copied, because the layer saved nothing large or host memory is
+            full.
+        """
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.allocate(sum(storage.nbytes for storage in storages))
         if not blocks:
@@ -182,7 +187,7 @@ class OffloadedLayer:
         return True
 
     def leave(self) -> None:
-        """Free on the device what has been copied out."""
+        """Wait for the copies and free the device memory."""
         if self._moving:
             self._store.copies.wait(self._moved)
         for storage in self._moving:
@@ -190,7 +195,7 @@ class OffloadedLayer:
         self._moving = []
 
     def fetch(self) -> None:
-        """Begin to copy back what is still wanted."""
+        """Start to copy back the storages that are still referenced."""
         if self._fetched:
             return
         assert not self._moving, "a layer comes back before it has left"
@@ -205,7 +210,7 @@ class OffloadedLayer:
         )
 
     def _arrive(self) -> None:
-        """Backward is at this layer: it must be there, and the next one on its way."""
+        """Make the layer available for its backward, and start to fetch the next one."""
         if self._arrived:
             return
         self._arrived = True
@@ -217,7 +222,7 @@ class OffloadedLayer:
             before.fetch()
 
     def release(self) -> None:
-        """Give the host's memory back, when nothing is copied any more."""
+        """Wait for the copies and return the host memory."""
         if self._moving:
             self._store.copies.wait(self._moved)
         for storage in (ref() for ref in self._away):
@@ -228,13 +233,13 @@ class OffloadedLayer:
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Its parts on the host, and the same parts on the device."""
+        """Return the blocks of a storage on the host, and the same parts of it on the device."""
         flat = self._store.meter.held(storage.held)
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
 
 class _Taken:
-    """Bytes of the host's memory that are taken, and the most since an iteration began."""
+    """Host memory in use in bytes, and its peak since an iteration began."""
 
     def __init__(self, limit_bytes: float):
         self.limit_bytes = limit_bytes
@@ -242,12 +247,15 @@ class _Taken:
 
 
 class HostStore:
-    """The offloaded layers of an iteration's chunks on this rank, of one of its stages.
+    """Offloaded layers of the chunks of one stage on this rank, for one iteration.
 
-    limit_bytes   of the host's memory that may be taken; a layer for which there is no room stays
-                  on the device, which is said once
-    beside        the store of another stage of the rank: what both take counts together
-    bytes, peak_bytes   of the host's memory that is taken, and the most since ``begin``
+    Args:
+        device: device of the layers.
+        meter: meter of the bytes held on the device.
+        parameters: tensors that are never offloaded.
+        limit_bytes: host memory that may be used. A layer that does not fit stays on the device,
+            which is logged once.
+        beside: store of another stage of the rank, with which this one shares the limit.
     """
 
     def __init__(
@@ -263,21 +271,24 @@ class HostStore:
         self.meter: Meter = NoMeter() if meter is None else meter
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._copies: Any = None
-        # By chunk, in the order of its layers.
+        # By chunk, in the order of the layers.
         self._offloaded: dict[int, list[OffloadedLayer]] = {}
         self._leaving: deque[OffloadedLayer] = deque()
         self._reported = False
 
     @property
     def limit_bytes(self) -> float:
+        """Host memory that may be used, in bytes."""
         return self._taken.limit_bytes
 
     @property
     def bytes(self) -> int:
+        """Host memory in use, in bytes."""
         return self._taken.bytes
 
     @property
     def peak_bytes(self) -> int:
+        """Peak of the host memory in use since ``begin``, in bytes."""
         return self._taken.peak_bytes
 
     def __len__(self) -> int:
@@ -285,24 +296,25 @@ class HostStore:
 
     @property
     def copies(self) -> Any:
-        """Made when first asked for: a job that offloads nothing has no streams for it."""
+        """The copy engine, made at the first offload, so that other jobs have no streams for it."""
         if self._copies is None:
             self._copies = _Streams() if self.device.type == "cuda" else _AtOnce()
         return self._copies
 
     def is_parameter(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's storage is a parameter's."""
         return tensor.untyped_storage()._cdata in self._parameters
 
     def begin(self) -> None:
-        """An iteration begins: ``peak_bytes`` is its own."""
+        """Reset ``peak_bytes`` at the start of an iteration."""
         self._taken.peak_bytes = self._taken.bytes
-
-    # -------------------------------------------------------------- F
 
     @contextmanager
     def layer(self, chunk: int, shared: Callable[[Tensor], bool]) -> Iterator[None]:
-        """A context for the forward of one layer of ``chunk``: what autograd saves in it leaves the
-        device when it ends."""
+        """Offload what autograd saves within this context: the forward of one layer of ``chunk``.
+
+        ``shared`` returns whether a tensor's storage belongs to several layers.
+        """
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
         earlier = self._offloaded.get(chunk)
@@ -316,27 +328,23 @@ class HostStore:
             self._leaving.append(offloaded)
 
     def wait(self) -> None:
-        """F is over: nothing of it is on its way out any more when the next op begins."""
+        """Wait until all layers of F have left the device."""
         while self._leaving:
             self._leaving.popleft().leave()
 
-    # -------------------------------------------------------------- B, I
-
     def prefetch(self, chunk: int) -> None:
-        """B or I of ``chunk`` begins: the layer that it comes to first is on its way."""
+        """Start to copy back the last offloaded layer of ``chunk``, with which B or I begins."""
         for offloaded in self._offloaded.get(chunk, ())[-1:]:
             offloaded.fetch()
 
     def clear(self) -> None:
-        """Forget everything, as in an iteration that failed."""
+        """Drop all layers, after a failed iteration."""
         self.wait()
         for offloaded in [one for of_chunk in self._offloaded.values() for one in of_chunk]:
             offloaded.release()
 
-    # -------------------------------------------------------------- the host's memory
-
     def allocate(self, nbytes: int) -> list[Tensor] | None:
-        """Blocks of together at least ``nbytes``; None where there is no room for them."""
+        """Return blocks of at least ``nbytes`` in total; None if host memory is full."""
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
         if self.bytes + taken > self.limit_bytes:
@@ -355,7 +363,7 @@ class HostStore:
         return tensors
 
     def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
-        """``offloaded`` is on the device again."""
+        """Account for the host memory of ``offloaded``, which has been returned."""
         self._taken.bytes -= nbytes
         of_chunk = self._offloaded[offloaded.chunk]
         of_chunk.remove(offloaded)
@@ -375,14 +383,14 @@ class HostStore:
 
 
 def _bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
-    """All bytes of the tensor's storage, [nbytes] uint8."""
+    """Return all bytes of the tensor's storage: [nbytes] uint8."""
     items, rest = divmod(nbytes, tensor.itemsize)
     assert not rest, "a storage holds whole numbers"
     return tensor.as_strided((items,), (1,), 0).view(torch.uint8)
 
 
 def _sizes(nbytes: int) -> Iterator[int]:
-    """Powers of two that together hold ``nbytes``, the largest first."""
+    """Yield powers of two that add up to at least ``nbytes``, the largest first."""
     size = MOST_BLOCK
     while nbytes > 0:
         while size > LEAST_BLOCK and size > nbytes:
@@ -392,7 +400,7 @@ def _sizes(nbytes: int) -> Iterator[int]:
 
 
 def _assigned(blocks: Sequence[Tensor], storages: Sequence[_Storage]) -> Iterator[list[Tensor]]:
-    """For every storage the parts of ``blocks`` that its bytes lie in, one behind the other."""
+    """Yield for every storage the consecutive parts of ``blocks`` that hold its bytes."""
     at, start = 0, 0
     for storage in storages:
         parts, missing = [], storage.nbytes

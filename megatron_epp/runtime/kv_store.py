@@ -1,4 +1,4 @@
-"""Keys and values of cut documents, and the gradients that later slices leave for earlier ones."""
+"""Cache of K/V of sliced documents, and of the gradients that later slices add to them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Cached:
-    """One layer's K/V of one document, and the gradients of its context's. C rows of the buffer or
-    of the context, G heads, D head size, which K and V need not have in common. Of latent attention
-    it may be latents and their rotated keys instead (layers/mla.py)."""
+    """K/V of one document in one layer, and their gradients.
+
+    C is rows of the buffer or of the context, G heads, D head size (which may differ between K and
+    V). With MLA it may hold latents and rotated keys instead (layers/mla.py).
+    """
 
     key_CGD: Tensor
     value_CGD: Tensor
@@ -26,28 +28,33 @@ class _Cached:
 
     @property
     def addresses(self) -> set[int]:
-        """Where the memory of K's and V's buffers begins."""
+        """Start addresses of the K and V buffers."""
         return {t.untyped_storage().data_ptr() for t in (self.key_CGD, self.value_CGD)}
 
 
 class Store:
-    """One preallocated buffer per (layer, cut document): no concatenation, no copy per slice.
+    """K/V cache with one preallocated buffer per layer and sliced document.
 
-    ``context_tokens[d]`` is how much of document ``d`` later slices attend to: all but its last
-    slice. ``cached_tokens[d]`` are the buffer's rows, where kernels want the last slice's K and V
-    behind its context's; else the context's. The buffer appears with the first slice's forward.
-    Gradients of K and V add up in float32 (float64 for float64 tensors): a document of n slices
-    adds n contributions, and the plain model rounds their sum once. Everything of a layer is freed
-    when the first slice's backward has taken its gradients, or, in evaluation, by ``release``.
+    A buffer is allocated by the first slice's forward; slices are neither concatenated nor copied
+    again. Gradients of K and V accumulate in float32 (float64 for float64 tensors): the reference
+    model rounds the sum of all slices' contributions only once. A buffer is freed when the first
+    slice's backward has read its gradients, or by ``release`` in forward-only passes.
 
-    Where documents continue others (``readers[d]``: how many spans see document ``d``), gradients
-    of a context may come in any order of its branches, each of a part of it, and in evaluation all
-    is freed when the last of them has seen it (``seen``). ``followers[d]``: how many of them begin
-    right behind a border of it, and so see its state there.
+    If documents have prefixes in other documents, gradients of a context may arrive in any order of
+    its branches. In forward-only passes a document is freed when the last of its readers has seen
+    it. A sliding-window layer caches fewer rows, at positions of its own
+    (layers/attention/tails.py).
 
-    A layer that sees only a window keeps less, at places of its own (layers/attention/tails.py):
-    ``rows`` of the buffer are then its, and ``boundaries[d]``, where the slices of document ``d``
-    but the last end, say which.
+    Args:
+        context_tokens: per document, the tokens that later slices attend to: all but its last
+            slice.
+        cached_tokens: per document, rows of the buffer, if kernels want the last slice's K/V after
+            its context's. Default: ``context_tokens``.
+        boundaries: per document, where its slices but the last end; selects the rows of
+            sliding-window layers.
+        readers: per document that others continue, the number of spans that see it.
+        followers: per document, the number of branches that begin at one of its slice boundaries
+            and read the state there.
     """
 
     def __init__(
@@ -64,7 +71,7 @@ class Store:
         self.context_tokens = dict(context_tokens)
         self.cached_tokens = self.context_tokens if cached_tokens is None else dict(cached_tokens)
         self._kept: dict[tuple[int, int], _Cached] = {}
-        self._addresses: set[int] = set()  # of the buffers' memory
+        self._addresses: set[int] = set()  # start addresses of the buffers
         self.bytes = 0
         self.peak_bytes = 0
 
@@ -80,9 +87,17 @@ class Store:
         value_TGD: Tensor,
         rows: int | None = None,
     ):
-        """Keep the K and V of inputs [start, start + T); what is there already is not written.
+        """Cache the K/V of tokens [start, start + T) of a document.
 
-        A recomputed forward produces the same K and V again: the buffer then stays as it is.
+        Rows that are cached already are not written: a recomputed forward yields the same K/V.
+
+        Args:
+            layer: the layer.
+            document: the document.
+            start: position of the first token.
+            key_TGD: keys [tokens, groups, head size].
+            value_TGD: values [tokens, groups, head size].
+            rows: rows of the buffer; None takes ``cached_tokens``.
         """
         kept = self._kept.get((layer, document))
         if kept is None:
@@ -104,20 +119,35 @@ class Store:
     def context(
         self, layer: int, document: int, stop: int, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Views of the K and V of inputs [start, stop)."""
+        """Return views of the cached K and V of tokens [start, stop).
+
+        Args:
+            layer: the layer.
+            document: the document.
+            stop: end of the tokens.
+            start: first token.
+        """
         kept = self._kept[layer, document]
         assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(layer, document, K of what later slices attend to) of everything kept."""
+        """Yield (layer, document, K that later slices attend to) of every buffer."""
         for (layer, document), kept in self._kept.items():
             yield layer, document, kept.key_CGD[: self.context_tokens[document]]
 
     def add_window_gradient(
         self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor
     ):
-        """Add what a slice contributes to the gradients of the buffer's rows from ``start`` on."""
+        """Add gradients to those of some rows of the buffer.
+
+        Args:
+            layer: the layer.
+            document: the document.
+            start: first row.
+            key_grad_PGD: gradients of the keys.
+            value_grad_PGD: gradients of the values.
+        """
         kept = self._kept[layer, document]
         if kept.key_grad_CGD is None:
             dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
@@ -129,7 +159,14 @@ class Store:
         kept.value_grad_CGD[start : start + len(value_grad_PGD)] += value_grad_PGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
-        """Add what a slice with P inputs before it contributes to their gradients."""
+        """Add a slice's gradients for the P tokens before it.
+
+        Args:
+            layer: the layer.
+            document: the document.
+            key_grad_PGD: gradients of the keys.
+            value_grad_PGD: gradients of the values.
+        """
         kept, is_last_slice = self._kept[layer, document], False
         if kept.key_grad_CGD is None:
             is_last_slice = len(key_grad_PGD) == self.context_tokens[document]
@@ -139,25 +176,32 @@ class Store:
         if not is_last_slice:
             self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
             return
-        # The last slice's context is all of it: a copy, where a fill with zeros would pass over the
-        # memory twice.
+        # The last slice's context is the whole buffer: one copy, instead of a fill with zeros and
+        # an addition.
         dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
         kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
         kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
         self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
 
     def has_gradient(self, layer: int, document: int) -> bool:
-        """Whether anybody has left any for the document in this layer."""
+        """Return whether a later slice has added gradients for the document in this layer."""
         return self._kept[layer, document].key_grad_CGD is not None
 
     def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Views of what later slices left for the K and V of inputs [start, stop)."""
+        """Return views of the accumulated gradients of the K and V of tokens [start, stop).
+
+        Args:
+            layer: the layer.
+            document: the document.
+            start: first token.
+            stop: end of the tokens.
+        """
         kept = self._kept[layer, document]
         assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None
         return kept.key_grad_CGD[start:stop], kept.value_grad_CGD[start:stop]
 
     def holds(self, layer: int, tensor: Tensor) -> bool:
-        """Whether ``tensor`` lies in a buffer of the layer's K and V."""
+        """Return whether ``tensor`` is in one of the layer's buffers."""
         where = tensor.untyped_storage()._cdata
         return any(
             where in (k.key_CGD.untyped_storage()._cdata, k.value_CGD.untyped_storage()._cdata)
@@ -166,12 +210,14 @@ class Store:
         )
 
     def counts(self, address: int) -> bool:
-        """Whether the memory that begins at ``address`` is a buffer's, and counted in ``bytes``."""
+        """Return whether ``address`` is the start of a buffer, whose bytes ``bytes`` includes."""
         return address in self._addresses
 
     def seen(self, layer: int, document: int, times: int):
-        """In evaluation: another span has seen the document's K and V in this layer, which will be
-        seen so many ``times``; the last one frees them."""
+        """Count one of a document's ``times`` readers in a forward-only pass.
+
+        The last one frees the document.
+        """
         left = self._unseen.pop((layer, document), times) - 1
         if left:
             self._unseen[layer, document] = left
@@ -185,7 +231,7 @@ class Store:
         self.bytes -= kept.bytes
 
     def clear(self):
-        """Free everything, as after an iteration that failed."""
+        """Free everything, after a failed iteration."""
         self._kept.clear()
         self._addresses.clear()
         self._unseen.clear()
@@ -197,7 +243,7 @@ class Store:
 
 
 class StageStores:
-    """The stores of all stages of a rank, as one."""
+    """The K/V caches of all stages of a rank as one."""
 
     def __init__(self, stores: Sequence[Store]):
         self.stores = tuple(stores)
@@ -207,11 +253,14 @@ class StageStores:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all caches."""
         return sum(store.bytes for store in self.stores)
 
     def counts(self, address: int) -> bool:
+        """Return whether ``address`` is the start of a buffer of any cache."""
         return any(store.counts(address) for store in self.stores)
 
     def clear(self):
+        """Free everything, after a failed iteration."""
         for store in self.stores:
             store.clear()

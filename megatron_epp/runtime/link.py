@@ -1,4 +1,4 @@
-"""Messages between ranks of a pipeline: planned shapes, planned order, no handshake."""
+"""Messages between pipeline ranks, with shapes and order from the plan instead of a handshake."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ from megatron_epp.ir import Message, Payload
 
 
 def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a tensor of ``device`` must lie to go over ``group``.
+    """Return the device on which a tensor of ``device`` must be to be sent over ``group``.
 
-    gloo carries what is in the host's memory. It is slow for GPUs, and what lets several ranks
-    share one: NCCL wants a GPU for each.
+    gloo sends host memory. It is slow for GPU tensors, but allows several ranks to share a GPU,
+    which NCCL refuses.
     """
     if device.type != "cpu" and group._get_backend(device).name() == "gloo":
         return torch.device("cpu")
@@ -23,12 +23,12 @@ def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 
 def send_now(tensor: Tensor, group: dist.ProcessGroup, target: int):
-    """Send to rank ``target`` of the group; returns when ``tensor`` may be used again."""
+    """Send to rank ``target`` of the group; return when ``tensor`` may be reused."""
     dist.send(tensor.to(message_device(group, tensor.device)), group=group, group_dst=target)
 
 
 def receive_now(tensor: Tensor, group: dist.ProcessGroup, source: int):
-    """Receive into ``tensor`` from rank ``source`` of the group."""
+    """Receive into ``tensor`` from rank ``source`` of the group; block until it is there."""
     here = tensor.to(message_device(group, tensor.device))
     dist.recv(here, group=group, group_src=source)
     if here is not tensor:
@@ -43,16 +43,22 @@ def connect(
     ranks: Sequence[int] | None = None,
     place: Sequence[int] = (),
 ):
-    """Send one number over every link of a pipeline of ``size`` ranks, of which this is number
-    ``rank``, in an order in which nobody waits in vain.
+    """Send one number over every link of a pipeline, in an order that cannot deadlock.
 
-    ``ranks``: theirs in the groups; None where they hold this pipeline alone. ``place``: the rank
-    of every stage; none where stage i lies on rank i.
+    NCCL creates the communicator of two ranks at their first message, where both wait for each
+    other. If these first messages were receives posted ahead of time, two neighbours that wait for
+    each other's gradients and activations would deadlock.
 
-    NCCL makes a communicator for two ranks when they first speak, and both wait in there for each
-    other. If they first spoke where receives are posted early, a rank that waits for the next
-    one's gradients and the next one, waiting for its activations, would never meet. ValueError:
-    groups in which messages of one link would wait for those of another.
+    Args:
+        groups: groups of the payloads.
+        rank: this rank in the pipeline.
+        size: number of ranks of the pipeline.
+        device: device of the messages.
+        ranks: ranks of the pipeline in the groups; None if the groups hold this pipeline alone.
+        place: rank of every stage; () if stage i is on rank i.
+
+    Raises:
+        ValueError: if the groups serialize messages of different links.
     """
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ValueError(
@@ -66,7 +72,8 @@ def connect(
             if first == len(place) - 1:
                 if payload is not Payload.HEAD:
                     continue
-                ends = (here, place[0])  # of H: from the last stage to the first, and down
+                # H: from the last stage to the first, and from there from stage to stage
+                ends = (here, place[0])
             else:
                 ends = (here, place[first + 1])
                 ends = ends[::-1] if payload is Payload.GRADIENT else ends
@@ -89,12 +96,19 @@ class _Posted:
 
 
 class Links:
-    """One rank's ends of its links for one iteration.
+    """Messages of one rank for one iteration.
 
-    Forward and backward traffic have a group each, so that neither waits behind the other.
-    Messages of a link are posted, sent and received in one planned order, so they need no tag;
-    every receive is posted with the shape that the plan says. When is the program's business.
-    Where a group carries only what the host holds, its messages are copied there and back.
+    Activations and gradients have a group each, so that neither waits for the other. Messages of a
+    link are posted, sent and received in the planned order, so they need no tag. Receives are
+    posted with the planned shape, at the program's POST. If a group sends only host memory,
+    messages are copied to and from the host.
+
+    Args:
+        groups: groups of the payloads.
+        shape: returns the shape of a message.
+        dtype: dtype of all messages.
+        device: device of the tensors.
+        ranks: ranks of the pipeline in the groups; None if the groups hold this pipeline alone.
     """
 
     def __init__(
@@ -105,18 +119,17 @@ class Links:
         device: torch.device,
         ranks: Sequence[int] | None = None,
     ):
-        """``ranks``: the pipeline's in the groups; None where they hold this pipeline alone."""
         self.groups, self.shape, self.dtype, self.device = groups, shape, dtype, device
         self.ranks = ranks
         self._place = {name: message_device(group, device) for name, group in groups.items()}
         self.sent = self.received = 0
         self._sending: deque[tuple[Message, Tensor, dist.Work]] = deque()
         self._posted: dict[tuple[int, int], deque[_Posted]] = {}
-        # Received, as far as the host knows; on a GPU it is the stream that waits for them.
+        # Received, for the host; on a GPU the stream waits for them.
         self._arriving: deque[tuple[Message, dist.Work]] = deque()
 
     def post(self, message: Message):
-        """Take ``message`` in as soon as it comes; the next of its link."""
+        """Start to receive ``message``, which must be the next one of its link."""
         tensor = torch.empty(
             tuple(self.shape(message)),
             dtype=self.dtype,
@@ -129,7 +142,10 @@ class Links:
         self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
 
     def receive(self, message: Message) -> Tensor:
-        """The tensor of ``message``, the first of those posted; waits until it is here."""
+        """Return the tensor of ``message``, the first of its link's posted ones.
+
+        On a CPU it blocks until the tensor is there; on a GPU the stream waits.
+        """
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
         posted.work.wait()
@@ -144,11 +160,11 @@ class Links:
         return tensor
 
     def send(self, message: Message, tensor: Tensor):
-        """Hand ``tensor`` over; it stays alive until its message has left."""
+        """Start to send ``tensor``, which is kept alive until its message has left."""
         expected = tuple(self.shape(message))
         assert tuple(tensor.shape) == expected, f"{message}: {tuple(tensor.shape)}, not {expected}"
         tensor = tensor.contiguous()
-        if self._staged(message):  # the host waits for what makes it, and for the copy
+        if self._staged(message):  # the copy makes the host wait for the tensor
             tensor = torch.empty_like(tensor, device=self._place[message.payload]).copy_(tensor)
         target = self._rank(message.link[1])
         work = dist.isend(tensor, group=self.groups[message.payload], group_dst=target)
@@ -158,35 +174,36 @@ class Links:
         self._let_go()
 
     def _rank(self, place: int) -> int:
-        """The rank in the groups at ``place`` of the pipeline."""
+        """Return the rank in the groups of the pipeline's rank ``place``."""
         return place if self.ranks is None else self.ranks[place]
 
     def _staged(self, message: Message) -> bool:
-        """Whether ``message`` goes through the host's memory."""
+        """Return whether ``message`` is copied through host memory."""
         return self._place[message.payload] != self.device
 
     def _let_go(self):
-        """Free the tensors that have left, and the requests of those that are here."""
+        """Free the tensors that have left, and the requests that have completed."""
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
         while self._arriving and self._arriving[0][1].is_completed():
             self._arriving.popleft()
 
     def zeros(self, message: Message) -> Tensor:
-        """A stand-in for a tensor that could not be made."""
+        """Return zeros of the message's shape, to send after a failure."""
         shape = tuple(self.shape(message))
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> Message | None:
+        """Return the first message that has not left; None if all have."""
         return self._sending[0][0] if self._sending else None
 
     def oldest_arriving(self) -> Message | None:
-        """The message that the device waits for though the host went on. Any thread may ask."""
+        """Return the first message that the device still waits for; any thread may call this."""
         arriving = tuple(self._arriving)
         return next((message for message, work in arriving if not work.is_completed()), None)
 
     def finish(self):
-        """Wait until everything sent has left."""
+        """Wait until all messages have left."""
         while self._sending:
             self._sending[0][2].wait()
             self._sending.popleft()

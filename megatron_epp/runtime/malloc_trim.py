@@ -1,8 +1,8 @@
-"""The C library's heap of a host without a GPU, where chunks of ever other sizes leave holes.
+"""Trimming of glibc's heap on CPU-only hosts, where varying chunk sizes fragment it.
 
-glibc keeps tensors in one heap, and a hole in it fits only what is smaller. What a process holds of
-the host's memory so grows with the ops that it has run: to 13 GiB within three iterations of 128
-documents of up to 16K tokens, of which chunks held 3.4 GiB at the most.
+glibc keeps tensors in one heap, where freed memory fits only smaller tensors. The resident memory
+of a process therefore grows with the number of ops: it reached 13 GiB within three iterations of
+128 documents of up to 16K tokens, while chunks held at most 3.4 GiB.
 """
 
 import ctypes
@@ -11,16 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 STEP_BYTES = 2**30
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # constants of malloc.h
 
 
 class HostHeap:
-    """Gives the holes' pages back to the host, where they have become many.
+    """Returns the free pages of the heap to the host when they have become too many.
 
-    The heap is trimmed when twice as much is resident, and ``step_bytes`` more, as was ever in use:
-    between ops, as a trim finds it, and beside that in one op. So between ops a process never has
-    more, and the price, 0.1 s and the faults of pages that are taken anew, comes rarely once the
-    largest ops have run.
+    The heap is trimmed when resident memory exceeds what was ever in use by that amount again, and
+    by at least ``step_bytes``. Memory in use is the most that a trim left, plus the most that one
+    op added. Trims cost 0.1 s and page faults, but are rare once the largest ops have run.
+
+    Args:
+        step_bytes: least excess in bytes.
+        resident: returns the resident bytes of this process.
+        trim: returns free pages to the host. Default: glibc's malloc_trim, if there is one.
     """
 
     def __init__(
@@ -29,8 +33,6 @@ class HostHeap:
         resident: Callable[[], int] | None = None,
         trim: Callable[[], object] | None = None,
     ):
-        """``resident``: bytes of this process in memory. ``trim``: gives back what can be; by
-        default glibc's, and nothing where the C library has none."""
         self.step_bytes = step_bytes
         self._resident = resident or _resident_bytes()
         self._trim = trim or _glibc_trim()
@@ -38,14 +40,16 @@ class HostHeap:
         self._most_in_op = 0
 
     def begin(self) -> None:
-        """Count what came since the last op as no op's."""
+        """Attribute what was allocated since the last op to no op."""
         self._before = self._resident()
 
     def settle(self) -> bool:
-        """Behind an op: trim the heap where it is time to; whether it was. Takes 20 microseconds
-        where not."""
+        """Trim the heap after an op if it is time to, and return whether it was.
+
+        Without a trim this takes 20 microseconds.
+        """
         resident = self._resident()
-        # All of what an op takes where the heap has no holes: at the latest behind a trim.
+        # An upper bound if the heap is fragmented, and exact after a trim.
         self._most_in_op = max(self._most_in_op, resident - self._before)
         self._before = resident
         needed = self._most_between + self._most_in_op
@@ -58,18 +62,18 @@ class HostHeap:
 
 
 def keep_large_blocks() -> bool:
-    """Have the C library keep in its heap the memory of large tensors, too; whether it does.
+    """Make glibc keep large tensors in its heap too; return whether it does.
 
-    Else it asks the kernel for every tensor above 32 MiB and for what it gave back of the heap's
-    end, and the kernel clears page by page: with chunks of 32K tokens a fifth of the time, with
-    small ones nothing, so that what a token costs would grow with its chunk.
+    By default glibc requests every tensor above 32 MiB, and every regrowth of the heap, from the
+    kernel. The kernel clears these pages, which takes a fifth of the time for chunks of 32K tokens
+    and none for small ones. The cost of a token would then depend on the size of its chunk.
     """
     setting = _of_libc("mallopt", ctypes.c_int, ctypes.c_int)
     return setting is not None and bool(setting(_MMAP_MAX, 0) and setting(_TRIM_THRESHOLD, -1))
 
 
 def _resident_bytes() -> Callable[[], int]:
-    """By the kernel's second number in statm; where there is none, nothing seems to grow."""
+    """Return a function that reads resident bytes from /proc/self/statm, 0 where that is absent."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def resident() -> int:
@@ -88,7 +92,7 @@ def _glibc_trim() -> Callable[[], object] | None:
 
 
 def _of_libc(name: str, *arguments: Any) -> Callable[..., int] | None:
-    """glibc's function of that name; None in another C library."""
+    """Return a function of glibc; None with another C library."""
     try:
         function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""Bytes that a stage holds for its chunks: saved by autograd, and kept in the store."""
+"""Meters of the bytes that a stage holds for its chunks: saved by autograd, or cached."""
 
 import math
 import weakref
@@ -13,42 +13,47 @@ from megatron_epp.runtime.kv_store import StageStores, Store
 
 
 class NoMeter:
-    """Measures nothing and costs nothing."""
+    """Meter that measures nothing."""
 
     peak_bytes = now = 0
     limit_bytes = math.inf
 
     def watch(self, store: Store | StageStores) -> AbstractContextManager:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def check(self):
-        pass
+        """Return: there is no limit."""
 
     def op_peak(self) -> int:
+        """Return 0 bytes."""
         return 0
 
     def hold(self, tensor: Tensor) -> Any:
-        """A token that counts ``tensor`` for as long as it lives."""
+        """Return the token of ``tensor``, which is the tensor."""
         return tensor
 
     def held(self, token: Any) -> Tensor:
-        """The tensor that ``hold`` gave ``token`` for."""
+        """Return the tensor of a token."""
         return token
 
 
 class LimitReached(MemoryError):
-    """A host's chunks hold more than the limit that was set: what a device of that size says."""
+    """Error of chunks that hold more than the limit.
+
+    The limit simulates a device's memory on the host.
+    """
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory has run out, of a device or of the host."""
+    """Return whether ``error`` means that a device or the host is out of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def free_cached_memory():
-    """Give back what the CUDA allocator keeps for later, so that other sizes fit."""
+    """Return unused blocks of the CUDA allocator, so that other sizes fit."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -61,16 +66,22 @@ class _Saved:
 
 
 def has_no_storage(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is one of Transformer Engine's around its data and scales: a weight that
-    is kept quantised. Nobody saves it for himself."""
+    """Return whether ``tensor`` is a Transformer Engine wrapper of data and scales.
+
+    Weights that stay quantised are such; autograd does not save the wrapper itself.
+    """
     return hasattr(tensor, "prepare_for_saving")
 
 
 class SavedBytesMeter:
-    """Counts every storage that autograd saved once, as long as anything saved refers to it.
+    """Counts every storage that autograd saved once, for as long as a saved tensor refers to it.
 
-    For hosts without a GPU: the allocator of the C library tells nothing. Parameters are not
-    counted, the store's buffers are, temporaries that autograd does not save are not.
+    It is for CPU-only hosts, where the C library's allocator reports nothing. Cache buffers count;
+    parameters, and temporaries that autograd does not save, do not.
+
+    Args:
+        parameters: tensors that do not count.
+        limit_bytes: limit that ``check`` enforces.
     """
 
     def __init__(self, parameters: Iterable[Tensor], limit_bytes: float = math.inf):
@@ -83,7 +94,7 @@ class SavedBytesMeter:
         self._op_peak = 0
 
     def watch(self, store: Store | StageStores) -> AbstractContextManager:
-        """A context in which what autograd saves is counted, beside ``store``'s bytes."""
+        """Return a context in which tensors saved by autograd count, in addition to ``store``."""
         self._store = store
         self.peak_bytes = self._op_peak = self.now
         return torch.autograd.graph.saved_tensors_hooks(self.hold, self.held)
@@ -94,9 +105,12 @@ class SavedBytesMeter:
         return self.saved_bytes + (self._store.bytes if self._store is not None else 0)
 
     def check(self):
-        """Raise :class:`LimitReached` where more was held since ``op_peak`` than is allowed.
+        """Require that no more than the limit was held since ``op_peak``.
 
-        Not where it happens: an error raised while autograd saves a tensor leaks the graph.
+        It is checked between ops: an error raised while autograd saves a tensor leaks the graph.
+
+        Raises:
+            LimitReached: if more was held.
         """
         if max(self._op_peak, self.now) > self.limit_bytes:
             raise LimitReached(
@@ -105,14 +119,17 @@ class SavedBytesMeter:
             )
 
     def op_peak(self) -> int:
-        """The most bytes held since the last call."""
+        """Return the most bytes held since the last call."""
         peak = max(self._op_peak, self.now)
         self.peak_bytes = max(self.peak_bytes, peak)
         self._op_peak = self.now
         return peak
 
     def hold(self, tensor: Tensor) -> "_Saved | Tensor":
-        """A token that counts ``tensor``'s storage for as long as it lives, if it has one."""
+        """Return a token that counts the tensor's storage for as long as the token lives.
+
+        Returns the tensor itself if it has no storage of its own to count.
+        """
         if has_no_storage(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -120,11 +137,11 @@ class SavedBytesMeter:
         if where in self._ignored or where == 0:
             return tensor
         if self._store is not None and self._store.counts(where):
-            return tensor  # a state that a slice begins with: the store's own bytes
+            return tensor  # a state that a slice begins with, which the store counts
         count = self._references.get(where, 0)
         self._references[where] = count + 1
-        # Detached: an op that saves its own output would keep itself alive through it for ever, if
-        # its backward never comes.
+        # Detached: an op that saves its own output, and whose backward never runs, would otherwise
+        # keep itself alive.
         saved = _Saved(tensor.detach())
         weakref.finalize(saved, self._freed, where, storage.nbytes())
         if count == 0:
@@ -140,30 +157,30 @@ class SavedBytesMeter:
 
     @staticmethod
     def held(saved: "_Saved | Tensor") -> Tensor:
-        """The tensor that :meth:`hold` gave ``saved`` for."""
+        """Return the tensor of a token."""
         return saved.tensor if isinstance(saved, _Saved) else saved
 
 
 def active_bytes(figure: str) -> int:
-    """Bytes of the CUDA allocator that are in use: "current", or their "peak" since it was reset.
+    """Return the bytes in use of the CUDA allocator: "current", or their "peak" since its reset.
 
-    Blocks of tensors that are there, and of those that are gone but that a stream may still use: a
-    message's is given back only when the messages behind it are done, too. torch.cuda's own
-    functions know the former only, and flatten and sort about 110 figures to give one: half a
-    millisecond of the host, where a small chunk's op takes five.
+    They include blocks of freed tensors that a stream may still use; a message's block returns only
+    after the messages before it. torch.cuda's own functions leave these out, and flatten about 110
+    statistics to return one. That takes half a millisecond of the host, where a small chunk's op
+    takes five.
     """
     return torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"][figure]
 
 
 class AllocatorMeter:
-    """The CUDA caching allocator's own figures, over what was in use when watching began.
+    """Meter by the CUDA caching allocator, relative to what was in use when watching began.
 
-    ``every_op``: each op's own peak, for records; the allocator's peaks are then reset with every
-    op, and Megatron's report of them is of the last op. Else an op's figure is the most since
-    watching began, and Megatron's report is of the whole iteration.
+    ``every_op`` measures each op's own peak, for records. It resets the allocator's peak with every
+    op, so Megatron's memory report covers the last op only. Otherwise ``op_peak`` is the most since
+    watching began, and Megatron's report covers the whole iteration.
     """
 
-    limit_bytes = math.inf  # the device's own
+    limit_bytes = math.inf  # the device's own limit
 
     def __init__(self, every_op: bool = False):
         self.every_op = every_op
@@ -171,6 +188,7 @@ class AllocatorMeter:
         self._base = 0
 
     def watch(self, store: Store | StageStores) -> AbstractContextManager:
+        """Reset the baseline and the peaks; return a context that does nothing."""
         self._base = active_bytes("current")
         self.peak_bytes = 0
         torch.cuda.reset_peak_memory_stats()
@@ -178,12 +196,14 @@ class AllocatorMeter:
 
     @property
     def now(self) -> int:
+        """Bytes in use above the baseline."""
         return active_bytes("current") - self._base
 
     def check(self):
-        pass  # the allocator raises by itself
+        """Return: the allocator itself raises when memory runs out."""
 
     def op_peak(self) -> int:
+        """Return the peak above the baseline: of the last op with ``every_op``, else of all ops."""
         peak = active_bytes("peak") - self._base
         if self.every_op:
             torch.cuda.reset_peak_memory_stats()
@@ -191,9 +211,11 @@ class AllocatorMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> Tensor:
-        return tensor  # the allocator counts
+        """Return the tensor as its token: the allocator counts it."""
+        return tensor
 
     def held(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of a token."""
         return tensor
 
 

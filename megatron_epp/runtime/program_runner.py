@@ -1,4 +1,4 @@
-"""Runs a rank's programs: puts clock, heap, links and executor together, in one place."""
+"""Runner of a rank's programs, which combines clock, heap, links and executor."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +17,24 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass
 class ProgramRunner:
-    """Runner of programs on ``device``, one after another: what a rank has once, whatever stages
-    lie on it. A stage's own are ``compute`` and ``store``; of a rank with several, both are of all
-    of them (executor.py).
+    """What exists once per rank, whatever stages it has, to run programs on ``device``.
 
-    groups   to the pipeline's other ranks; None where there are none
+    ``compute`` and ``store`` of ``run`` belong to the stage; with several stages, to all of them
+    (executor.py).
+
+    Attributes:
+        device: device of the stages.
+        current_op: what the rank does now.
+        groups: groups to the pipeline's other ranks; None if there are none.
+        clock: clock of the device.
+        heap: heap that is trimmed between ops; None on a GPU.
     """
 
     device: torch.device
     current_op: CurrentOp
     groups: Groups | None = None
     clock: HostClock | CudaClock = field(init=False)
-    heap: HostHeap | None = field(init=False)  # trimmed between ops, on hosts without a GPU
+    heap: HostHeap | None = field(init=False)
 
     def __post_init__(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -36,7 +42,7 @@ class ProgramRunner:
         self.heap = None if on_gpu else HostHeap()
 
     def links(self, shape: Callable[[Message], Sequence[int]], dtype: torch.dtype) -> LinkEnds:
-        """This rank's ends of its links for one program; ``shape`` of every message."""
+        """Return this rank's links for one program; ``shape`` returns the shape of a message."""
         if self.groups is None:
             return Links({}, shape, dtype, self.device)
         ranks = self.groups.pipeline_ranks
@@ -50,7 +56,18 @@ class ProgramRunner:
         links: LinkEnds,
         meter: Meter,
     ) -> tuple[tuple[Timed, ...], Failure | None]:
-        """Every op's record, and the op that ran out of memory, if one did."""
+        """Run a program.
+
+        Args:
+            program: ops and transfers of this rank.
+            compute: the model of the rank's stage, or of each of its stages by number.
+            store: K/V caches of its stages.
+            links: the rank's messages.
+            meter: meter of the bytes held.
+
+        Returns:
+            The record of every op, and the op that ran out of memory, if any.
+        """
         peers = None if self.groups is None else self.groups.peers
         self.clock.start()
         executor = Executor(

@@ -1,4 +1,4 @@
-"""Long work that one rank does for all; the others wait as long as it shows that it is at work."""
+"""Long work of rank 0 with heartbeats, so that the waiting ranks do not time out."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_epp.runtime.consensus import broadcast_text
 
-# Seconds between two signs of life; groups time out after minutes.
+# Seconds between heartbeats; process groups time out after minutes.
 BEAT_SECONDS = 5.0
 
 
@@ -17,12 +17,18 @@ def done_by_rank_zero(
     group: dist.ProcessGroup,
     beat_seconds: float = BEAT_SECONDS,
 ) -> str:
-    """Return value of ``work(beat)`` on rank 0 of ``group``, a gloo group, on every rank.
-    Collective.
+    """Return on every rank the result of ``work(beat)``, which rank 0 runs (collective).
 
-    ``work`` calls ``beat()`` often. A rank fails that hears nothing for the group's timeout.
+    ``work`` calls ``beat()`` often. A rank fails if it receives no heartbeat within the group's
+    timeout.
 
-    PlanError: on every rank, with the line of the ValueError or OSError that ``work`` raised
+    Args:
+        work: function that rank 0 runs; it returns a text.
+        group: a gloo group.
+        beat_seconds: least time between two heartbeats.
+
+    Raises:
+        PlanError: on every rank, with the message of the ValueError or OSError of ``work``.
     """
     at_work = torch.ones(1, dtype=torch.int64)
     if group.rank() != 0:

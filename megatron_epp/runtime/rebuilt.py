@@ -1,8 +1,8 @@
-"""Process groups that a framework destroys and makes anew: whether they have spoken since.
+"""Process groups that a framework destroys and recreates: whether they are initialised since.
 
-slime, miles and ROLL free what NCCL holds around every rollout. Their ``new_group`` returns an
-object that survives; the group that speaks is its ``group``, another one each time. slime destroys
-the default group as well.
+slime, miles and ROLL free NCCL's resources around every rollout. Their ``new_group`` returns a
+wrapper that survives; its ``group`` is the current process group. slime also destroys the default
+group.
 """
 
 import weakref
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 
 def speaking(group: Any) -> Any:
-    """The group behind ``group``, itself where no framework stands in between."""
+    """Return the process group that ``group`` wraps, or ``group`` itself if it is no wrapper."""
     return getattr(group, "group", group)
 
 
 class InitialisedGroups:
-    """``groups`` as they are now, each of which has spoken."""
+    """Process groups whose communicators are initialised, to detect when they are recreated."""
 
     def __init__(self, groups: Iterable[dist.ProcessGroup]):
         self.groups = tuple(groups)
@@ -27,7 +27,7 @@ class InitialisedGroups:
 
     @property
     def anew(self) -> bool:
-        """Whether one is another than those that have spoken, or the world is."""
+        """Whether one of the groups, or the default group, has been recreated."""
         now = (speaking(group) for group in self.groups)
         return self._world() is not _default() or any(
             seen() is not one for seen, one in zip(self._after, now, strict=True)

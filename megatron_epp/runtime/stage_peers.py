@@ -1,11 +1,11 @@
-"""Ranks that compute every op together: where one has no memory, none of them may go on.
+"""Ranks that compute every op together, and how they give up together when memory runs out.
 
-    rank 0   F2 ... all-reduce ... done        rank 1   F2 ... no memory: never joins
+    rank 0   F2 ... all-reduce ... done        rank 1   F2 ... out of memory: never joins
 
-Inside an op they meet in the collectives of its layers, so a rank that leaves an op half-way leaves
-the others waiting. Two cases can be survived. A limit is checked when the op is done, where they
-can ask each other. And memory that runs out at the same place on all of them, which is the rule, as
-they hold the same: nobody waits then. Whoever fails alone must end the job.
+The ranks meet in the collectives of an op, so a rank that leaves an op early blocks the others. Two
+cases can be survived. A limit is checked after the op, where the ranks can ask each other. And all
+ranks may run out of memory at the same place, which is usual because they hold the same: no rank
+blocks then. If one rank fails alone, the job must end.
 """
 
 import time
@@ -17,12 +17,17 @@ import torch.distributed as dist
 
 from megatron_epp.runtime.rebuilt import speaking
 
-PEERS_PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to fail, too
+PEERS_PATIENCE_SECONDS = 30.0  # how long a failed rank waits for the others to fail too
 
 
 class Peers:
-    """``group``: these ranks. ``busy``: the groups whose collectives ops issue. ``device``: where
-    tensors must lie to go over ``group``."""
+    """Ranks that compute every op together.
+
+    Args:
+        group: group of these ranks.
+        busy: groups whose collectives the ops issue.
+        device: device of tensors to send over ``group``.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup], device: torch.device
@@ -31,14 +36,17 @@ class Peers:
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
-        """Whether one of them failed; every one asks, at the same op."""
+        """Return whether one of the ranks failed (collective, at the same op on all ranks)."""
         flag = torch.tensor([float(failed)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
 
     def all_failed(self, what: str) -> bool:
-        """On a rank that failed in the midst of ``what``: whether all others did, after as many
-        collectives. Needs nothing of a rank that has not failed."""
+        """Return whether all ranks failed in ``what`` after the same number of collectives.
+
+        Call it on a rank that failed within ``what``. It communicates through the store, so it
+        needs nothing of the ranks that did not fail.
+        """
         self._failures += 1
         groups: Sequence[Any] = [speaking(group) for group in self.busy]
         issued = [group._get_sequence_number_for_group() for group in groups]

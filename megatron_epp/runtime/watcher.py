@@ -1,8 +1,8 @@
-"""Says what a rank waits for where nothing moves, and ends it where nothing will.
+"""Watcher thread: logs what a rank waits for when nothing moves, and ends the rank at the timeout.
 
-A lost message shows in no other way: NCCL's waits return at once and leave the device standing,
-gloo's block without a word until the group's timeout. The watcher is a thread that looks at what
-the rank noted last (:class:`CurrentOp`), now and then; ops pay nothing for it.
+A lost message is otherwise invisible: NCCL's waits return at once and the device blocks; gloo's
+waits block silently until the group's timeout. The thread reads what the rank noted last
+(:class:`CurrentOp`) at intervals, so ops pay nothing for it.
 """
 
 import os
@@ -15,19 +15,27 @@ from datetime import timedelta
 from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
 from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
 
-PATIENCE_SECONDS = 30.0  # without progress, before the first line; then twice as long, and again
-# What is not ours (a checkpoint, the optimizer) may take so many times as long before it is named.
+PATIENCE_SECONDS = 30.0  # without progress, before the first line; the interval then doubles
+# Factor on this patience for phases outside this package (checkpoint, optimizer).
 ELSEWHERE_PATIENCE = 10
-# How long after the timeout a rank ends that has not failed by itself, as gloo's waits do.
+# Time after the timeout at which a rank is ended that has not failed by itself, as gloo does.
 GRACE_SECONDS = 5.0
 LOST_STATUS = 1
 
 
 class Watcher:
-    """``ranks``: this pipeline's, in its order. ``timeout``: of the process groups. ``together``:
-    those that run every op with this one, of several replicas in lockstep.
+    """Thread that watches the current op of a rank.
 
-    ``tell`` and ``end``: what lines are given to, and what ends the process.
+    Args:
+        current_op: what the rank does now.
+        ranks: global ranks of this pipeline, in its order.
+        rank: this rank.
+        timeout: timeout of the process groups.
+        patience_seconds: time without progress before the first line.
+        grace_seconds: time after the timeout before the rank is ended.
+        tell: receives the lines; default: stderr.
+        end: ends the process with a status.
+        together: ranks that run every op together with this one, in replicas in lockstep.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class Watcher:
         self._since, self._after = -1.0, 0.0
 
     def start(self) -> None:
+        """Start the thread."""
         threading.Thread(target=self._watch, name="megatron_epp-watcher", daemon=True).start()
 
     def _watch(self) -> None:
@@ -58,8 +67,12 @@ class Watcher:
             time.sleep(self.look())
 
     def look(self) -> float:
-        """Speak if it is time to; the seconds after which to look again."""
-        if self._since != self.current_op.since:  # something moved
+        """Print a line or end the process if it is time to.
+
+        Returns:
+            The seconds until the next look.
+        """
+        if self._since != self.current_op.since:  # progress
             self._since, self._after = self.current_op.since, self.patience_seconds
             if isinstance(self.current_op.what, OutsidePhase):
                 self._after *= ELSEWHERE_PATIENCE
@@ -75,7 +88,7 @@ class Watcher:
         next_look = self._after - quiet
         if quiet < self.last_seconds:
             next_look = min(next_look, self.last_seconds - quiet)
-        return min(self.patience_seconds, next_look)  # what comes next may be stuck at once
+        return min(self.patience_seconds, next_look)  # the next op may block at once
 
     def _waits_for_others(self) -> bool:
         what = self.current_op.what
@@ -84,15 +97,15 @@ class Watcher:
         return not isinstance(what, OutsidePhase)
 
     def _arriving(self) -> Message | None:
-        """The message that the device waits for, though the host has gone on."""
+        """Return the message that the device waits for although the host has gone on, if any."""
         links = self.current_op.links
         try:
             return None if links is None else links.oldest_arriving()
-        except RuntimeError:  # its communicator is gone
+        except RuntimeError:  # the communicator is gone
             return None
 
     def line(self) -> str:
-        """One line: the rank, the op of another that it waits for, and since when."""
+        """Return one line: the rank, the op of another rank that it waits for, and since when."""
         what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"
@@ -106,7 +119,7 @@ class Watcher:
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
 
     def _explained(self, transfer: Transfer) -> str:
-        """``the output of F3 on stage 0 (rank 1)``, or who has not taken it."""
+        """Return which rank has not sent, or not taken, the output of which op."""
         message = transfer.message
         maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
         if message.payload is Payload.HEAD and message.target == 0:

@@ -113,8 +113,11 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
         arrays: seconds and bytes of the ops.
         needs: int64 [rows, 6]: kind of op; kinds that meet the need, as bits; stage step; code of
             the Relation; payload of the message if another stage meets it; stages on which it
-            exists (rule_arrays.needs_array).
+            exists (rule_arrays.needs_array). Rows for kinds that ``arrays`` does not have, such as
+            the halves of a backward that is never split, are ignored.
     """
+    # Compiled code does not check bounds: such a kind would index past the arrays.
+    needs = needs[needs[:, NEED_KIND] < len(arrays.seconds)]
     return Run(*run_arrays(orders, arrays, needs))
 
 

@@ -1,6 +1,6 @@
-"""Activations, their gradients, and the gradients with the sum that a bias in front would get.
+"""Activations, their gradients, and gradients with that of a preceding bias.
 
-Of the gated ones the first half of the channels is the gate.
+In gated activations the first half of the channels is the gate.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,10 @@ Function = Callable[..., Tensor]
 
 
 def derivative(function: Function, at: Tensor) -> Tensor:
-    """Return ``function`` applied to each element; GELU is the one with tanh."""
+    """Return the element-wise derivative of ``function`` at ``at``.
+
+    GELU is the tanh approximation.
+    """
     if function is functional.gelu:
         function = _gelu
     with torch.enable_grad():
@@ -102,7 +105,7 @@ def _with_bias(name: str, backward: Function) -> Callable[..., list[Tensor]]:
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Return the functions by the names of the compiled module."""
+    """Return the functions by their names in the compiled module."""
     table: dict[str, Callable[..., Any]] = {}
     for name, function in (_UNGATED | _GATED).items():
         before = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"

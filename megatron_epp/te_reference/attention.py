@@ -1,7 +1,7 @@
-"""Attention over packed documents or padded rows, forward and backward, as cuDNN's kernels give it.
+"""Attention over packed documents or padded rows, forward and backward, as cuDNN's kernels.
 
 T query rows of a document, S key rows, H query heads, G key heads, D channels, V those of values.
-Where a kernel holds probabilities in the operands' format for its second product, this does, too.
+Probabilities are rounded to the operands' dtype before the second product, as in kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,12 +42,14 @@ _SEPARATE = {
     Layout.NVTE_SBHD_SBHD_SBHD: Format.NVTE_SBHD,
 }
 _MOST_CHANNELS = 256
-_LATENT = (192, 128)  # the one pair of sizes that is not one size
+_LATENT = (192, 128)  # the only supported pair of different sizes
 
 
 def get_fused_attn_backend(wanted: Any) -> tuple[Backend, str]:
-    """The back end for such calls, or none and the reason: what cuDNN 9.19 takes on an H100 or
-    B200, of what is written here."""
+    """Return the back end for such calls, or none and the reason.
+
+    Supported is what cuDNN 9.19 supports on an H100 or B200 and this module implements.
+    """
     reason = "; ".join(_reasons(wanted))
     return (Backend.NVTE_No_Backend if reason else Backend.NVTE_F16_arbitrary_seqlen), reason
 
@@ -79,19 +81,19 @@ def _reasons(wanted: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call's view of its operands."""
+    """Parameters of one call, and the rows of its documents."""
 
     kernel: str
     form: Format
     causal: bool
     bottom_right: bool
-    window: int | None  # keys in front of a query's own; None: all
+    window: int | None  # number of keys before each query that it sees; None for all
     scale: float
-    queries: Sequence[tuple[int, int]]  # of every document: first row, rows
+    queries: Sequence[tuple[int, int]]  # (first row, number of rows) of every document
     keys: Sequence[tuple[int, int]]
 
     def rows(self, tensor: Tensor, document: int, of_keys: bool) -> Tensor:
-        """[T, H, D] of a document, a view."""
+        """Return a view [T, H, D] of a document's rows."""
         first, count = (self.keys if of_keys else self.queries)[document]
         if self.form == Format.NVTE_THD:
             return tensor[first : first + count]
@@ -100,7 +102,7 @@ class _Call:
         return tensor[:count, document]
 
     def hidden(self, queries: int, keys: int) -> Tensor | None:
-        """[T, S]: what a query does not see."""
+        """Return the mask [T, S] of keys that a query does not see; None if it sees all."""
         if not self.causal:
             return None
         shift = keys - queries if self.bottom_right else 0
@@ -171,7 +173,7 @@ def fused_attn_fwd(
     o_quantizer: Any, bias: Any, softmax_offset: Tensor | None, rng_gen: Any,
     rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """[output, log-sum-exp, state of the random numbers, and the sinks where there are any]."""
+    """Return [output, log-sum-exp, random state], and the sinks if there are any."""
     kernel = "fused_attn_fwd"
     no_quantizer(kernel, s_quantizer)
     no_quantizer(kernel, o_quantizer)
@@ -244,7 +246,7 @@ def _take(call: _Call, stats: Tensor, document: int) -> Tensor:
 def _attend(
     call: _Call, q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and log-sum-exp [H, T], one head after another: their scores are large."""
+    """Return output [T, H, V] and log-sum-exp [H, T]; head by head, because scores are large."""
     hidden = call.hidden(len(q_THD), len(k_SGD))
     shared = q_THD.shape[1] // k_SGD.shape[1]
     outputs, sums = [], []
@@ -273,7 +275,7 @@ def fused_attn_bwd(
     cu_seqlens_kv_padded: Tensor | None, s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of [queries, keys, values, bias, sinks]."""
+    """Return the gradients of [queries, keys, values, bias, sinks]."""
     kernel = "fused_attn_bwd"
     for quantizer in (s_quantizer, dp_quantizer, dqkv_quantizer):
         no_quantizer(kernel, quantizer)
@@ -327,7 +329,7 @@ class _Document:
 def _gradients(
     call: _Call, of: _Document, sinks_H: Tensor | None, dsinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; those of the sinks are added to ``dsinks_H``."""
+    """Return the gradients of q, k and v; those of the sinks are added to ``dsinks_H``."""
     queries, keys = len(of.q_THD), len(of.k_SGD)
     hidden, dtype = call.hidden(queries, keys), of.q_THD.dtype
     heads = of.q_THD.shape[1]
@@ -353,7 +355,7 @@ def _gradients(
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """Documents [T, ...] each in a row of its own, zeros behind."""
+    """Return packed documents [T, ...] as one padded row per document."""
     result = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     for document, (first, count) in enumerate(
         _lengths("convert_thd_to_bshd", cu_seqlens, None, max_seq_len, len(tensor))
@@ -363,6 +365,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
+    """Return padded documents as packed rows [T, ...]."""
     result = tensor.new_zeros(t, *tensor.shape[2:])
     for document, (first, count) in enumerate(
         _lengths("convert_bshd_to_thd", cu_seqlens, None, tensor.shape[1], t)

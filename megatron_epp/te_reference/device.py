@@ -1,14 +1,16 @@
-"""GPUs as far as Transformer Engine's Python asks about them."""
+"""GPU properties that Transformer Engine's Python queries."""
 
 from dataclasses import dataclass
 from typing import Any
 
-CUDNN = 91900  # 9.19.0, which torch 2.11 brings
+CUDNN = 91900  # 9.19.0, as with torch 2.11
 CUBLASLT = 130100
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedDevice:
+    """Name, compute capability and number of multiprocessors of a GPU."""
+
     name: str
     capability: tuple[int, int]
     multiprocessors: int
@@ -21,11 +23,13 @@ DEVICES = {
 
 
 class CompiledKernel:
-    """A kernel of somebody's own source: nothing here compiles it, and a launch does nothing."""
+    """Replacement of a kernel compiled from source, which is neither compiled nor run."""
 
     def __init__(self, source: str, name: str):
         self.name = name
 
-    def set_shared_memory_config(self, nbytes: int) -> None: ...
+    def set_shared_memory_config(self, nbytes: int) -> None:
+        """Do nothing."""
 
-    def __call__(self, *launch: Any, **others: Any) -> None: ...
+    def __call__(self, *launch: Any, **others: Any) -> None:
+        """Do nothing."""

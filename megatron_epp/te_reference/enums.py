@@ -1,4 +1,4 @@
-"""Enumerations of the compiled module, by the names that Transformer Engine's Python looks up."""
+"""Enumerations of the compiled module, by the names that Transformer Engine's Python uses."""
 
 from enum import IntEnum
 

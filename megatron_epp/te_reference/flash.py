@@ -1,6 +1,6 @@
-"""torch's own FlashAttention operator, which it has for CUDA alone, on CPU tensors.
+"""torch's FlashAttention operator, which exists for CUDA only, on CPU tensors.
 
-Causal attention with fewer queries than keys is aligned at the bottom right there.
+Causal masks with fewer queries than keys are aligned at the bottom right.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _KEPT: list[library.Library] = []  # a registration lasts as long as its object
 
 
 def register() -> None:
-    """Once in a process."""
+    """Register the operators for CPU tensors; later calls do nothing."""
     if _KEPT:
         return
     registered = library.Library("aten", "IMPL")

@@ -1,4 +1,4 @@
-"""The stand-in for ``transformer_engine_torch``."""
+"""Replacement of the compiled module ``transformer_engine_torch``."""
 
 import types
 from collections.abc import Callable
@@ -22,7 +22,7 @@ NAME = "transformer_engine_torch"
 
 
 class KernelReference(types.ModuleType):
-    """Functions that are written; any other is one that says so when it is called."""
+    """Module of the functions that are implemented; any other raises an error when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -37,18 +37,18 @@ class KernelReference(types.ModuleType):
 
 
 class CommOverlapHelper:
-    """Overlap of communication with products: nothing of it is written, its names are classes."""
+    """Overlap of communication with products, which is not implemented; only the names exist."""
 
     def __init__(self, *args: Any, **others: Any):
         raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")
 
 
 class CommOverlap(CommOverlapHelper):
-    """Products beside collectives."""
+    """Products that overlap with collectives."""
 
 
 class CommOverlapP2P(CommOverlapHelper):
-    """Products beside a ring of messages."""
+    """Products that overlap with a ring of messages."""
 
 
 class CommOverlapCore(CommOverlapHelper):
@@ -56,6 +56,7 @@ class CommOverlapCore(CommOverlapHelper):
 
 
 def reference() -> types.ModuleType:
+    """Return the replacement module."""
     module = KernelReference(NAME)
     for name, value in {**_functions(), **_names()}.items():
         setattr(module, name, value)

@@ -1,6 +1,6 @@
-"""LayerNorm and RMSNorm, forward and backward; what backward needs of a row is kept wide.
+"""LayerNorm and RMSNorm, forward and backward, with float32 statistics per row.
 
-T rows, H channels; the weight w, or 1 + w where it is centred at zero.
+T rows, H channels; the weight is w, or 1 + w if it is zero-centred.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def rmsnorm_fwd(
     input: Any, weight: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any,
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """[output, nothing, 1 / root mean square of each row]."""
+    """Return [output, None, 1 / root mean square of each row]."""
     kernel = "rmsnorm_fwd"
     x, weight = _operands(kernel, input, weight, zero_centered_gamma)
     scale_T = (x.square().mean(-1) + eps).rsqrt()
@@ -45,7 +45,7 @@ def layernorm_fwd(
     input: Any, weight: Any, bias: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any,
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """[output, mean, 1 / standard deviation of each row]."""
+    """Return [output, mean, 1 / standard deviation of each row]."""
     kernel = "layernorm_fwd"
     x, weight = _operands(kernel, input, weight, zero_centered_gamma)
     mean_T = x.mean(-1)
@@ -59,7 +59,7 @@ def layernorm_fwd(
 def _gradients(
     kernel: str, dz: Any, x: Tensor, normed: Tensor, scale_T: Tensor, weight: Tensor, mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias, wide; ``normed`` is the output without weights."""
+    """Return the gradients of input, weight and bias; ``normed`` is the output without weight."""
     grad = wide(dense(kernel, "the gradient", dz))
     expect(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
     expect(
@@ -77,7 +77,7 @@ def _gradients(
 def _rmsnorm_gradients(
     kernel: str, dz: Any, x: Any, rsigma: Tensor, gamma: Any, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of input and weight, wide."""
+    """Return the gradients of input and weight."""
     values, weight = _operands(kernel, x, gamma, centred)
     normed = values * rsigma[:, None]
     return _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)[:2]
@@ -86,7 +86,7 @@ def _rmsnorm_gradients(
 def rmsnorm_bwd(
     dz: Any, x: Any, rsigma: Tensor, gamma: Any, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Gradients of [input, weight]."""
+    """Return the gradients of [input, weight]."""
     dx, dweight = _rmsnorm_gradients("rmsnorm_bwd", dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dweight.to(gamma.dtype)]
 
@@ -95,7 +95,7 @@ def rmsnorm_bwd_add(
     dz: Any, x: Any, add: Any, rsigma: Tensor, gamma: Any, sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The same, with ``add`` on top of the input's."""
+    """Return the gradients of [input, weight], with ``add`` added to that of the input."""
     kernel = "rmsnorm_bwd_add"
     dx, dweight = _rmsnorm_gradients(kernel, dz, x, rsigma, gamma, zero_centered_gamma)
     dx = dx + wide(dense(kernel, "the addend", add)).view(dx.shape)
@@ -106,7 +106,7 @@ def layernorm_bwd(
     dz: Any, x: Any, mu: Tensor, rsigma: Tensor, gamma: Any, sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of [input, weight, bias]."""
+    """Return the gradients of [input, weight, bias]."""
     kernel = "layernorm_bwd"
     values, weight = _operands(kernel, x, gamma, zero_centered_gamma)
     normed = (values - mu[:, None]) * rsigma[:, None]

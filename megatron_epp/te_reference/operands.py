@@ -1,4 +1,4 @@
-"""Checks of operands: a kernel takes an address, sizes and a format on trust."""
+"""Checks of operands, which kernels trust: address, sizes and dtype."""
 
 from typing import Any
 
@@ -12,16 +12,21 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 
 class Misread(RuntimeError):
-    """An operand that the compiled kernel would refuse, or read as something else."""
+    """Error of an operand that the compiled kernel would refuse or misread."""
 
 
 def expect(true: bool, kernel: str, what: str) -> None:
+    """Raise :class:`Misread` unless ``true``."""
     if not true:
         raise Misread(f"{kernel}: {what}")
 
 
 def dense(kernel: str, name: str, tensor: Any) -> Tensor:
-    """``tensor``, which lies in one piece and is of a number format that is written here."""
+    """Return ``tensor`` detached, if it is contiguous and of a supported dtype.
+
+    Raises:
+        Misread: if it is not.
+    """
     expect(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
     is_tensor = type(tensor) in (Tensor, torch.nn.Parameter)
     expect(
@@ -38,6 +43,7 @@ def dense(kernel: str, name: str, tensor: Any) -> Tensor:
 
 
 def no_quantizer(kernel: str, quantizer: Any) -> None:
+    """Raise a NotImplementedError if there is a quantizer."""
     if quantizer is not None:
         raise NotImplementedError(
             f"te_on_cpu: {kernel} with a {type(quantizer).__name__} is not written"
@@ -45,17 +51,17 @@ def no_quantizer(kernel: str, quantizer: Any) -> None:
 
 
 def torch_dtype(wanted: Any) -> torch.dtype:
-    """Return torch's dtype for a value of the module's enumeration; torch's own stays."""
+    """Return torch's dtype for a value of the module's enumeration; a torch dtype is unchanged."""
     return wanted if isinstance(wanted, torch.dtype) else TORCH[DType(int(wanted))]
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the format that kernels add up in: float32, float64 for float64."""
+    """Return the tensor in the kernels' accumulation dtype: float32, float64 for float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def written(kernel: str, out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` rounded once, into ``out`` where it is given."""
+    """Return ``values`` rounded once, into ``out`` if it is given."""
     if out is None:
         return values.to(dtype).contiguous()
     dense(kernel, "the output", out)

@@ -1,4 +1,4 @@
-"""Steps of optimizers and norms over lists of tensors at once."""
+"""Optimizer steps and norms over lists of tensors."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,7 @@ def _aligned(kernel: str, lists: Lists, count: int) -> None:
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: float) -> None:
+    """Scale each source into its target, and set ``noop_flag`` if a value is not finite."""
     _aligned("multi_tensor_scale", lists, 2)
     for source, target in zip(*lists, strict=True):
         values = wide(source) * float(scale)
@@ -31,13 +32,14 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: 
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, lists: Lists, scale: Tensor
 ) -> None:
+    """Scale as :func:`multi_tensor_scale`, by a scale in a tensor."""
     multi_tensor_scale(chunk_size, is_infinite, lists, float(scale))
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all, [1], and of each where it is asked for."""
+    """Return the norm of all tensors [1], and the norm of each if ``per_tensor``."""
     _aligned("multi_tensor_l2norm", lists, 1)
     each = torch.stack([wide(x).norm() for x in lists[0]])
     return each.norm()[None], each if per_tensor else each.new_empty(0)
@@ -47,6 +49,7 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return norms as :func:`multi_tensor_l2norm`, times ``inv_scale``."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
     return total * inv_scale, each * inv_scale
 
@@ -55,8 +58,11 @@ def multi_tensor_adam(
     chunk_size: int, noop_flag: Tensor, lists: Lists, lr: float, beta1: float, beta2: float,
     epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Lists: gradients, parameters, first and second moments, and where parameters are halves their
-    main copies. ``mode`` 1: the weights decay by themselves (AdamW), 0: through the gradient."""
+    """Take a step of Adam.
+
+    Lists are gradients, parameters, first and second moments, and main copies of 16-bit parameters.
+    ``mode`` 1 decouples weight decay (AdamW); 0 adds it to the gradient.
+    """
     kernel = "multi_tensor_adam"
     _aligned(kernel, lists, 5 if len(lists) == 5 else 4)
     if int(noop_flag):
@@ -88,7 +94,10 @@ def multi_tensor_sgd(
     dampening: float, lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool,
     scale: float,
 ) -> None:  # fmt: skip
-    """Lists: gradients, parameters, momenta, and where parameters have other copies those."""
+    """Take a step of SGD.
+
+    Lists are gradients, parameters, momenta, and copies of parameters if any.
+    """
     _aligned("multi_tensor_sgd", lists, 4 if len(lists) == 4 else 3)
     if int(noop_flag):
         return

@@ -1,7 +1,7 @@
-"""Rows of tokens to their experts and back, by indices; padding between groups of rows.
+"""Permutation of token rows to experts and back by indices; padding between groups of rows.
 
-T tokens, K experts of each. ``row_id_map`` [K T]: where the k-th row of token t went, at k T + t,
-or -1 where it was dropped.
+T tokens, K experts of each. ``row_id_map`` [K T]: row to which the k-th copy of token t went, at k
+T + t; -1 if it was dropped.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ def moe_permute_fwd(
     input: Tensor, dtype: Any, indices: Tensor, num_out_tokens: int, workspace: list[Tensor],
     max_expanded_token_num: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Rows by expert, each expert's in the order of tokens; ``num_out_tokens`` of them."""
+    """Return ``num_out_tokens`` rows sorted by expert, then by token."""
     kernel = "moe_permute_fwd"
     dense(kernel, "the input", input)
     expect(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
@@ -32,7 +32,7 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Sum of each token's rows, times their probabilities [T, K] where there are any."""
+    """Return the sum of each token's rows, weighted by probabilities [T, K] if there are any."""
     rows = wide(dense("moe_unpermute_fwd", "the input", input))
     places = row_id_map.view(topK, num_tokens).long()
     result = rows.new_zeros(num_tokens, rows.shape[1])
@@ -46,13 +46,14 @@ def moe_unpermute_fwd(
 def moe_permute_bwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
+    """Return the gradient of the input: the sum of each token's rows."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the probabilities."""
+    """Return the gradients of the rows and of the probabilities."""
     grad = wide(dense("moe_unpermute_bwd", "the gradient", input_bwd))
     rows = wide(dense("moe_unpermute_bwd", "the input", input_fwd))
     tokens = len(grad)
@@ -69,7 +70,7 @@ def moe_unpermute_bwd(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, rows: Sequence[int], padded_rows: Sequence[int]
 ) -> None:
-    """Groups of rows, zeros behind each up to its padded number."""
+    """Copy groups of rows into ``output``, each padded with zeros to its number of rows."""
     expect(sum(rows) == len(input), "fused_multi_row_padding", f"{len(input)} rows for {rows}")
     expect(sum(padded_rows) == len(output), "fused_multi_row_padding", f"{len(output)} rows")
     output.zero_()
@@ -80,6 +81,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, padded_rows: Sequence[int], rows: Sequence[int]
 ) -> None:
+    """Copy groups of rows into ``output`` without their padding."""
     expect(sum(padded_rows) == len(input), "fused_multi_row_unpadding", f"{len(input)} rows")
     for padded, group in zip(input.split(padded_rows), output.split(rows), strict=True):
         group.copy_(padded[: len(group)])

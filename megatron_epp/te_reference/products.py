@@ -1,6 +1,6 @@
-"""Matrix products with what kernels do on the way out: bias, GELU, accumulation; in groups.
+"""Matrix products with the kernels' epilogues: bias, GELU, accumulation; also in groups.
 
-Rows and columns as torch has them: D = B A, either factor transposed first where its flag says so.
+Rows and columns are torch's: D = B A, with either factor transposed first if its flag is set.
 
     forward            [T, K] x [N, K]'         A weight, transposed     D [T, N]
     gradient of input  [T, N] x [N, K]          A weight                 D [T, K]
@@ -27,7 +27,7 @@ from megatron_epp.te_reference.operands import (
 )
 
 STREAMS = 4
-STEP = 16  # of the sizes of quantised operands
+STEP = 16  # divisor of the sizes of quantised operands
 
 
 def generic_gemm(
@@ -37,10 +37,10 @@ def generic_gemm(
     comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None,
     bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """[D, gradient of the bias, what went into the GELU, nothing].
+    """Return [D, gradient of the bias, input of the GELU, None].
 
-    ``grad``: ``bias`` only says that its gradient is wanted, the sum of B's rows, and ``gelu`` that
-    D is to be multiplied by the derivative at ``gelu_in``.
+    With ``grad``, a bias only requests its gradient, the sum of B's rows, and ``gelu`` multiplies D
+    by the derivative at ``gelu_in``.
     """
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
@@ -86,11 +86,11 @@ def generic_gemm(
 def _product(
     kernel: str, A: Any, transA: bool, B: Any, transB: bool
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """The product [rows, columns] in the wide format, and the shape that it is given."""
+    """Return the product [rows, columns] in the wide dtype, and its shape."""
     both = is_quantised(A), is_quantised(B)
     expect(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
     a, b = _factor(kernel, "A", A, not transA), _factor(kernel, "B", B, transB)
-    if both[0]:  # what they stand for says nothing of how they are read
+    if both[0]:  # quantised values are read in either direction, so their dtypes may differ
         a, b = (x.to(torch.promote_types(a.dtype, b.dtype)) for x in (a, b))
     expect(a.dtype == b.dtype, kernel, f"A is of {a.dtype}, B of {b.dtype}")
     rows_of_a, rows_of_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
@@ -110,7 +110,7 @@ def _product(
 
 
 def _format(tensor: Any) -> torch.dtype:
-    """Number format, nominal where it is quantised."""
+    """Return the dtype; the nominal one of a quantised tensor."""
     return tensor._dtype if is_quantised(tensor) else tensor.dtype
 
 
@@ -127,8 +127,11 @@ def te_general_grouped_gemm(
     single_output: bool, pre_gelu_out: Sequence[Tensor], grad: bool, workspace: Sequence[Tensor],
     workspace_size: int, accumulate: bool, use_split_accumulator: bool, math_sm_count: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Products side by side; ``single_output``: all rows of D in one tensor. The biases' gradients
-    are written to ``bias``, as the outputs are to D."""
+    """Compute a group of products, and return the biases.
+
+    ``single_output`` has all rows of D in one tensor. Gradients of biases are written to ``bias``,
+    outputs to D.
+    """
     kernel = "te_general_grouped_gemm"
     expect(D is not None, kernel, "outputs that are not given are not written here")
     assert D is not None
@@ -146,7 +149,8 @@ def te_general_grouped_gemm(
     for index, (a, b, out) in enumerate(zip(A, B, outputs, strict=True)):
         has_bias = bool(bias[index].numel())
         if not prod(b.size()) or not prod(a.size()):
-            # No kernel runs: an output that is not added to is set to zero, a gradient, too.
+            # No kernel runs: an output without accumulation is set to zero, and so is a bias
+            # gradient.
             if not accumulate:
                 out.zero_()
             if grad and has_bias:
@@ -165,11 +169,12 @@ def te_general_grouped_gemm(
 
 
 def get_num_cublas_streams() -> int:
+    """Return the number of streams of grouped products."""
     return STREAMS
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> list[Tensor]:
-    """[sum of the rows, the tensor itself, or quantised]."""
+    """Return [sum of the rows, the tensor], quantised if there is a quantizer."""
     rows = wide(dense("bgrad_quantize", "the gradient", tensor)).view(-1, tensor.shape[-1])
     quantized = tensor if quantizer is None else quantize(tensor, quantizer)
     return [rows.sum(0).to(tensor.dtype), quantized]

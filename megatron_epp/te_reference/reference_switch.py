@@ -1,8 +1,8 @@
-"""Whether this process runs Transformer Engine's layers over the reference of its compiled part.
+"""Switch that makes processes run Transformer Engine's layers over the reference of its kernels.
 
-For certificates and tests: ``EPP_TE_ON_CPU=h100`` (or ``b200``: the device that its Python is told
-of) applies to a process and to those it starts. Results are right or wrong as on a GPU, and far
-slower than those of local layers. Importing this module imports no torch.
+It is for certificates and tests: ``EPP_TE_ON_CPU=h100`` (or ``b200``, the device that Python
+reports) applies to a process and to those it starts. Results correspond to those of a GPU, and are
+far slower than those of local layers. Importing this module does not import torch.
 """
 
 import importlib
@@ -16,7 +16,7 @@ _START = "megatron_epp.te_reference.start"
 
 
 def is_wanted() -> bool:
-    """Return whether this process is to use the reference."""
+    """Return whether the environment requests the reference."""
     return bool(os.environ.get(VARIABLE))
 
 
@@ -27,25 +27,24 @@ def is_started() -> bool:
 
 
 def start_reference() -> None:
-    """Put the reference where Transformer Engine's Python finds it.
+    """Install the reference in this process.
 
     Raises:
-        ValueError: the device is unknown, or Transformer Engine's Python is missing.
+        ValueError: if the device is unknown, or Transformer Engine's Python is missing.
     """
     importlib.import_module(_START).install_reference(os.environ[VARIABLE])
 
 
 def require_reference(device: str = DEVICE) -> str:
-    """Have the processes that this one starts use the reference; return a line that says so.
+    """Make processes started by this one use the reference; return a line that says so.
 
-    Args:
-        device: used unless the environment names another one.
+    ``device`` is used unless the environment names another one.
     """
     os.environ.setdefault(VARIABLE, device)
     return in_words()
 
 
 def in_words() -> str:
-    """Return the line that reports say of a run over the reference."""
+    """Return the line that reports print about a run over the reference."""
     device = os.environ[VARIABLE]
     return f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}={device})"

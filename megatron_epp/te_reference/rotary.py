@@ -1,9 +1,8 @@
-"""Rotary embeddings of [S, B, H, D], [B, S, H, D] or packed [T, H, D]; channels past the table's
-stay as they are.
+"""Rotary embeddings of [S, B, H, D], [B, S, H, D] or packed [T, H, D].
 
-Positions count from 0 in every sequence, from ``start_positions`` of it where they are given. Of a
-context-parallel rank r of C, the first half of a sequence's rows is part r of 2 C, the second
-part 2 C - 1 - r.
+Channels beyond the table are unchanged. Positions count from 0 in every sequence, or from its
+``start_positions``. A sequence has 2 C parts on C context-parallel ranks: rank r has part r, and
+then part 2 C - 1 - r.
 """
 
 from itertools import pairwise
@@ -19,6 +18,7 @@ def fused_rope_forward(
     input: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
+    """Return the rotated input."""
     table = _table(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _turned(input, table, interleaved, 1)
 
@@ -27,6 +27,7 @@ def fused_rope_backward(
     output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
+    """Return the gradient of the input: the inverse rotation."""
     grads = output_grads
     table = _table(grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _turned(grads, table, interleaved, -1)
@@ -36,7 +37,7 @@ def _table(
     x: Tensor, freqs: Tensor, starts: Tensor | None, layout: Format, cu_seqlens: Tensor | None,
     ranks: int, rank: int,
 ) -> Tensor:  # fmt: skip
-    """Angles of every row, with ones in the place of heads."""
+    """Return the angles of every row, with size 1 in place of heads."""
     kernel = "fused_rope"
     expect(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), kernel, f"a table {freqs.shape}")
     expect(freqs.dtype in (torch.float32, torch.float64), kernel, f"a table of {freqs.dtype}")
@@ -47,7 +48,7 @@ def _table(
     if layout == Format.NVTE_THD:
         expect(cu_seqlens is not None and cu_seqlens.dtype == torch.int32, kernel, "lengths")
         assert cu_seqlens is not None
-        # Of the whole sequences: a rank has its share of each.
+        # Boundaries of full sequences: a rank has its part of each.
         boundaries = [int(boundary) // ranks for boundary in cu_seqlens]
         expect(
             boundaries[-1] <= len(x), kernel, f"{len(x)} rows for sequences up to {boundaries[-1]}"
@@ -55,7 +56,7 @@ def _table(
         lengths = [stop - start for start, stop in pairwise(boundaries)]
         positions = torch.cat(
             [_positions(n, ranks, rank) + _start(starts, i) for i, n in enumerate(lengths)]
-            # Rows behind the last sequence are no kernel's: nobody may read them.
+            # Rows after the last sequence have no kernel, and must not be read.
             + [torch.zeros(len(x) - boundaries[-1], dtype=torch.long)]
         )
         expect(_most(positions) < len(angles), kernel, f"the table ends at {len(angles)}")
@@ -90,7 +91,7 @@ def _turned(x: Tensor, angles: Tensor, interleaved: bool, sign: int) -> Tensor:
     size = angles.shape[-1]
     turned, rest = wide(x.detach()[..., :size]), x.detach()[..., size:]
     if interleaved:
-        # The table is (a, a, b, b, ...): pairs stand side by side.
+        # The table is (a, a, b, b, ...): pairs are adjacent.
         partner = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
     else:
         first, second = turned.chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Puts the reference in place: once in a process, on a host without a GPU, before Megatron."""
+"""Installation of the reference: once per process, on a CPU-only host, before Megatron."""
 
 import functools
 import importlib
@@ -16,21 +16,25 @@ from megatron_epp.te_reference.device import DEVICES, CompiledKernel, ReportedDe
 from megatron_epp.te_reference.module import NAME, KernelReference, reference
 
 PACKAGE = "transformer_engine"
-# Where scripts/setup_env.sh lays Transformer Engine's Python: beside the packages, as one without
-# its compiled part must not be found by whoever looks for it.
+# Folder into which scripts/setup_env.sh installs Transformer Engine's Python. It is outside the
+# packages, because without its compiled part it must not be found by other importers.
 FOLDER = Path(sys.prefix) / "te_on_cpu"
-# Its Python without its libraries; requirements-te.txt has the same pins.
+# Its Python without libraries; requirements-te.txt has the same pins.
 REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
 _WIDE = torch.float64
 
 
 def is_reference_installed() -> bool:
-    """Return whether Transformer Engine's Python meets the reference in this process."""
+    """Return whether Transformer Engine's Python uses the reference in this process."""
     return isinstance(sys.modules.get(NAME), KernelReference)
 
 
 def install_reference(device: str = "h100") -> None:
-    """ValueError: one line on what is not there."""
+    """Install the reference.
+
+    Raises:
+        ValueError: if the device is unknown, or Transformer Engine's Python is missing.
+    """
     if device not in DEVICES:
         raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is none of them")
     if isinstance(sys.modules.get(NAME), types.ModuleType):
@@ -44,7 +48,7 @@ def install_reference(device: str = "h100") -> None:
     _be(DEVICES[device])
     sys.path.append(str(FOLDER))
     sys.modules[NAME] = reference()
-    # Its export to ONNX imports packages that nothing else needs.
+    # Its ONNX export imports packages that nothing else needs.
     sys.modules[f"{PACKAGE}.pytorch.onnx_extensions"] = _nothing("onnx_extensions")
     _import()
     _allow_modules()
@@ -53,28 +57,28 @@ def install_reference(device: str = "h100") -> None:
 
 
 def _be(device: ReportedDevice) -> None:
-    """Have torch report ``device``, over what the CPU-only host reports already."""
+    """Make torch report ``device``, in addition to what the CPU-only host reports."""
     properties: Any = torch.cuda.get_device_properties(0)
     properties.name = device.name
     properties.major, properties.minor = device.capability
     properties.multi_processor_count = device.multiprocessors
-    # Python's questions alone: what torch does with a tensor does not depend on it.
+    # For Python's queries only: torch's operations do not depend on it.
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     tensors: Any = torch.Tensor
     tensors.record_stream = lambda self, stream: None
-    # What scripts for GPUs ask besides (scripts/gpu).
+    # Also queried by scripts for GPUs (scripts/gpu).
     cuda: Any = torch.cuda
     cuda._sleep = lambda cycles: None
     cuda._compile_kernel = CompiledKernel
     cuda.memory_snapshot = list
-    # gloo takes together what Python has collected; it has no queue of a device to begin with.
+    # gloo coalesces what Python has collected; it has no device queue.
     together: Any = torch.distributed._coalescing_manager
 
     def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
         return together(group, None, async_ops)
 
     torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
-    # And reads all of it in the first one's format: parameters in fp8 and others go as bytes.
+    # It reads all tensors in the first one's dtype: gather mixed fp8 and other parameters as bytes.
     groups: Any = torch.distributed.ProcessGroup
     gather = groups.allgather_into_tensor_coalesced
 
@@ -86,7 +90,7 @@ def _be(device: ReportedDevice) -> None:
 
 
 def _nothing(name: str) -> types.ModuleType:
-    """A module of which every attribute is a decorator that changes nothing."""
+    """Return a module whose attributes are decorators that change nothing."""
 
     class Nothing(types.ModuleType):
         def __getattr__(self, attribute: str) -> Any:
@@ -101,13 +105,17 @@ def _nothing(name: str) -> types.ModuleType:
 
 
 def _import() -> None:
-    """Import Transformer Engine without its libraries: its common part opens them, but where the
-    package is being built, and its layers ask that part to load the compiled module."""
+    """Import Transformer Engine without its libraries.
+
+    Its common part opens them unless the package is being built, and its layers ask that part to
+    load the compiled module.
+    """
     building = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(building)
     os.environ[building] = "1"
     try:
-        # The package proper imports its layers: its common part comes first, from its folder.
+        # The package itself imports its layers, so its common part is imported first, from its
+        # folder.
         folder = types.ModuleType(PACKAGE)
         folder.__path__ = [str(FOLDER / PACKAGE)]
         sys.modules[PACKAGE] = folder
@@ -123,7 +131,7 @@ def _import() -> None:
 
 
 def _allow_modules() -> None:
-    """Layers refuse to be made where torch has no GPU: while one is, it has."""
+    """Report a GPU while a layer is constructed: layers require one."""
     base: Any = importlib.import_module(f"{PACKAGE}.pytorch.module.base")
     module = base.TransformerEngineBaseModule
     unpatched = module.__init__
@@ -141,14 +149,17 @@ def _allow_modules() -> None:
 
 
 def _allow_blocks() -> None:
-    """FP8 in blocks asks torch which CUDA it was built with: 12.9 or later."""
+    """Allow fp8 in blocks, which requires a torch built with CUDA 12.9 or later."""
     quantization: Any = importlib.import_module(f"{PACKAGE}.pytorch.quantization")
     quantization._FP8_BLOCK_SCALING_SUPPORT = True, ""
 
 
 def _widen() -> None:
-    """float64 in the tables of formats, where it is handed on as it is, for bf16 where the kernels
-    of attention are chosen, and for float32 where these have sinks."""
+    """Add float64 to the tables of dtypes.
+
+    It is passed through as it is, as bf16 where attention kernels are selected, and as float32 if
+    these have sinks.
+    """
     constants: Any = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE
     attention = f"{PACKAGE}.pytorch.attention.dot_product_attention"
@@ -169,7 +180,7 @@ def _widen() -> None:
     def attend(self: Any, query_layer: torch.Tensor, *args: Any, **others: Any) -> Any:
         if query_layer.dtype != _WIDE:
             return forward(self, query_layer, *args, **others)
-        backends.all = lambda checks: True  # that its operands are halves
+        backends.all = lambda checks: True  # replaces the check that operands are 16-bit
         try:
             return forward(self, query_layer, *args, **others)
         finally:
@@ -194,7 +205,7 @@ def _widen() -> None:
 
 
 class _Unrounded:
-    """A tensor that stays in its format."""
+    """A tensor that keeps its dtype."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor

@@ -19,6 +19,7 @@ from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, proble
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.published.packing import packed
 from megatron_epp.planner.published.zb_v import papers_order
+from megatron_epp.sim import engine
 from megatron_epp.sim.engine import OpArrays, Orders, run
 from megatron_epp.sim.rule_arrays import needs_for
 
@@ -116,6 +117,21 @@ def test_the_scheduler_needs_what_the_rule_table_needs(place, cut: bool, seed: i
             assert again.seconds == found.seconds
             assert (again.start[ran] == found.start[ran]).all()
             assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-12)
+
+
+def test_orders_without_halves_need_no_arrays_of_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that never splits a backward has seconds of F and B alone. The loop runs as Python
+    here, which notices an index past them; compiled, it read and wrote whatever lay there."""
+    place = (0, 1, 1, 0)
+    problem = random_problem(place, False, 7)
+    policy = warm_up_policy(place, 9, np.array([4, 4]), split=False, deep=False, strict=False)
+    found = list_schedule(problem, policy)
+    ops = problem.ops
+    whole = ops._replace(seconds=ops.seconds[:2], moved_bytes=ops.moved_bytes[:2])
+    monkeypatch.setattr(engine, "run_arrays", engine.run_arrays.py_func)
+    again = replayed(dataclasses.replace(problem, ops=whole), found)
+    assert again.seconds == found.seconds
+    assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=1e-12)
 
 
 def random_problem(place, cut: bool, seed: int) -> ScheduleProblem:

@@ -1,1 +1,1 @@
-"""The certificate of a training loop's own micro-batches against a plain model."""
+"""Certificates of external training loops, by their own micro-batches and a reference model."""

@@ -1,4 +1,4 @@
-"""Answers of the processes of a loop's certificate, and what they cover."""
+"""Results of the processes of a loop's certificate, and their coverage."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,12 @@ from megatron_epp.certify.protocol import RankResult, Reference
 
 @dataclass(frozen=True, slots=True)
 class LoopReference(Reference):
-    """From the plain model.
+    """Results of the reference model.
 
-    values[replica][number]   of the loss of each micro-batch
-    sums[replica][number]     what a pass of forwards collects of it
-    units[replica][number]    what the errors of both are told in
+    Attributes:
+        values: [replica][number] values of each micro-batch's loss.
+        sums: [replica][number] what a forward-only pass collects of each micro-batch.
+        units: [replica][number] units of the errors of both.
     """
 
     values: tuple[tuple[float, ...], ...]
@@ -22,8 +23,10 @@ class LoopReference(Reference):
     units: tuple[tuple[tuple[float, float], ...], ...]
 
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
-        """The largest error of what was returned of a micro-batch, in training and in a pass of
-        forwards, at its place; infinite where one is missing."""
+        """Return the largest error of a micro-batch's values, in training and forward-only passes.
+
+        It is infinite if a value is missing.
+        """
         worst, replicas = 0.0, set()
         for one in computed:
             if not one.values:
@@ -45,10 +48,13 @@ class LoopReference(Reference):
 class LoopResult(RankResult):
     """Results of one rank of a loop.
 
-    replica      of which this rank is part
-    values       of the loss of each micro-batch, from the ranks of the last stage; else none
-    collected    what a pass of forwards collected of each, from the same ranks
-    chunks, halved   of the plan: chunks, Ws of all stages; branches: documents that continue others
+    Attributes:
+        replica: replica of this rank.
+        values: value of each micro-batch's loss, from ranks of the last stage; else ().
+        collected: what a forward-only pass collected of each micro-batch, from the same ranks.
+        chunks: number of chunks of the plan.
+        halved: number of Ws of all stages.
+        branches: number of documents that continue others.
     """
 
     replica: int
@@ -61,7 +67,10 @@ class LoopResult(RankResult):
 
 @dataclass(frozen=True, slots=True)
 class LoopCoverage:
-    """Numbers of what a batch made the schedule do: ``cut``: chunks beyond one a micro-batch."""
+    """Numbers that describe what a batch made the schedule do.
+
+    ``cut`` is the number of chunks beyond one per micro-batch.
+    """
 
     ERROR: ClassVar = "value error"
     HELD: ClassVar = "values in the caller's order, collectives all on the list"
@@ -75,6 +84,7 @@ class LoopCoverage:
 
     @property
     def cells(self) -> Mapping[str, object]:
+        """Values of a table row, by column name."""
         return {
             "loss": self.loss,
             "micro-batches": self.micro_batches,
@@ -85,6 +95,7 @@ class LoopCoverage:
 
     @staticmethod
     def summary(every: Sequence["LoopCoverage"]) -> list[str]:
+        """Return the summary lines over all batches."""
         branches = sum(batch.branches for batch in every)
         shared = f", {branches} documents that continue others" if branches else ""
         losses = sorted(Counter(batch.loss for batch in every).items())

@@ -1,4 +1,4 @@
-"""Random micro-batches as loops of others make them, a loss for each, and an arbitrary plan.
+"""Random micro-batches of external training loops, with a loss for each and an arbitrary plan.
 
     loss        returned           scaled by Megatron to
     tokens      sum, tokens, ...   sum / all tokens, or mean / micro-batches
@@ -8,7 +8,7 @@
     sequences   the same summed, sequences, ...
                 sum / all sequences
 
-B samples of a micro-batch, S tokens of the longest, the others padded.
+B samples of a micro-batch, S tokens of the longest; the others are padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +34,16 @@ from megatron_epp.ir.random_plan import (
 )
 
 LOSSES = ("tokens", "mean", "sequence")
-COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
+COUNTED = ("tokens", "sequences")  # losses with a count, for a mean over all micro-batches
 CLIP, DIVERGENCE = 0.2, 0.1
-MULTIPLE = 4  # of rows, where only tensor-parallel ranks share them
-PIXELS = 3  # of a token, for an encoder
+MULTIPLE = 4  # of rows, if only tensor-parallel ranks share them
+PIXELS = 3  # numbers per token for an encoder
 MicroBatch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicroBatches:
-    """micro_batches[replica][number]; loss: of all of them, by name."""
+    """micro_batches[replica][number], and the name of their loss."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     loss: str
@@ -51,12 +51,14 @@ class DrawnMicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class LoopFrame:
-    """Loop that every batch is drawn for, with the ``model`` and the degrees of a frame.
+    """Loop for which batches are drawn.
 
-    per_token   Megatron's calculate_per_token_loss
-    sliced      documents are cut (level 1)
-    multiple    of rows, as loops pad them for all ranks of a stage
-    pixels      whether tokens have some, for an encoder
+    Attributes:
+        model: the model and the degrees.
+        per_token: Megatron's calculate_per_token_loss.
+        sliced: whether documents are sliced (level 1).
+        multiple: multiple to which loops pad rows, for all ranks of a stage.
+        pixels: whether tokens have pixels, for an encoder.
     """
 
     model: Frame
@@ -67,18 +69,21 @@ class LoopFrame:
 
     @property
     def parts(self) -> int:
-        """Parts of a micro-batch, of which the loop's own forward step takes one. Slices come to it
-        cut."""
+        """Number of parts of a micro-batch, of which the loop's forward step takes one.
+
+        It is 1 for slices, which the loop gets sharded already.
+        """
         return 1 if self.sliced else self.model.ranks
 
     def draw(self, seed: int, number: int) -> DrawnMicroBatches:
+        """Return batch ``number``, which is the same in every process."""
         random = Random(f"loop {seed} {number}")
         generator = numpy.random.default_rng([seed, number, 7])
         losses = COUNTED if self.per_token else LOSSES
         loss = losses[number % len(losses)]
         calls = []
         for replica in range(self.model.replicas):
-            if replica % self.model.lockstep == 0:  # replicas that share experts call alike
+            if replica % self.model.lockstep == 0:  # replicas that share experts make equal calls
                 count = random.randint(2, 6)
             lengths = [_lengths(random) for _ in range(count)]
             drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
@@ -91,6 +96,7 @@ class LoopFrame:
         return DrawnMicroBatches(tuple(calls), loss)
 
     def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopResult]) -> LoopCoverage:
+        """Return what a batch made the schedule do."""
         count = sum(map(len, drawn.micro_batches))
         replicas = {one.replica: one for one in computed}.values()
         chunks = sum(one.chunks for one in replicas)
@@ -102,7 +108,7 @@ class LoopFrame:
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
-    """Lengths of the samples of a micro-batch: one long one, or a few of any length."""
+    """Return the lengths of a micro-batch's samples: one long one, or a few of any length."""
     if random.random() < 0.4:
         return (random.randint(CONTEXT // 2, CONTEXT - 1),)
     return tuple(random.randint(2, CONTEXT // 2) for _ in range(random.randint(1, 3)))
@@ -111,14 +117,14 @@ def _lengths(random: Random) -> tuple[int, ...]:
 def _micro_batch(
     lengths: tuple[int, ...], loss: str, generator: numpy.random.Generator, frame: LoopFrame
 ) -> MicroBatch:
-    # Sequence parallelism shares out the rows.
+    # Padded, because sequence parallelism shards the rows.
     samples, rows = len(lengths), -(-max(lengths) // frame.multiple) * frame.multiple
     tokens = torch.from_numpy(generator.integers(0, frame.model.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
     for sample, length in enumerate(lengths):
-        if sample % 2:  # a prompt carries no loss
+        if sample % 2:  # a prompt has no loss
             mask[sample, : int(generator.integers(0, length))] = 0
-        mask[sample, length - 1] = 1  # every sequence has a target
+        mask[sample, length - 1] = 1  # every sequence has a label with a loss
         mask[sample, length:] = 0
     return {
         "tokens": tokens[:, :-1].contiguous(),
@@ -135,7 +141,7 @@ def _micro_batch(
 
 
 def _begin_alike(batch: MicroBatch, random: Random) -> None:
-    """Samples begin as one before them does, in tokens and labels: for a few, for many, or all."""
+    """Give samples prefixes of earlier ones, in tokens and labels: short, long, or complete."""
     for sample in range(1, len(batch["lengths"])):
         other = random.randrange(sample)
         most = min(batch["lengths"][sample], batch["lengths"][other])
@@ -149,8 +155,10 @@ def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tenso
 
 
 def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The samples of a micro-batch as documents one behind the other, [1, T], each padded to
-    ``multiple`` rows; "side by side" is as it was."""
+    """Return the samples of a micro-batch concatenated to [1, T], each padded to ``multiple`` rows.
+
+    "side by side" has the original.
+    """
     rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
     row = {
         name: torch.cat([batch[name][b : b + 1, :n] for b, n in enumerate(rows)], 1)
@@ -160,11 +168,8 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
     return {**row, "cu_seqlens": boundaries, "side by side": batch, "loss": batch["loss"]}
 
 
-# ------------------------------------------------------------------ the loop's own functions
-
-
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Forward step that a loop hands to ``forward_backward_func``."""
+    """Run a micro-batch: the forward step that a loop passes to ``forward_backward_func``."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"],
@@ -177,8 +182,10 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """The loss of a micro-batch from its tokens' losses, as LOSSES says; the last of what is
-    returned is what the loop collects."""
+    """Return the loss of a micro-batch from its tokens' losses (LOSSES).
+
+    The last value returned is what the loop collects.
+    """
     mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
     if non_loss_data:
         return (token_losses_BS * mask_BS).sum().item()
@@ -198,7 +205,7 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
 
 
 def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """[B]: of each sequence, the mean of its clipped ratio and divergence."""
+    """Return [B] the mean of the clipped ratio and the divergence of each sequence."""
     difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
     ratio_BS = difference_BS.exp()
     advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]
@@ -210,9 +217,6 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
     return each_BS.sum(1) / mask_BS.sum(1)
 
 
-# ------------------------------------------------------------------ plans
-
-
 def arbitrary_unsliced_plan(
     tokens: Sequence[int],
     layers: Sequence[int],
@@ -221,8 +225,16 @@ def arbitrary_unsliced_plan(
     forward_only: bool,
     ranks: int = 0,
 ) -> Plan:
-    """Micro-batches as chunks, in any order that computes the right thing; ``ranks`` of an
-    interleaved pipeline."""
+    """Return a plan with micro-batches as chunks, in any correct order.
+
+    Args:
+        tokens: tokens of every micro-batch.
+        layers: number of layers of every stage.
+        random: random generator.
+        split: whether backwards may be split.
+        forward_only: whether the call has no backwards.
+        ranks: number of ranks of an interleaved pipeline; 0 for one stage per rank.
+    """
     chunks = [Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)]
     bare = _bare(tokens, layers, chunks, random, KEEP)
     place = [stage % ranks for stage in range(len(layers))] if ranks else ()
@@ -238,9 +250,19 @@ def arbitrary_sliced_plan(
     modes: str,
     parents: Sequence[Sequence[int]] = (),
 ) -> Plan:
-    """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
-    micro-batch each. lengths[micro-batch] of its documents; parents, where there are any: of each
-    the one of its micro-batch that it continues, or -1."""
+    """Return a plan with documents sliced, packed, ordered and recomputed at random.
+
+    Every chunk belongs to one micro-batch.
+
+    Args:
+        lengths: lengths[micro-batch], tokens of its documents.
+        layers: number of layers of every stage.
+        random: random generator.
+        split: whether backwards may be split.
+        forward_only: whether the call has no backwards.
+        modes: recompute modes to draw from.
+        parents: per micro-batch, the document that each document continues, or -1; () for none.
+    """
     firsts = list(accumulate(map(len, lengths), initial=0))
     numbered, prefixes = [], []
     for number, of in enumerate(lengths):
@@ -269,7 +291,7 @@ def _bare(
     random: Random,
     modes: str,
 ) -> Plan:
-    """Plan without orders yet."""
+    """Return a plan with random recompute and without orders."""
     recompute = tuple(
         tuple("".join(random.choices(modes, k=count)) for _ in chunks) for count in layers
     )
@@ -285,10 +307,10 @@ def _ordered(
     forward_only: bool,
     place: Sequence[int] = (),
 ) -> Plan:
-    """``bare`` with orders of all stages on their ranks, one random walk through what is ready.
+    """Return ``bare`` with orders of all stages: a random walk through the ready ops.
 
-    group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
-               backward of a group comes before its last forward
+    ``group_of`` is the micro-batch of every chunk, whose loss it contributes to. On the last stage
+    no backward of a group precedes its last forward.
     """
     if forward_only:
         forwards, every = _forward_walk(bare, random), range(bare.stages)
@@ -309,7 +331,7 @@ def _ordered(
 
 
 def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:
-    """Forwards in a random order in which slices follow those before them."""
+    """Return forwards in a random order in which slices follow earlier ones."""
     earlier, done = slices_of(plan).earlier, [-1]
     while len(done) <= len(plan.chunks):
         able = [c for c, before in enumerate(earlier) if c not in done and before in done]

@@ -1,4 +1,4 @@
-"""``tune``: which layout of a job is fastest on a corpus, and the script that launches it."""
+"""The ``tune`` command: the fastest layout of a job on a corpus, and its launch script."""
 
 from megatron_epp.cli.tune.command import run
 

@@ -1,4 +1,4 @@
-"""From options to what a model is, to what fits, or to a survey: its table, script and page."""
+"""Entry of ``tune``: describe a model, print what fits, or search layouts and write their files."""
 
 import argparse
 import dataclasses
@@ -33,13 +33,27 @@ from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 from megatron_epp.show.units import GIB
 
-# What is written or played of a survey, and so wants one.
+# Options that need the search, and hence --lengths.
 _OF_SURVEY = (
     *("row", "parts", "html", "script", "hostfile", "grid_svg", "framework", "dry_run_corpus"),
 )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the ``tune`` command and return its exit status.
+
+    Without --lengths it describes the model, or prints what fits on --gpus. With --lengths it
+    searches the layouts of one number of devices.
+
+    Example::
+
+        options = ["tune", "--model", "config.json", "--device", "h100-80g", "--gpus", "16,32"]
+        status = main(options)  # megatron_epp.__main__.main, which calls run
+
+    Raises:
+        UsageError: if options contradict each other.
+        ValueError: if no layout works.
+    """
     _require_framework(arguments)
     the_model = model(arguments.model, arguments.like)
     config = model_config(arguments.model, arguments.like)
@@ -81,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _survey(
     job: TunedJob, drawn: Sequence[Sequence[int]], options: Options, workers: Workers
 ) -> Survey:
-    """Return the survey. ValueError: no layout works."""
+    """Return the result of the search; raise a ValueError if no layout works."""
     arguments, documents = job.arguments, len(drawn[0])
     candidates = job.layouts(documents)
     if not candidates:
@@ -117,7 +131,7 @@ def _survey(
 
 
 def _chosen(result: Survey, arguments: argparse.Namespace) -> Choice:
-    """Return the row that --row names."""
+    """Return the choice of the row that --row names."""
     if arguments.row is None:
         return result.choices[0]
     if arguments.framework is not None:
@@ -140,7 +154,7 @@ def _write_and_print(
     drawn: Sequence[Sequence[int]],
     options: Options,
 ) -> None:
-    """Write the files that the options name, and print the survey."""
+    """Write the files that the options name, and print the table or its JSON."""
     arguments, documents = job.arguments, len(drawn[0])
     context = arguments.context or int(batches.corpus.inputs.max())
     nodes: NodeMap | None = None
@@ -207,7 +221,7 @@ def _write_and_print(
 
 
 def _require_framework(arguments: argparse.Namespace) -> None:
-    """UsageError: a framework that is not known, or a setting that only --epp has."""
+    """Raise a UsageError for an unknown framework, or for a setting that only --epp has."""
     name = arguments.framework
     if name is None:
         return
@@ -219,13 +233,13 @@ def _require_framework(arguments: argparse.Namespace) -> None:
 
 
 def _rows(first: Choice) -> str:
-    """Text on the rows of a device, which training pads alike in all layouts of its devices."""
+    """Return a note on the padding of rows, which training applies to all layouts of a device."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 
 
 def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -> list[Choice]:
-    """The chosen row on so many batches, one after another as training would draw them."""
+    """Plan the chosen row on --dry-run-corpus batches, drawn in the order of training."""
     numbers = range(job.arguments.dry_run_corpus)
     cost = job.cost_for(first.layout)
     levers = options.levers | {"offload"} if first.offload else options.levers - {"offload"}

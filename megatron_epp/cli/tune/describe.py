@@ -1,4 +1,4 @@
-"""What is known of a model: read from its config.json, counted, and said in Megatron's flags."""
+"""Description of a model: its sizes by config.json, its parameters, and Megatron's flags for it."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ _INDENT = 12
 
 
 def states_bytes(model: Model) -> float:
-    """Return the bytes of weights, gradients and optimizer of the model, each held once."""
+    """Return the bytes of one copy of weights, gradients and optimizer states of the model."""
     return (STATES.zero1_resident + STATES.zero1_sharded) * model.parameters
 
 
 def labelled(label: str, text: str) -> str:
-    """Return a line of a screen, wrapped next to its label."""
+    """Return ``text`` wrapped to the screen, indented after its label."""
     return textwrap.fill(
         printable(text),
         COLUMNS,
@@ -36,7 +36,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def print_model(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
-    """Print what --model says, and the flags that build it."""
+    """Print what --model is and the Megatron flags that build it; return exit status 0."""
     of_model = model_flags(model, config)
     words = [word for group in of_model.groups for word in group]
     notes = [printable(note) for note in (config.notes if config is not None else ())]
@@ -97,13 +97,13 @@ def print_model(model: Model, config: HubConfig | None, arguments: argparse.Name
 
 
 def model_summary(model: Model) -> str:
-    """Return the line that begins a screen."""
+    """Return one line with the model's name and its total and active parameters."""
     billion, active = model.parameters / 1e9, model.active_parameters / 1e9
     return f"{model.name}: {billion:.4g} billion parameters, {active:.4g} active for a token"
 
 
 def sizes_text(model: Model) -> str:
-    """Return the sizes of plain layers."""
+    """Return the sizes that all layers have in common."""
     grouped = f" in {model.kv_heads} groups" if model.kv_heads != model.heads else ""
     return (
         f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads{grouped} of "
@@ -113,7 +113,7 @@ def sizes_text(model: Model) -> str:
 
 
 def kinds_text(model: Model) -> str:
-    """Return the kinds of layers with what sets each apart; nothing where all are plain."""
+    """Return the layer kinds with their number and special sizes, separated by semicolons."""
     parts = []
     for kind, count in Counter(model.layer_kinds).items():
         shape = model.kinds[kind]
@@ -128,10 +128,10 @@ def kinds_text(model: Model) -> str:
 
 
 def flags_text(words: list[str]) -> str:
-    """Return flags as a shell reads them, a few on each line."""
+    """Return flags quoted for a shell, several per line."""
     import shlex
 
-    # Lines end where a flag begins: a flag and its value stay together.
+    # A flag and its values stay on one line.
     groups: list[str] = []
     for word in words:
         if word.startswith("--") or not groups:

@@ -1,4 +1,4 @@
-"""How many devices a model takes: a table, without the lengths of any documents."""
+"""Table of what fits on each number of devices, which needs no document lengths."""
 
 import argparse
 import json
@@ -23,14 +23,14 @@ held by            the layout that holds it, and the GiB of states of its fulles
 
 
 def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
-    """Print what fits on each of --gpus."""
+    """Print what fits on each of --gpus; return the exit status, 130 after an interrupt."""
     jobs = [job_of(arguments, model, config, gpus) for gpus in arguments.gpus or (None,)]
     fits: list[Capacity] = []
     status = 0
     with Workers() as run:
         try:
             for each in bar(run(_fit, [(job,) for job in jobs]), len(jobs), "devices"):
-                fits.append(each)  # one by one: an interrupt leaves them
+                fits.append(each)  # one at a time, so that an interrupt keeps the results so far
         except KeyboardInterrupt:
             if not fits:
                 raise
@@ -75,7 +75,7 @@ def _row(job: TunedJob, each: Capacity) -> list[str]:
 
 
 def _verdict(jobs: list[TunedJob], fits: list[Capacity], context: int) -> str:
-    """Return the least number of devices, and of those that hold the context."""
+    """Return the smallest number of devices that holds the states, and that holds the context."""
     held = [job for job, each in zip(jobs, fits, strict=True) if each.best is not None]
     if not held:
         return (

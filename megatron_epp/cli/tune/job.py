@@ -1,4 +1,4 @@
-"""The job that is tuned: devices, nodes, how they are joined, what a layout of them costs."""
+"""The job that ``tune`` searches layouts for: model, devices, nodes and topology."""
 
 import argparse
 import dataclasses
@@ -21,8 +21,15 @@ from megatron_epp.planner.tuning.survey import Choice
 class TunedJob:
     """A model on a number of devices.
 
-    config   what its config.json says besides; None: nothing does
-    batches  of lengths, by which chunks are padded; none: they are not
+    Attributes:
+        arguments: options of the command.
+        model: shape of the model.
+        config: what config.json says besides the shape; None without one.
+        device: kind of the devices.
+        nodes: number of nodes.
+        node_devices: number of devices of a node.
+        joined: topology of the nodes.
+        batches: document lengths by which chunks are padded; () for no padding.
     """
 
     arguments: argparse.Namespace
@@ -36,31 +43,35 @@ class TunedJob:
 
     @property
     def devices(self) -> int:
-        """Return the number of all devices."""
+        """Number of devices of the job."""
         return self.nodes * self.node_devices
 
     def __str__(self) -> str:
-        """Return the devices, in words."""
         nodes = "" if self.nodes == 1 else f"{self.nodes} nodes of "
         return f"{nodes}{self.node_devices} x {self.device.name}"
 
     def layouts(self, documents: int) -> list[Layout]:
-        """Return the layouts that the options allow, for so many documents in a global batch."""
+        """Return the layouts that the options allow, for a global batch of ``documents``."""
         here = self.arguments
         pp = here.pp
-        if pp is None and len(here.memory_budget_gib or ()) > 1:  # one for every pipeline rank
+        # one budget for every pipeline rank
+        if pp is None and len(here.memory_budget_gib or ()) > 1:
             pp = len(here.memory_budget_gib)
         wanted = JobRequest(here.tp, here.cp, pp, here.dp, here.ep)
         return list(layouts(self.model, self.devices, self.node_devices, documents, wanted))
 
     def cost_for(self, layout: Layout) -> Cost:
-        """Return what the layout costs with even layers."""
+        """Return the cost of a layout with even layers.
+
+        Raises:
+            ValueError: if the layout cannot run.
+        """
         here = argparse.Namespace(
             **{name: getattr(self.arguments, name, None) for name in ASSUMPTIONS},
             **dict.fromkeys(("cost_model", "layer_kinds")),
             host_memory_gib=getattr(self.arguments, "host_memory_gib", None),
             ep=layout.ep or self.arguments.ep,
-            zero="1",  # training's
+            zero="1",  # as in training
             model=self.model,
             device=self.arguments.device,
             memory_budget_gib=self.arguments.memory_budget_gib,
@@ -73,7 +84,7 @@ class TunedJob:
         return machine.with_padding(cost, self.arguments, self.batches, layout.dp)
 
     def mfu(self, choice: Choice, batches: Sequence[Sequence[int]]) -> float | None:
-        """Return the model's own flops over what the devices' peak could do; None: no peak."""
+        """Return the model FLOPs utilization without recompute; None without the devices' peak."""
         if not self.device.peak_flops:
             return None
         flops = sum(map(self.model.training_flops, batches)) / len(batches)
@@ -83,7 +94,17 @@ class TunedJob:
 def job_of(
     arguments: argparse.Namespace, model: Model, config: HubConfig | None, gpus: int | None
 ) -> TunedJob:
-    """Return the job that the options name, of ``gpus`` devices where --nodes does not say them."""
+    """Return the job that the options name.
+
+    Args:
+        arguments: options of the command.
+        model: shape of the model.
+        config: what config.json says besides the shape; None without one.
+        gpus: number of devices; None if --nodes gives it.
+
+    Raises:
+        UsageError: if an option is missing, contradicts another or is not supported by ``tune``.
+    """
     if arguments.device is None:
         raise UsageError(
             f"--device is missing; expected one of {', '.join(DEVICES)}, or a JSON file"
@@ -120,7 +141,7 @@ def job_of(
 
 
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
-    """Return the topology that was named, of nodes of that size."""
+    """Return the topology that --topology names, with nodes of ``node_devices`` devices."""
     name = arguments.topology or str(machine.AS_TRAINED["topology"])
     named = topology(name)
     if named is None:
@@ -136,7 +157,7 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
 
 
 def _require_grid(arguments: argparse.Namespace, joined: str | Topology, nodes: int) -> None:
-    """Raise a UsageError where what is asked for needs a grid, or more nodes than are left."""
+    """Raise a UsageError if an option needs a grid, or if the grid has too few live nodes."""
     grid = joined.grid if isinstance(joined, Topology) and joined.nodes else None
     for name in ("hostfile", "grid_svg"):
         if grid is None and getattr(arguments, name) is not None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a choice lie on the grid of a topology, for a person, a file and a script."""
+"""Map of ranks to the nodes of a grid, as text, SVG and JSON."""
 
 import textwrap
 
@@ -10,7 +10,7 @@ from megatron_epp.show.svg import to_svg
 
 
 def node_lines(nodes: NodeMap) -> str:
-    """Return the grid as text, and the hosts by node rank."""
+    """Return the grid as text, followed by the hosts in the order of node ranks."""
     grid = nodes.grid
     rows, columns = grid.nodes
     summary = f"{nodes.topology.name}, {rows} x {columns} nodes: {nodes.layout} on "
@@ -26,7 +26,7 @@ def node_lines(nodes: NodeMap) -> str:
 
 
 def grid_svg(nodes: NodeMap) -> str:
-    """Return the picture of the grid."""
+    """Return the grid as SVG; titles give each node's name and node rank."""
     grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
     every = [*grid.live, *grid.failed_nodes]
     titles = {
@@ -41,7 +41,7 @@ def grid_svg(nodes: NodeMap) -> str:
 
 
 def node_facts(nodes: NodeMap) -> dict:
-    """Return the map for JSON: places and hosts by node rank, spares, nodes that stand in."""
+    """Return the map for JSON: nodes and hosts by node rank, spares, replacements, failed links."""
     return {
         "nodes": [list(place) for place in nodes.nodes],
         "hosts": list(nodes.hosts),

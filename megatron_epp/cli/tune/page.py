@@ -1,4 +1,4 @@
-"""A survey as a page: its rows, the memory and time line of one, and the gain by context."""
+"""HTML page of a search: its rows, memory and time line of one row, and the gain by context."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from megatron_epp.show.timeline import Timeline, timeline_of
 from megatron_epp.sim.play import play
 
 _CONTEXTS, _LEAST_CONTEXT = 6, 4096
-_TRIED = 3  # of the best layouts of a planner, at each context
+_TRIED = 3  # number of best choices of a planner that are tried at each context
 
 
 def survey_page(
@@ -35,13 +35,13 @@ def survey_page(
     """Return the page as HTML.
 
     Args:
-        job: The devices and the model.
-        result: The survey.
-        chosen: The row that pictures show.
-        batches: The documents.
-        lengths: Of the documents of one batch, of which pictures are made.
-        options: Of the planner.
-        workers: Processes that plan for the gain by context.
+        job: devices and model.
+        result: result of the search.
+        chosen: the row that the pictures show.
+        batches: documents of the corpus.
+        lengths: document lengths of the batch that the pictures show.
+        options: options of the planner.
+        workers: worker processes that plan the gain by context.
     """
     rows = result.choices[: job.arguments.top]
     context = options.context or max(lengths)
@@ -91,7 +91,7 @@ def _timeline(choice: Choice | None, title: str) -> Timeline | None:
 def _try(
     job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
 ) -> Choice | None:
-    """Return the layout of ``choice`` with a planner on one batch; None: no plan fits."""
+    """Return ``choice``'s layout planned on one batch by another planner; None if no plan fits."""
     elastic = planner == ELASTIC and choice.planner == ELASTIC
     cost = job.cost_for(choice.layout)
     layers = choice.layers if elastic else cost.layout.layers
@@ -119,7 +119,7 @@ def _gains(
     options: Options,
     workers: Workers,
 ) -> list[GainPoint]:
-    """Return the gain at ``context`` and its halves."""
+    """Return the gain over packing at ``context`` and at its halves, down to 4096 tokens."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
     overlapped = any(each.planner == OVERLAPPED for each in result.choices)

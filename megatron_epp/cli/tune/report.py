@@ -1,4 +1,4 @@
-"""The survey for a person: a table, why the first wins, what became of the others."""
+"""Text of a search: its table, why the first row wins, and which layouts were left out."""
 
 import itertools
 import statistics
@@ -45,15 +45,15 @@ def tuning_lines(
     mfu: Sequence[float | None],
     parts: Mapping[int, Sequence[Mapping[str, float]]],
 ) -> str:
-    """Return the survey as text.
+    """Return the search as text.
 
     Args:
-        result: What was found.
-        batches: The documents, in words.
-        machines: The devices, in words.
-        rows: Choices that are shown.
-        mfu: Of each of these; None: the device's peak is not known.
-        parts: Bytes by part of the ranks of some rows, by the row's index.
+        result: result of the search.
+        batches: description of the documents.
+        machines: description of the devices.
+        rows: the choices shown.
+        mfu: MFU of each of these; None if the device's peak is unknown.
+        parts: peak bytes by category of the ranks of some rows, by the row's index.
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
@@ -75,9 +75,9 @@ def tuning_lines(
 def shown_rows(
     rows: Sequence[Choice], mfu: Sequence[float | None], ratios: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and cells of a table of choices, without columns that say nothing.
+    """Return headers and cells of the table of choices, without columns that are empty.
 
-    ``ratios``: with those of waiting, recompute and exchanges, too.
+    ``ratios`` adds the fractions for waiting, recompute and communication.
     """
     cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
     shown = [True] * len(_HEADERS)
@@ -94,7 +94,7 @@ def shown_rows(
 
 
 def _parts_text(row: int, choice: Choice, ranks: Sequence[Mapping[str, float]]) -> str:
-    """Return the memory by part of the fullest rank, at its peak."""
+    """Return the memory by category of the fullest rank at its peak."""
     rank = max(range(len(ranks)), key=lambda each: sum(ranks[each].values()))
     each = ", ".join(f"{name} {held / GIB:.1f}" for name, held in ranks[rank].items())
     of_all = f"; {choice.batches} batches" if choice.batches > 1 else ""
@@ -133,6 +133,7 @@ def _layers(choice: Choice) -> str:
 
 
 def runs(choice: Choice) -> str:
+    """Return how a choice runs: --epp with its settings, or a baseline's name."""
     if choice.planner != ELASTIC:
         return _BASELINES[choice.planner]
     runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
@@ -142,7 +143,7 @@ def runs(choice: Choice) -> str:
 
 
 def survey_verdict(result: Survey) -> list[str]:
-    """Return what the survey says, first what is best."""
+    """Return the sentences above the table, the best choice first."""
     first = result.choices[0]
     summary = (
         f"Best: {first.layout}, {runs(first)}: {seconds_text(first.seconds)} an iteration, "
@@ -188,7 +189,7 @@ def survey_verdict(result: Survey) -> list[str]:
 
 
 def _with_spare_memory(choices: Sequence[Choice]) -> str:
-    """Return a sentence on the fastest choice that is not tight."""
+    """Return a sentence on the fastest choice whose memory is not tight."""
     text = f"Row 1 is tight: within {TIGHT_MEMORY:.0%} of the memory budget."
     spare = next((number for number, each in enumerate(choices, 1) if not each.tight), None)
     if spare is None:
@@ -198,7 +199,7 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:
-    """Advantage of the first over the next other layouts: the largest difference in time."""
+    """Return the difference to the next two layouts, with the cause of most of it."""
     first = choices[0]
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []
@@ -219,7 +220,7 @@ def _why(choices: Sequence[Choice]) -> list[str]:
 
 
 def spread(played: Sequence[Choice]) -> str:
-    """The least, the median and the most of iterations one after another."""
+    """Return a table of minimum, median and maximum over successive iterations."""
     rows = []
     for name, values in (
         ("seconds", [each.seconds for each in played]),

@@ -1,4 +1,4 @@
-"""A launch script for a choice: Megatron's flags, and ours."""
+"""Launch script of a choice: Megatron's flags and --epp's."""
 
 import argparse
 import shlex
@@ -59,9 +59,14 @@ def launch_script(
     context: int,
     hosts: Sequence[str] = (),
 ) -> str:
-    """Return a script that launches ``choice``.
+    """Return a bash script that launches ``choice``.
 
-    ``hosts``: of the node ranks, where they are known.
+    Args:
+        job: devices and model.
+        choice: what to launch.
+        documents: number of documents of a global batch.
+        context: tokens of the longest document.
+        hosts: host names in the order of node ranks; () if they are unknown.
     """
     model, config, arguments = job.model, job.config, job.arguments
     of_model = _model_flags(job, choice)
@@ -69,12 +74,12 @@ def launch_script(
     if of_model.assumed:
         assumed = ", ".join(of_model.assumed)
         notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
-    # A line break would end a comment, and what follows would be a command.
+    # printable: a line break would end the comment and start a command.
     comments = [f"# {printable(note)}\n" for note in notes]
     groups = launch_flags(job, choice, documents, context)
     lines = (f"    {shlex.join(group)}" for group in groups)
     return _HEAD.format(
-        # A line break would end the comment, and what follows would be a command.
+        # printable: a line break would end the comment and start a command.
         title=printable(
             f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
         ),
@@ -96,7 +101,14 @@ def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
 
 
 def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
-    """Return all flags of a choice, by groups that belong on one line."""
+    """Return all flags of a choice, in groups that belong on one line.
+
+    Args:
+        job: devices and model.
+        choice: what to launch.
+        documents: number of documents of a global batch.
+        context: tokens of the longest document.
+    """
     of_model = _model_flags(job, choice)
     return [
         *of_model.groups,
@@ -109,7 +121,7 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
 
 
 def require_sayable(model: Model, config: HubConfig | None) -> None:
-    """ValueError: Megatron's flags alone would train another model."""
+    """Raise a ValueError if Megatron's flags cannot express the model."""
     if unsaid := model_flags(model, config).unsaid:
         raise ValueError(
             f"--script: Megatron's flags cannot say of {model.name}: {'; '.join(unsaid)}. Leave "
@@ -118,7 +130,7 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 
 
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
-    """Return the flags of degrees and, but of a HybridModel, of uneven stages."""
+    """Return the flags of the degrees and, except for a HybridModel, of uneven stages."""
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
     if layout.tp > 1:
@@ -137,7 +149,10 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
 
 
 def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
-    """Return the flags that any model trains with; on CPUs, which are slow in bf16, in float32."""
+    """Return the flags that are common to all models.
+
+    ``bf16`` is False on CPUs, which are slow in bf16: they train in float32.
+    """
     return [
         ["--micro-batch-size", "1", "--global-batch-size", str(documents)],
         ["--train-iters", "1000", "--lr", "3e-4", "--min-lr", "3e-5", "--lr-decay-style", "cosine"],
@@ -150,7 +165,7 @@ def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
 
 
 def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
-    """Return how experts are computed and balanced, which no description of a model says."""
+    """Return how experts are computed and balanced, which no model description says."""
     if not model.most_experts:
         return []
     by_bias = any("--moe-router-enable-expert-bias" in group for group in of_model.groups)
@@ -160,11 +175,11 @@ def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
 
 
 def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[str]]:
-    """--epp's, where it is the choice."""
+    """Return the flags of --epp; none if the choice is a baseline."""
     if choice.planner != ELASTIC:
         return []
     flags = [["--epp"]]
-    if choice.layout.pp > 1:  # auto may choose otherwise, by fewer batches
+    if choice.layout.pp > 1:  # set explicitly: auto might choose otherwise by fewer batches
         flags.append(["--epp-vocab-parallel", "on" if choice.vocabulary_parallel else "off"])
     if choice.place:
         place, layers = (" ".join(map(str, each)) for each in (choice.place, choice.layers))

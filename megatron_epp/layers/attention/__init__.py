@@ -1,1 +1,1 @@
-"""Attention of chunks over kept K/V, on CPUs and GPUs."""
+"""Attention of chunks over cached K/V, on CPUs and GPUs."""

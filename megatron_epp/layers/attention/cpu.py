@@ -1,4 +1,4 @@
-"""Attention of a chunk: every document within itself, a slice also over its kept context.
+"""Attention of a chunk on CPUs: a document attends to itself, a slice also to its cached context.
 
     rows of the chunk        keys
                      context (store)      own rows
@@ -8,13 +8,14 @@
                                         [    ##     ]
     doc 2                               [       #   ]
 
-Nothing else is computed: no document sees another, no masked-out part of the context is touched. A
-document that continues others sees what it continues of them as context, part by part, and so may
-rows of one chunk, those in front first.
-A slice's context part (no mask) and its own part (causal) are computed apart and merged by their
-log-sum-exp; their gradients follow from the merged one. In a layer with a window (window.py) only
-the tail of the context is seen, and kept (tails.py).
-Sinks take their part of the softmax afterwards (merge.py).
+Nothing else is computed: documents do not attend to each other, and no masked part of the context
+is read. A document that continues others sees its prefix as context, part by part; the parts may be
+rows of the same chunk, if they come first.
+
+A slice's context part (no mask) and its own part (causal) are computed separately and merged by
+their log-sum-exp; their gradients follow from the merged one. A sliding-window layer sees and
+caches only the tail of the context (window.py, tails.py). Sinks take their part of the softmax
+afterwards (merge.py).
 """
 
 from collections.abc import Callable
@@ -33,7 +34,13 @@ from megatron_epp.layers.window import attend_window, attend_window_backward
 
 
 class PartsAttention:
-    """Attention of chunks by kernels that give their log-sum-exp: torch's for the CPU."""
+    """Attention of chunks by torch's CPU kernels, which return their log-sum-exp.
+
+    Args:
+        scale: scale of the logits.
+        before: number of tokens before each query that it sees; None for all.
+        sinks: returns the logits of the heads' sinks [H], or None.
+    """
 
     name = "torch"
     stores_last_slice = False
@@ -45,34 +52,35 @@ class PartsAttention:
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
         self.scale, self.before, self.sinks = scale, before, sinks
-        self.stores_latent = False  # of all layers with MLA (layers/mla.py)
+        self.stores_latent = False  # set for all layers with MLA (layers/mla.py)
 
     @property
     def all_heads(self) -> "PartsAttention":
-        """For any number of heads."""
+        """This attention, which supports any number of heads."""
         return self
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
-        """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
-        with ``sinks``: the logits of its heads' sinks, [H], or None."""
+        """Return the attention of a layer; arguments as in the class."""
         return PartsAttention(self.scale, before, sinks)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """The output [T, H, D]; where it is to be dropped, also the handle that recomputes it."""
+        """Return the output [T, H, D], and the handle that recomputes it if ``drop``."""
         recompute = AttentionRecompute() if drop else None
         inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, recompute, self.before, self.sinks()
         return ChunkAttention.apply(*inputs), recompute
 
 
 class ChunkAttention(torch.autograd.Function):
-    """T rows of the chunk, H query heads, G key heads, D head size (of V and the output it may be
-    another), P inputs before a slice.
+    """Autograd function of a chunk's attention.
 
-    Forward keeps a slice's K and V in the store where later slices will want them. Backward adds
-    the gradients of the context's K and V to the store, and to its own rows' what later slices
-    left there; after a document's first slice its layer is freed.
+    Forward caches a slice's K/V in the store if later slices need them. Backward adds the gradients
+    of the context's K/V to the store. It adds the gradients that later slices left there to those
+    of the slice. After a document's first slice its buffer is freed.
+
+    T rows of the chunk, H query heads, G key heads, D head size (V and output may have another), P
+    tokens before a slice.
     """
 
     @staticmethod
@@ -88,10 +96,11 @@ class ChunkAttention(torch.autograd.Function):
         before: int | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        """Return the output [T, H, D] of the chunk."""
         store = state.store
         seeing = _Seeing(scale, before, None if sinks_H is None else sinks_H.detach())
-        # The value arrives as a view of the fused QKV projection's output: saved as it is, it
-        # would keep the queries and keys of before the rotary embedding alive with it.
+        # The value is a view of the fused QKV projection's output. Saving the view would keep
+        # queries and keys before the rotary embedding alive.
         v_TGD = v_TGD.contiguous()
         for rows in state.rows:
             local = slice(rows.start, rows.stop)
@@ -102,7 +111,7 @@ class ChunkAttention(torch.autograd.Function):
         out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
         let_go(state, layer)
         ctx.state, ctx.layer, ctx.seeing = state, layer, seeing
-        # The rows of a lone slice are in the store: what is there is not saved again.
+        # The rows of a single slice are in the store, and are not saved again.
         alone = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
         ctx.kept = alone and before is None
         ctx.recompute = recompute
@@ -114,7 +123,7 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def inputs(ctx: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """q, k, v and what else forward saved, whatever is kept in the store."""
+        """Return q, k, v and the other saved tensors; k and v may be in the store."""
         q_THD, *saved = ctx.saved_tensors
         if ctx.kept:
             span = ctx.state.rows[0].span
@@ -124,6 +133,7 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor):
+        """Return the gradients of q, k, v and the sinks."""
         state, layer, seeing = ctx.state, ctx.layer, ctx.seeing
         store, scale = state.store, seeing.scale
         q_THD, k_TGD, v_TGD, saved = ChunkAttention.inputs(ctx)
@@ -134,7 +144,8 @@ class ChunkAttention(torch.autograd.Function):
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
-        for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
+        # branches come after the rows of the chunk that they continue
+        for rows in reversed(state.rows):
             local = slice(rows.start, rows.stop)
             grad, q, out = grad_THD[local], q_THD[local], out_THD[local]
             lse_HT = lse_TH[local].transpose(0, 1)
@@ -172,14 +183,14 @@ class ChunkAttention(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a forward whose own were dropped."""
+    """Return the output and log-sum-exp of a forward that dropped its own."""
     q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(ctx)
     return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.seeing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """View of a layer's queries: ``before`` inputs in front of each, or all; a sink per head."""
+    """What a layer's queries see: ``before`` tokens before each, or all, and a sink per head."""
 
     scale: float
     before: int | None
@@ -193,11 +204,11 @@ class _Seeing:
 def _window(
     q: Tensor, k: Tensor, v: Tensor, state: ChunkState, layer: int, rows: Rows, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a span in a layer with a window."""
+    """Return output and log-sum-exp of a span in a sliding-window layer."""
     assert seeing.before is not None
     context = seeing.tails(state, layer, rows).context()
     if context is None and len(q) <= seeing.before + 1:
-        return attend(q, k, v, True, seeing.scale)  # all of it within one window
+        return attend(q, k, v, True, seeing.scale)  # all of it is within one window
     context = (k[:0], v[:0]) if context is None else context
     return attend_window(q, k, v, context, seeing.before, seeing.scale)
 
@@ -214,8 +225,11 @@ def _window_backward(
     rows: Rows,
     seeing: _Seeing,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a span's q, k and v; its context's go to the store, and what later slices left
-    there for the span's tail comes from it."""
+    """Return the gradients of a span's q, k and v in a sliding-window layer.
+
+    Gradients of its context go to the store; those that later slices left for the span's tail are
+    added.
+    """
     assert seeing.before is not None
     tails, scale = seeing.tails(state, layer, rows), seeing.scale
     context, front = tails.context(), None
@@ -235,7 +249,7 @@ def _window_backward(
 def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp [T, H] of every span over its own rows and its context."""
+    """Return output [T, H, D] and log-sum-exp [T, H] of every span, context included."""
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)

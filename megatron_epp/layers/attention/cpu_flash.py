@@ -1,13 +1,13 @@
-"""Attention kernels of torch for the CPU with their log-sum-exp, forward and backward apart.
+"""torch's CPU attention kernels with their log-sum-exp, forward and backward.
 
-T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V that of
-values: the kernel knows one size, so the smaller ones get channels of zeros on their way into it.
-``causal`` is for T = S only: the kernel aligns it at the top left, which is then also the bottom
+T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V head size
+of values. The kernel supports one head size, so smaller ones are padded with zero channels.
+``causal`` requires T = S: the kernel aligns the mask at the top left, which is then also the bottom
 right.
 
-Without a mask no query minds which others stand beside it, so the H / G query heads that share a
-key head are handed over as that many times the queries of G heads. The kernel takes more queries
-at a time where there are more (256 from 768 on), so short slices gain.
+Without a mask queries are independent. The H / G query heads of a key head are then passed as that
+many times the queries of G heads. The kernel processes more queries at a time if there are more
+(256 from 768 on), which speeds up short slices.
 """
 
 from torch import Tensor, ops
@@ -15,9 +15,15 @@ from torch.nn.functional import pad
 
 
 def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: float, mask_TS=None):
-    """Output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64).
+    """Return output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64).
 
-    ``mask`` is added to the scores, and hides no row entirely.
+    Args:
+        q_THD: queries.
+        k_SGD: keys.
+        v_SGV: values.
+        causal: whether to apply a causal mask; requires T = S.
+        scale: scale of the logits.
+        mask_TS: added to the scores; it must not mask a row completely.
     """
     tokens, heads, _ = q_THD.shape
     size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
@@ -33,10 +39,21 @@ def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: flo
 def attend_backward(
     grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool, scale: float, mask_TS=None
 ):
-    """Gradients of q, k and v, given the output and log-sum-exp over *all* keys of the row.
+    """Return the gradients of q, k and v, from output and log-sum-exp over *all* keys of each row.
 
-    The keys passed may be a part of those that the row attended to: the probabilities follow
-    from ``lse_HT``, so the gradients of parts add up to those of the whole.
+    The keys passed may be a part of those that the row attended to. Probabilities follow from
+    ``lse_HT``, so the gradients of parts add up.
+
+    Args:
+        grad_THV: gradient of the output.
+        q_THD: queries.
+        k_SGD: keys.
+        v_SGV: values.
+        out_THV: output over all keys.
+        lse_HT: log-sum-exp over all keys.
+        causal: whether to apply a causal mask; requires T = S.
+        scale: scale of the logits.
+        mask_TS: mask as in :func:`attend`.
     """
     heads, groups = q_THD.shape[1], k_SGD.shape[1]
     sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
@@ -48,7 +65,7 @@ def attend_backward(
     gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse_HT[None], 0.0, causal, attn_mask=_of_heads(mask_TS), scale=scale
     )
-    dq_THD, dk_SGD, dv_SGV = (  # the kernel's [1, H, T, D] each as [T, H, its own D]
+    dq_THD, dk_SGD, dv_SGV = (  # from [1, H, T, D] to [T, H, own head size]
         t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True)
     )
     return _apart(dq_THD, heads), dk_SGD, dv_SGV
@@ -59,8 +76,10 @@ def _of_heads(mask_TS: Tensor | None) -> Tensor | None:
 
 
 def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor):
-    """V, and q, k, v and what has v's size, with as many channels each; zeros add nothing to a
-    score, nor to the product of a gradient and an output."""
+    """Return V, and all tensors padded with zero channels to one head size.
+
+    Zeros add nothing to a score, nor to the product of a gradient and an output.
+    """
     size, other = v_SGV.shape[2], q_THD.shape[2]
     if size < other:
         wider = (pad(t, (0, other - size)) for t in (v_SGV, *of_values))
@@ -71,12 +90,12 @@ def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:
-    """[T, H, D] as [H / G * T, G, D]: the heads of a group one behind the other."""
+    """Return [T, H, D] as [H / G * T, G, D]: the heads of a group one after the other."""
     tokens, heads, size = x_THD.shape
     by_group = x_THD.unflatten(1, (groups, heads // groups))
     return by_group.permute(2, 0, 1, 3).reshape(heads // groups * tokens, groups, size)
 
 
 def _apart(x_NGD: Tensor, heads: int) -> Tensor:
-    """The inverse of :func:`_stacked`."""
+    """Return the inverse of :func:`_stacked`."""
     return x_NGD.unflatten(0, (heads // x_NGD.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)

@@ -1,9 +1,9 @@
-"""Attention by torch's own CUDA kernels: FlashAttention 2, for GPUs without Transformer Engine.
+"""Attention by torch's CUDA kernels (FlashAttention 2), for GPUs without Transformer Engine.
 
-What torch.nn.attention.varlen calls, without the copies that its autograd would keep. Causal
-attention with fewer queries than keys is aligned at the bottom right there (FlashAttention 2.1),
-and so are windows. Sinks take their part of the softmax afterwards (merge.py): the operator gives
-the log-sum-exp, and its backward reads what it is given.
+These are the operators of torch.nn.attention.varlen, without the copies that its autograd would
+save. Causal masks with fewer queries than keys are aligned at the bottom right (FlashAttention
+2.1), and so are windows. Sinks take their part of the softmax afterwards (merge.py): the operator
+returns the log-sum-exp, and its backward uses the one it is given.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ MOST_HEAD_SIZE = 256
 
 
 class FlashKernel:
-    """A :class:`~megatron_epp.layers.attention.varlen.Kernel` for float16 and bfloat16 on CUDA.
+    """:class:`~megatron_epp.layers.attention.varlen.Kernel` for float16 and bfloat16 on CUDA.
 
     Groups of query heads share their key head inside the kernel.
     """
@@ -32,9 +32,14 @@ class FlashKernel:
         )
 
     def of_layers(self, before: int | None, sinks: bool) -> "FlashKernel":
+        """Return the kernel of layers with a window of ``before``.
+
+        Sinks are applied outside of it.
+        """
         return FlashKernel(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        """Return the output [T, H, D], and it with its log-sum-exp for a backward."""
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             call.q_THD,
             call.k_SGD,
@@ -48,10 +53,11 @@ class FlashKernel:
         )
         if call.sinks_H is not None:
             out_THD, lse_HT = with_sinks(out_THD, lse_HT, call.sinks_H)
-        # Detached: the output becomes the result of an autograd function that holds ``kept``.
+        # Detached: the output is the result of an autograd function that holds ``kept``.
         return out_THD, (out_THD.detach(), lse_HT) if backward else None
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and, if there are sinks, of these."""
         device = grad_THD.device
         gradients = torch.ops.aten._flash_attention_backward(
             grad_THD,

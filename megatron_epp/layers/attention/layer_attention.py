@@ -1,4 +1,4 @@
-"""Attention as the layers of a chunk call it, and the heads of a call of its kernels."""
+"""Interface of attention to the layers of a chunk, and the heads of a kernel's call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,40 +12,72 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
 
 class Attention(Protocol):
-    """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
-    output [T, H, D] and, with ``drop``, the handle that recomputes it. ``stores_last_slice``: the K
-    and V of a document's last slice lie in the store, too. ``stores_latent``: layers with latent
-    attention keep latents in the place of K and V. ``all_heads``: the same over all heads of the
-    tensor-parallel rank, for documents that one context-parallel rank computes alone."""
+    """Attention of one layer on a chunk.
+
+    Attributes:
+        name: name of the back end.
+        stores_last_slice: whether K/V of a document's last slice are in the store too.
+        stores_latent: whether layers with MLA cache latents instead of K/V.
+    """
 
     name: str
     stores_last_slice: bool
     stores_latent: bool
 
     @property
-    def all_heads(self) -> "Attention": ...
+    def all_heads(self) -> "Attention":
+        """The same over all heads of the tensor-parallel rank, for documents on one CP rank."""
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
-    ) -> tuple[Tensor, RecomputeHandle | None]: ...
+    ) -> tuple[Tensor, RecomputeHandle | None]:
+        """Compute the attention of all rows of the chunk.
+
+        Args:
+            q_THD: queries [T, H, D].
+            k_TGD: keys [T, G, D].
+            v_TGD: values [T, G, D].
+            state: state of the chunk.
+            layer: number of the layer in the stage.
+            drop: whether the output is dropped after its use.
+
+        Returns:
+            The output [T, H, D] and, with ``drop``, the handle that recomputes it.
+        """
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "Attention":
-        """The attention of a layer with a window (queries see ``before`` inputs in front of them)
-        or with sinks (logits of its heads, [H]). ValueError, ImportError: its kernels lack them."""
+        """Return the attention of a layer with a window or sinks.
+
+        Args:
+            before: number of tokens before each query that it sees; None for all.
+            sinks: returns the logits of the heads' sinks [H], or None.
+
+        Raises:
+            ValueError: if the kernels do not support them.
+            ImportError: if a package for them is missing.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of one call of a kernel: ``query`` heads in ``key`` groups, of ``size`` each; those of
-    values may have another, ``value``."""
+    """Heads of one call of a kernel.
+
+    Attributes:
+        query: number of query heads.
+        key: number of key heads.
+        size: head size of queries and keys.
+        scale: scale of the logits.
+        dtype: dtype of the tensors.
+        value: head size of values; 0 for ``size``.
+    """
 
     query: int
     key: int
     size: int
     scale: float
     dtype: torch.dtype
-    value: int = 0  # 0: as ``size``
+    value: int = 0
 
     def __post_init__(self):
         if not self.value:

@@ -1,15 +1,15 @@
-"""Attention of a chunk of which ranks compute some documents alone, beside those that are spread.
+"""Attention of a chunk with some documents on one context-parallel rank, and others sharded.
 
     rows of rank 0        | a a a | b b b b |        a: a document over all ranks
-    rows of rank 1        | a a a | c c c . |        b, c: local ones; .: padding
+    rows of rank 1        | a a a | c c c . |        b, c: on one rank each; .: padding
                           exchanged  all heads here
 
-Each part is attended to for itself: in front its share of the rows that all ranks exchange for
-heads, behind them this rank's documents with every head, and without any exchange. Where nothing is
-spread, nothing is exchanged.
+The two parts are computed separately. First come this rank's rows of sharded documents, which all
+ranks exchange for heads. Then come this rank's own documents, with every head and without an
+exchange. If no document is sharded, nothing is exchanged.
 
-t rows of this rank, s of them exchanged; T = N s with those of all N ranks; H query heads, G key
-heads, D head size.
+t rows of this rank, s of them exchanged; T = N s over all N ranks; H query heads, G key heads, D
+head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +21,37 @@ from megatron_epp.layers.attention.ulysses import RowsRecompute, Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
-# (q, k, v) to the output, and the handle that recomputes it where it is to be dropped.
+# (q, k, v) to the output, and the handle that recomputes it if it is dropped.
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None]]
 
 
 def sharded_rows(state: ChunkState, ulysses: Ulysses) -> int:
-    """s: of this rank's rows those that are exchanged, the first ones."""
+    """Return s, the number of this rank's first rows that are exchanged."""
     return state.tokens // ulysses.group.size()
 
 
 def attention_parts(
     ulysses: Ulysses, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, state: ChunkState
 ) -> tuple[Tensor, ...]:
-    """Q, K and V of what is spread, of all rows and some heads; behind them those of what is local,
-    of its rows and all heads. Three tensors where there is one of the two only."""
+    """Return Q, K and V of sharded documents (all rows, some heads), then of this rank's own.
+
+    The own documents' tensors have this rank's rows and all heads. There are three tensors if a
+    chunk has only one of the two parts.
+
+    Args:
+        ulysses: the exchange.
+        q_tHD: queries of this rank's rows.
+        k_tGD: keys of this rank's rows.
+        v_tGD: values of this rank's rows.
+        state: state of the chunk.
+    """
     qkv = q_tHD, k_tGD, v_tGD
     if state.local is None:
         return ulysses.to_heads(*qkv)
     sharded_count = sharded_rows(state, ulysses)
     if not sharded_count:
         return qkv
-    # A view of the local rows would keep those alive that have been exchanged.
+    # A view would keep the exchanged rows alive.
     local = (x[sharded_count:].clone() for x in qkv)
     return (*ulysses.to_heads(*(x[:sharded_count] for x in qkv)), *local)
 
@@ -53,8 +63,15 @@ def attend_parts(
     sharded: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """The output of this rank's rows [t, H, D], by ``sharded`` and ``local``, from the ``parts`` of
-    :func:`attention_parts`; from Q, K and V as they are where there is no exchange."""
+    """Return the output of this rank's rows [t, H, D], and the handle that recomputes it.
+
+    Args:
+        parts: tensors of :func:`attention_parts`, or Q, K and V without context parallelism.
+        state: state of the chunk.
+        ulysses: the exchange; None without context parallelism.
+        sharded: attention of the sharded documents.
+        local: attention of this rank's own documents.
+    """
     if ulysses is None:
         return sharded(*parts)
     if state.local is not None and not state.tokens:
@@ -72,7 +89,7 @@ def attend_parts(
 
 
 class _JoinedRecompute:
-    """The handle of an output of both parts."""
+    """Handle of an output that has both parts."""
 
     def __init__(self, sharded: RecomputeHandle, local: RecomputeHandle):
         self._sharded_rows, self._local = sharded, local

@@ -1,11 +1,11 @@
-"""Kernels of GPUs for heads whose values have another size than their queries and keys, or a size
-that is no multiple of 8.
+"""GPU kernels for head sizes of values other than those of keys, or not a multiple of 8.
 
-FlashAttention 2 knows one size, and all want multiples of 8. So values get channels of zeros on
-their way into the kernel, and the output and their gradients lose them on the way out; in the store
-they lie as they are. Queries and keys get them in the same way: zeros add nothing to a score.
+FlashAttention 2 supports one head size, and all kernels require multiples of 8. Values are padded
+with zero channels before the kernel, and the output and gradients are cut afterwards; the store
+holds them unpadded. Queries and keys are padded likewise: zeros add nothing to a score.
 
-T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V that of values.
+T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V head size of
+values.
 """
 
 from dataclasses import replace
@@ -18,21 +18,29 @@ from megatron_epp.layers.attention.varlen import Kernel, Operands
 
 
 class PaddedKernel:
-    """``kernel``, which is made for queries and keys of ``size``, and values of ``value``: at least
-    as many channels as there are."""
+    """Kernel whose tensors are padded.
+
+    Args:
+        kernel: kernel for the padded sizes.
+        size: padded head size of queries and keys.
+        value: padded head size of values.
+    """
 
     def __init__(self, kernel: Kernel, size: int, value: int):
         self.kernel, self.size, self.value = kernel, size, value
         self.name = kernel.name
 
     def of_layers(self, before: int | None, sinks: bool) -> "PaddedKernel":
+        """Return the padded kernel of layers with a window or sinks."""
         return PaddedKernel(self.kernel.of_layers(before, sinks), self.size, self.value)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        """Return the output with the values' own head size, and what the kernel saves."""
         out_THD, kept = self.kernel.forward(self._padded(call), backward)
         return _cut(out_THD, call.v_SGD), kept
 
     def backward(self, grad_THV: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients with their own head sizes."""
         grad = _wider(grad_THV, self.value)
         dq, dk, dv, *others = self.kernel.backward(grad, self._padded(call), kept)
         return _cut(dq, call.q_THD), _cut(dk, call.k_SGD), _cut(dv, call.v_SGD), *others

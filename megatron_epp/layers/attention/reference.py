@@ -1,7 +1,7 @@
-"""Attention as it is written in books: scores, mask, softmax. The reference of all other kernels.
+"""Reference attention: scores, mask and softmax in plain torch.
 
-It holds one head's scores of one document at a time, so it is slow, and exact in the number format
-it is given: float32 or float64 to judge other kernels, bf16 to know what rounding alone costs.
+It holds one head's scores of one document at a time, so it is slow. It is exact in the dtype it is
+given: float32 or float64 to test other kernels, bf16 to measure the effect of rounding.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 
 
 class ReferenceKernel:
-    """A :class:`~megatron_epp.layers.attention.varlen.Kernel` on any device."""
+    """:class:`~megatron_epp.layers.attention.varlen.Kernel` for any device."""
 
     name = "plain"
 
@@ -21,14 +21,17 @@ class ReferenceKernel:
         self.scale, self.before = scale, before
 
     def of_layers(self, before: int | None, sinks: bool) -> "ReferenceKernel":
+        """Return the kernel of layers with a window of ``before``; sinks are an operand."""
         return type(self)(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        """Return the output [T, H, D] and None: the backward recomputes everything."""
         with torch.no_grad():
             q, k, v, *sinks = call.tensors
             return self._attend(q, k, v, call.cu_seqlens, *sinks), None
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and, if there are sinks, of these."""
         tensors = [x.detach().requires_grad_() for x in call.tensors]
         with torch.enable_grad():
             q, k, v, *sinks = tensors
@@ -67,7 +70,7 @@ class ReferenceKernel:
     ) -> Tensor:
         scores_TS = (q_TD @ k_SD.T).masked_fill(hidden_TS, -torch.inf) * self.scale
         dtype = torch.promote_types(scores_TS.dtype, torch.float32)
-        if sink is not None:  # a key more, without a value
+        if sink is not None:  # an additional key without a value
             sink_T1 = sink.to(dtype).expand(len(scores_TS), 1)
             scores_TS = torch.cat((scores_TS.to(dtype), sink_T1), 1)
         weights_TS = scores_TS.softmax(-1, dtype=dtype)[:, : len(k_SD)]

@@ -1,8 +1,8 @@
-"""Whether a kernel computes what attention is, on this device: asked before training, not after.
+"""Self-test of an attention kernel on this device, before training.
 
-A kernel that aligns the mask at the other end, or forgets a gradient, trains without a word. So
-each kind of call is made once with few rows and judged against plain attention in float64; what
-rounding alone may cost is known from plain attention in the kernel's own number format.
+A kernel that aligns the mask at the wrong end, or omits a gradient, trains without any error. Each
+kind of call is therefore made once with few rows and compared with reference attention in float64.
+The tolerance is the error of reference attention in the kernel's own dtype.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ CALLS: dict[str, tuple[tuple[int, int], ...]] = {
     "a slice behind its context": ((96, 352),),
     "a slice of few tokens": ((5, 300),),
 }
-# Behind a document of so many tokens the reference would hold too much: wider windows are tried in
-# slices alone.
+# Longer unsliced documents would take too much memory in the reference: wider windows are tested
+# with slices only.
 MOST_WINDOW = 1024
 OF_SINKS = "gradient of the sinks"
 NAMES = (
@@ -32,9 +32,9 @@ NAMES = (
     "gradient of the values",
     OF_SINKS,
 )
-ALLOWANCE = 2.0  # times the error of plain attention in the same number format
-# A sink has one number for a gradient, in which the roundings of all rows' outputs meet: whether
-# plain attention's is nearer than so many of the format's steps is luck.
+ALLOWANCE = 2.0  # factor on the error of reference attention in the same dtype
+# A sink's gradient is one number, which sums the rounding errors of all rows. That reference
+# attention is nearer than this many steps of the dtype is chance.
 LUCK = 2.0
 SEED = 20260117
 
@@ -51,10 +51,22 @@ def require_right(
     before: int | None = None,
     sinks: bool = False,
 ) -> None:
-    """Raise a ValueError that names ``kernel`` and what it gets wrong, if anything.
+    """Require that ``kernel`` computes attention on this device.
 
-    ``value_size``: of values; 0: ``head_size``. ``before``, ``sinks``: of the layers that it is
-    for, which see so many inputs in front of each (None: all), with or without sinks.
+    Args:
+        kernel: the kernel.
+        heads: number of query heads.
+        groups: number of key heads.
+        head_size: head size of queries and keys.
+        scale: scale of the logits.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
+        value_size: head size of values; 0 for ``head_size``.
+        before: number of tokens before each query that it sees; None for all.
+        sinks: whether there are sinks.
+
+    Raises:
+        ValueError: names the kernel and what is wrong.
     """
     sizes = head_size, value_size or head_size
     for what, lengths in _calls(before).items():
@@ -66,7 +78,7 @@ def require_right(
         ):
             if name == OF_SINKS:
                 reference_error = max(reference_error, LUCK * torch.finfo(dtype).eps)
-            if not error <= ALLOWANCE * reference_error:  # nan is wrong, too
+            if not error <= ALLOWANCE * reference_error:  # NaN fails too
                 raise ValueError(
                     f"attention back end {kernel.name}, {what}: the {name} is off by {error:.2g} "
                     f"of its size, plain attention in {str(dtype).removeprefix('torch.')} by "
@@ -75,7 +87,7 @@ def require_right(
 
 
 def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """In windows: documents that reach out of them, and slices with as much context as they see."""
+    """Return the calls to try; with a window, documents and slices that exceed it."""
     if before is None:
         return CALLS
     long = min(before, MOST_WINDOW) + 64
@@ -99,11 +111,23 @@ def errors(
     before: int | None = None,
     sinks: bool = False,
 ) -> tuple[list[float], list[float]]:
-    """Return the errors of ``kernel`` and of plain attention in ``dtype``.
+    """Return the errors of ``kernel`` and of reference attention in ``dtype``.
 
-    Those of the output and of the gradients of q, k, v and the sinks: the root-mean-square distance
-    to float64 over the size of the right answer; of the sinks over the size of what adds up to it,
-    since terms of both signs may leave next to nothing. ``sizes``: of heads of q and k, and of v.
+    They are those of the output and of the gradients of q, k, v and the sinks: root-mean-square
+    distance to float64, relative to the exact result. For sinks it is relative to the size of the
+    summands, whose signs may cancel.
+
+    Args:
+        kernel: the kernel.
+        lengths: (queries, keys) of the documents.
+        heads: number of query heads.
+        groups: number of key heads.
+        sizes: head sizes of queries and keys, and of values.
+        scale: scale of the logits.
+        dtype: dtype of the tensors.
+        device: device of the tensors.
+        before: number of tokens before each query that it sees; None for all.
+        sinks: whether there are sinks.
     """
     size, value = sizes
     queries, keys = zip(*lengths, strict=True)
@@ -134,7 +158,7 @@ def errors(
 
 
 def _sink_weights(kernel: ReferenceKernel, call: Operands) -> Tensor:
-    """Return the share of the softmax that every row's sinks take: [T, H, 1]."""
+    """Return the sinks' part of every row's softmax [T, H, 1]."""
     ones = torch.ones_like(call.tensors[2][..., :1])
     out_TH1, _ = kernel.forward(dataclasses.replace(call, v_SGD=ones), False)
     return 1 - out_TH1

@@ -1,13 +1,14 @@
-"""Rows of a cut document that a layer with a window keeps for later slices: tails, not all of it.
+"""Rows of a sliced document that a sliding-window layer caches: the tails of slices.
 
-A query sees itself and the W inputs before it. So of each slice but the last only its last W rows
-are wanted later, and of the documents' rows those of every border lie one behind the other:
+A query sees itself and the W tokens before it. Of each slice but the last, later slices therefore
+need only the last W rows. The buffer holds those of every slice boundary one after the other:
 
-    document    [. . . . . # #|. . # #|#|. . . .]      W = 2, borders behind slices of 7, 4, 1
-    buffer                [# #|. # #|#]                 what the slice behind a border sees is the
-                           0   2     4 5                W rows that end there
+    document    [. . . . . # #|. . # #|#|. . . .]      W = 2, boundaries after slices of 7, 4, 1
+    buffer                [# #|. # #|#]                 a slice after a boundary sees the W rows
+                           0   2     4 5                that end there
 
-Where borders are not known, as in calibration, everything is kept and places are inputs.
+If boundaries are unknown, as in calibration, all rows are cached, and positions in the buffer are
+token positions.
 
 T rows of a chunk, t of a slice, P rows of its context that it sees, G key heads, D head size.
 """
@@ -25,27 +26,31 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Rows kept of a document cut at ``boundaries`` (where its slices but the last end), for a
-    window of ``before`` inputs in front of each."""
+    """Cached rows of a document with slice ``boundaries``, for a window of ``before`` tokens.
+
+    ``boundaries`` are the ends of all slices but the last; None caches all rows.
+    """
 
     before: int
     boundaries: tuple[int, ...] | None
 
     @property
     def capacity(self) -> int | None:
-        """Rows of the buffer; None: as many as the document's context."""
+        """Rows of the buffer; None for as many as the document's context."""
         return None if self.boundaries is None else sum(self._sizes(self.boundaries))
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
-        """(place in the buffer, rows) of what slice [start, stop) leaves: its last rows."""
+        """Return (position in the buffer, number) of the rows that slice [start, stop) caches."""
         if self.boundaries is None:
             return start, stop - start
         places = list(accumulate(self._sizes(self.boundaries), initial=0))
         return places[self.boundaries.index(stop)], min(self.before, stop - start)
 
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
-        """[from, to) in the buffer of what the slice from ``start`` on sees of earlier ones: at
-        ``most`` so many rows, default all within the window."""
+        """Return the range in the buffer that the slice from ``start`` on sees of earlier slices.
+
+        ``most`` limits the number of rows; default: the window.
+        """
         most = self.before if most is None else most
         if self.boundaries is None:
             return max(0, start - most), start
@@ -58,15 +63,20 @@ class Tails:
 
 
 def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(k, v) of ``parts``, one behind the other: a copy where they are several."""
+    """Return concatenated (k, v) of ``parts``; not copied if there is only one."""
     keys, values = zip(*parts, strict=True)
     return concatenated(keys), concatenated(values)
 
 
 @dataclass(frozen=True, slots=True)
 class SliceTails:
-    """Tails that a slice meets in a layer with a window: those of its context that it sees, and the
-    one that it leaves to later slices.
+    """Tails that a slice reads and writes in a sliding-window layer.
+
+    Args:
+        store: the K/V cache.
+        layer: number of the layer in the stage.
+        rows: rows of the slice.
+        before: number of tokens before each query that it sees.
     """
 
     store: Store
@@ -79,8 +89,7 @@ class SliceTails:
 
     @property
     def _seen(self) -> list[tuple[int, int, int]]:
-        """(document, from, to) in the buffers of what the slice sees of other spans, in the order
-        of their positions."""
+        """(document, start, end) in the buffers of the context that the slice sees, by position."""
         parts, left = [], self.before
         for document, inputs in reversed(self.rows.context):
             if left > 0:
@@ -89,7 +98,7 @@ class SliceTails:
         return parts[::-1]
 
     def keep(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        """Leave the end of the slice's rows of the chunk's k and v to later ones, if there are."""
+        """Cache the end of the slice's rows, if later slices need it."""
         span = self.rows.span
         if self.rows.last:
             return
@@ -100,17 +109,24 @@ class SliceTails:
         self.store.append(self.layer, span.document, place, *kept, tails.capacity)
 
     def context(self) -> tuple[Tensor, Tensor] | None:
-        """k and v [P, G, D] in front of the slice, views where they are of one document; None: it
-        begins at the first position."""
+        """Return k and v [P, G, D] before the slice; None if it begins at the first position.
+
+        They are views if they belong to one document.
+        """
         parts = [self.store.context(self.layer, d, end, first) for d, first, end in self._seen]
         return keys_and_values(parts) if parts else None
 
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Add to the gradients of the slice's ``own`` k and v what later slices left for its tail,
-        rounded once, and leave those of the context, if there is one, to the slices before. Behind
-        a document's first slice the layer's tails are freed."""
+        """Exchange gradients with the store, and free the tails after a document's first slice.
+
+        Args:
+            own_tGD: gradients of the slice's k and v, to which those that later slices left for its
+                tail are added, rounded once.
+            front_PGD: gradients of the context, which are left to earlier slices; None without
+                context.
+        """
         span = self.rows.span
         if self.rows.cut and not self.rows.last:
             place, count = self._tails_of(span.document).kept(span.start, span.stop)

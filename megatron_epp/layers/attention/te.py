@@ -1,18 +1,18 @@
-"""Attention by Transformer Engine's DotProductAttention: the fastest kernels of its GPUs.
+"""Attention by Transformer Engine's DotProductAttention, the fastest kernels of its GPUs.
 
-What must be right for slices, and is easily wrong without a word (read in version 2.20):
+These points matter for slices and fail silently (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
   aligned at the top left.
-- Queries, keys and values start at the beginning of their storage: how they lie together is guessed
-  from pointers and offsets, and a view into the middle of a buffer is refused or misread.
-- Its own context parallelism refuses this mask; here it is off, rows are exchanged for heads around
-  the whole attention (layers/attention/ulysses.py).
-- A window is aligned like the mask. Where it has sinks, they are a parameter of its module: here
-  every call brings its layer's own.
+- Queries, keys and values start at the beginning of their storage. The module infers their layout
+  from pointers and offsets, and refuses or misreads a view into the middle of a buffer.
+- Its own context parallelism does not support this mask. It is off; rows are exchanged for heads
+  outside of the attention (layers/attention/ulysses.py).
+- A window is aligned like the mask. Sinks are a parameter of its module; here every call passes its
+  layer's own.
 
-Its autograd saves q, k and v. They are kept already, in the store or by ours, so a hook lets go of
-them and hands them back when backward runs. What else it saves goes through the hooks around.
+Its autograd saves q, k and v, which are saved or cached already. A hook therefore drops them and
+returns them in backward. Other saved tensors go through the surrounding hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,28 @@ from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 MASK = "padding_causal_bottom_right"
-DIRECT = True  # whether calls that are alike skip the module's choice of a kernel
-# From this cuDNN on a graph is built for every number of documents; before, Transformer Engine
-# itself takes the next of 32, 64, 128, ... of them.
+DIRECT = True  # whether equal calls skip the module's choice of a kernel
+# From this cuDNN version on, a graph is built per number of documents. For older versions
+# Transformer Engine itself rounds it up to 32, 64, 128, ...
 COUNTS_DOCUMENTS, DOCUMENTS = (9, 24), 32
 
 
 class TransformerEngineKernel:
-    """A :class:`~megatron_epp.layers.attention.varlen.Kernel` for float16 and bfloat16 on CUDA."""
+    """:class:`~megatron_epp.layers.attention.varlen.Kernel` for float16 and bfloat16 on CUDA.
+
+    Args:
+        heads: number of query heads of a call.
+        groups: number of key heads of a call.
+        head_size: head size, or those of keys and of values.
+        scale: scale of the logits.
+        around: context of every call, in which the module chooses its kernels.
+        before: number of tokens before each query that it sees; None for all.
+        sinks: whether the layers have sinks.
+
+    Raises:
+        ImportError: if Transformer Engine is not installed (OSError: not usable).
+        TypeError: if its version does not support sinks.
+    """
 
     name = "te"
 
@@ -54,10 +68,6 @@ class TransformerEngineKernel:
         before: int | None = None,
         sinks: bool = False,
     ):
-        """``heads`` query heads and ``groups`` key heads of one call; ``head_size``: of all, or of
-        keys and of values; ``around`` every call, a context in which the module chooses its
-        kernels; ``before`` and ``sinks``: of layers (``of_layers``). ImportError, OSError: no
-        Transformer Engine here. TypeError: it is too old for sinks."""
         self._around = around
         self._arguments = heads, groups, head_size, scale, around
         self._of_layers: dict[tuple[int | None, bool], TransformerEngineKernel] = {}
@@ -69,7 +79,7 @@ class TransformerEngineKernel:
             )
 
             self._chosen = lambda: module._attention_backends
-        except (ImportError, AttributeError):  # another version keeps it elsewhere
+        except (ImportError, AttributeError):  # other versions keep it elsewhere
             self._chosen = dict
         self._fused: FusedFunctions | None = None
         try:
@@ -96,13 +106,14 @@ class TransformerEngineKernel:
             del self._attend.softmax_offset
 
     def of_layers(self, before: int | None, sinks: bool) -> "TransformerEngineKernel":
-        """One for all layers that are alike."""
+        """Return the kernel of layers with a window or sinks; equal layers share one."""
         like = before, sinks
         if like not in self._of_layers:
             self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)
         return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        """Return the output [T, H, D], and what a backward needs beyond the operands."""
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
@@ -116,6 +127,7 @@ class TransformerEngineKernel:
         return output, kept
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and, if there are sinks, of these."""
         call = self._bucketed(call)
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
@@ -130,13 +142,14 @@ class TransformerEngineKernel:
         return gradients
 
     def _bucketed(self, call: Operands) -> Operands:
-        """``call``, with as many documents as its bucket has where graphs are built by number."""
+        """Return ``call`` padded to its bucket's number of documents.
+
+        It is unchanged if graphs do not depend on that number.
+        """
         if not self._counts_documents:
             return call
         documents = bucket(len(call.cu_seqlens.queries) - 1)
         return replace(call, cu_seqlens=call.cu_seqlens.padded(documents))
-
-    # -------------------------------------------------------------- the kernel alone
 
     def _forward_directly(
         self, calls: KernelCalls, call: Operands, backward: bool
@@ -148,7 +161,7 @@ class TransformerEngineKernel:
             own["softmax_offset"] = call.sinks_H.reshape(shape).to(dtype)
         with torch.no_grad():
             output_THD, needed, *_ = self._fused.forward(**calls.forward, **own)
-        # Detached: the output becomes the result of an autograd function that holds ``kept``.
+        # Detached: the output is the result of an autograd function that holds ``kept``.
         return output_THD, (output_THD.detach(), *needed) if backward else None
 
     def _backward_directly(
@@ -169,8 +182,6 @@ class TransformerEngineKernel:
         assert of_sinks is not None, "the kernel gives the gradient of its sinks"
         return *qkv, of_sinks.reshape(call.sinks_H.shape).to(call.sinks_H.dtype)
 
-    # -------------------------------------------------------------- through the module
-
     def _forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         inputs = _at_start(call)
         if not backward:
@@ -183,9 +194,10 @@ class TransformerEngineKernel:
         return _by_heads(output.detach(), call), _Run(output, sources)
 
     def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
-        """[T, H D]. All lengths are given: asked for them, the module would wait for the device.
+        """Return [T, H D]. All lengths are passed: to compute them, the module would synchronise.
 
-        RuntimeError: it chose to hold all scores of a call, of a size that no memory holds.
+        Raises:
+            RuntimeError: if it chose the unfused kernel, which holds all scores of a call.
         """
         q, k, v, *sinks = inputs
         if sinks:
@@ -211,7 +223,7 @@ class TransformerEngineKernel:
 
 
 def bucket(count: int, least: int = DOCUMENTS) -> int:
-    """Return the most of the bucket of ``count``: ``least``, doubled until it holds as many."""
+    """Return the bucket of ``count``: ``least`` times the smallest sufficient power of two."""
     while least < count:
         least *= 2
     return least
@@ -220,28 +232,28 @@ def bucket(count: int, least: int = DOCUMENTS) -> int:
 def _cudnn_version() -> tuple[int, ...]:
     try:
         from transformer_engine.pytorch.utils import get_cudnn_version
-    except ImportError:  # another version keeps it elsewhere
+    except ImportError:  # other versions keep it elsewhere
         return (0,)
     return tuple(get_cudnn_version())
 
 
 def _five(gradients: Sequence[Tensor | None]) -> list[Any]:
-    """Return the gradients of q, k, v, of a bias and of the sinks, of which the last may miss."""
+    """Return the gradients of q, k, v, of a bias and of the sinks; the last two may be None."""
     return [*gradients, None, None][:5]
 
 
 def _by_heads(output: Tensor, call: Operands) -> Tensor:
-    """[T, H, D], with the size of heads of values."""
+    """Return [T, H, D], with the head size of values."""
     return output.view(*call.q_THD.shape[:2], call.v_SGD.shape[2])
 
 
 def _at_start(call: Operands) -> list[Tensor]:
-    """The operands, each at the beginning of its storage: copied where it is not."""
+    """Return the operands, copied unless they start at the beginning of their storage."""
     return [x if x.storage_offset() == 0 else x.clone() for x in call.tensors]
 
 
 class _Source(torch.autograd.Function):
-    """A tensor that a graph begins with and does not hold, as it would hold a leaf."""
+    """Root of a graph that does not hold the tensor, as it would hold a leaf."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -253,11 +265,11 @@ class _Source(torch.autograd.Function):
 
 
 class _Sources:
-    """q, k and v of one call for its graph, which saves a place in here instead of them.
+    """q, k and v of one call for its graph, which saves an index into this object instead.
 
-    The graph's hooks hold this, so this holds nothing of the graph but where it begins. A circle
-    through a graph's nodes is one that Python's collector cannot see: a graph whose backward never
-    comes, after memory ran out, would stay for ever.
+    The graph's hooks hold this object, so it must hold nothing of the graph but its roots. Python's
+    garbage collector cannot see a cycle through autograd nodes. A graph whose backward never runs,
+    after an out-of-memory error, would then leak.
     """
 
     def __init__(self, inputs: list[Tensor]):
@@ -266,10 +278,10 @@ class _Sources:
             self.now: list[Tensor] = [_Source.apply(nothing, x) for x in inputs]
         self._places = {x.data_ptr(): index for index, x in enumerate(self.now)}
         self._shapes = [x.shape for x in self.now]
-        self._hooks = SavedTensorHooks()  # made before the graph's own are
+        self._hooks = SavedTensorHooks()  # made before the graph's own hooks
 
     def pack(self, tensor: Tensor) -> Any:
-        """An index in place of q, k or v."""
+        """Return an index in place of q, k or v."""
         index = self._places.get(tensor.data_ptr())
         is_input = index is not None and tensor.shape == self._shapes[index]
         return index if is_input else self._hooks.pack(tensor)
@@ -279,7 +291,7 @@ class _Sources:
 
 
 class _Run:
-    """One call of the module: its graph by its ``output``, everything but q, k and v in it."""
+    """One call of the module: its graph by its ``output``, with everything but q, k and v."""
 
     def __init__(self, output: Tensor, sources: _Sources):
         self._output: Tensor | None = output
@@ -288,7 +300,7 @@ class _Run:
         sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v and the sinks; once."""
+        """Return the gradients of q, k, v and the sinks; can be called once."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
         self._sources.now = inputs

@@ -1,9 +1,9 @@
-"""Transformer Engine's fused attention, called again as its module called it.
+"""Direct calls of Transformer Engine's fused attention with recorded arguments.
 
-DotProductAttention takes a third of a layer's Python calls to choose a kernel, and chooses the same
-one for calls that are alike. What it hands to the fused kernel, forward and backward, is recorded
-once; later calls hand over the same with their own tensors and lengths. Nothing is recorded where
-it hands over a tensor that is not one of the call's.
+DotProductAttention spends a third of a layer's Python calls on the choice of a kernel, and chooses
+the same one for equal calls. The arguments that it passes to the fused kernel, forward and
+backward, are recorded once. Later calls pass the same with their own tensors and lengths. Nothing
+is recorded if an argument is a tensor that is not an operand.
 """
 
 import inspect
@@ -18,17 +18,20 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.varlen import Operands
 
-LAYOUT = "thd_thd_thd"  # queries, keys and values apart, so each may lie anywhere
-_OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")  # what a backward gets of its forward and after it
+LAYOUT = "thd_thd_thd"  # separate queries, keys and values, so each may be anywhere
+# what a backward gets from its forward and from the loss
+_OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")
 
 
 @dataclass(slots=True)
 class KernelCalls:
-    """The fused kernel's arguments for calls that are alike, once they are recorded.
+    """The fused kernel's arguments for equal calls, once they are recorded.
 
-    forward, backward  by name, but for the call's own; None: not recorded
-    refused            the module does something that a call with these arguments does not do
-    sinks              shape and number format in which the kernel gets them
+    Attributes:
+        forward: arguments by name, without the call's own; None if they are not recorded.
+        backward: the same of the backward.
+        refused: whether a call with these arguments would not be equivalent to the module's.
+        sinks: shape and dtype in which the kernel gets the sinks.
     """
 
     forward: dict[str, Any] | None = None
@@ -37,9 +40,9 @@ class KernelCalls:
     sinks: tuple[tuple[int, ...], torch.dtype] | None = None
 
     def others(self, recorded: list[dict[str, Any]], call: Operands) -> dict[str, Any] | None:
-        """Return the arguments of the one ``recorded`` call beside those of ``call``.
+        """Return the arguments of the single ``recorded`` call that do not belong to ``call``.
 
-        None, and :attr:`refused`: a call with these alone would not be the module's.
+        None, with :attr:`refused` set, means that a call with these alone would not be equivalent.
         """
         arguments = recorded[0] if len(recorded) == 1 else {}
         same = [_same(arguments.pop(name, None), x) for name, x in own_arguments(call).items()]
@@ -56,14 +59,13 @@ class KernelCalls:
 
 @dataclass(slots=True)
 class FusedFunctions:
-    """``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``, where they are looked up."""
+    """``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``, which looks them up there."""
 
     module: ModuleType
     names: tuple[str, str] = ("fused_attn_fwd", "fused_attn_bwd")
     signatures: dict[str, inspect.Signature] = field(default_factory=dict)
 
     def __post_init__(self):
-        """Raise AttributeError where ``module`` has no such functions."""
         for name in self.names:
             self.signatures[name] = inspect.signature(getattr(self.module, name))
 
@@ -77,7 +79,7 @@ class FusedFunctions:
 
     @contextmanager
     def recorded(self, which: int, calls: list[dict[str, Any]]) -> Iterator[None]:
-        """Append the arguments of every forward (0) or backward (1) inside the context."""
+        """Append to ``calls`` the arguments of every forward (0) or backward (1)."""
         name = self.names[which]
         original: Callable[..., Any] = getattr(self.module, name)
 
@@ -93,7 +95,7 @@ class FusedFunctions:
 
 
 def own_arguments(call: Operands) -> dict[str, Any]:
-    """Return what the fused kernel gets of ``call``, forward and backward."""
+    """Return the arguments of the fused kernel that belong to ``call``, forward and backward."""
     lengths = call.cu_seqlens
     return {
         "q": call.q_THD,
@@ -118,9 +120,9 @@ def _same(recorded: Any, expected: Any) -> bool:
 
 
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
-    """Return a key of calls for which the module chooses alike.
+    """Return a key of calls for which the module makes the same choice.
 
-    They have one number format, and documents and lengths of the same power of two.
+    They have one dtype, and documents and lengths of the same power of two.
     """
     lengths = call.cu_seqlens
     most = lengths.most_queries, lengths.most_keys

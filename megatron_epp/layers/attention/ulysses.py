@@ -1,13 +1,13 @@
-"""Attention over some heads and all rows, where the rest of a layer has all heads and some rows.
+"""Attention over some heads and all rows with context parallelism (DeepSpeed Ulysses).
 
-The tokens of a chunk are spread over N context-parallel ranks, but attention wants whole documents.
-An all-to-all before it and one behind it exchange rows for heads (DeepSpeed Ulysses):
+The tokens of a chunk are sharded over N context-parallel ranks, but attention needs all tokens of a
+document. An all-to-all before it and one after it exchange rows for heads:
 
     rank r outside   rows [r T/N, (r+1) T/N) of the chunk, all H query and G key heads
     rank r inside    all T rows, heads [r H/N, (r+1) H/N) and the key heads that these attend to
 
-So K and V are kept with their heads sharded. Where there are fewer key heads than ranks, ranks
-share one: each gets a copy, and their gradients of it add up.
+The K/V cache is thus sharded by heads. With fewer key heads than ranks, several ranks get a copy of
+one, and their gradients of it add up.
 
 T rows of the padded chunk, t = T/N on this rank; D head size.
 """
@@ -39,17 +39,19 @@ def refuse_heads(heads: int, groups: int, ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """The exchange within ``group``, the same for every layer."""
+    """All-to-all within ``group``, the same for every layer."""
 
     group: dist.ProcessGroup
 
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
-        """q [T, H/N, D], k and v [T, max(1, G/N), D] of all rows."""
+        """Return q [T, H/N, D], and k and v [T, max(1, G/N), D], of all rows."""
         return self.each_to_heads((q_tHD, k_tGD, v_tGD))
 
     def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors of some rows [t, H, D] each as [T, H/N, D]; those of fewer heads than ranks have
-        copies of theirs."""
+        """Return tensors [t, H, D] of some rows as [T, H/N, D] each.
+
+        If there are fewer heads than ranks, they are copied.
+        """
         ranks = self.group.size()
         shared = (
             x if x.shape[1] >= ranks else x.repeat_interleave(ranks // x.shape[1], dim=1)
@@ -58,16 +60,18 @@ class Ulysses:
         return _ToHeads.apply(self.group, *shared)
 
     def to_rows(self, out_THD: Tensor) -> Tensor:
-        """The attention's output of some heads [T, H/N, D] as that of some rows [t, H, D]."""
+        """Return the output [T, H/N, D] of some heads as [t, H, D] of some rows."""
         return _ToRows.apply(self.group, out_THD)
 
     def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors of some rows [t, G, D] as those of all rows [T, G, D], on every rank; their
-        gradients, of some heads each, add up."""
+        """Return tensors [t, G, D] of some rows as [T, G, D] of all rows, on every rank.
+
+        Gradients, of some heads on each rank, add up.
+        """
         return _ToAll.apply(self.group, *tensors)
 
     def of_my_heads(self, weight_NK: Tensor) -> Tensor:
-        """Rows of ``weight`` that produce this rank's heads."""
+        """Return the rows of ``weight`` that produce this rank's heads."""
         return weight_NK.chunk(self.group.size())[self.group.rank()]
 
 
@@ -112,21 +116,22 @@ class _ToRows(torch.autograd.Function):
 
 
 def _rows_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """[t, N h, D] -> [T, h, D] each."""
-    # [t, N, h, D] -> [N, t, h, D]: what goes to one rank lies together.
+    """Return [t, N h, D] as [T, h, D] for each tensor."""
+    # [t, N, h, D] -> [N, t, h, D]: what goes to one rank is contiguous.
     parts = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
     return tuple(x.flatten(0, 1) for x in _exchange(parts, group))
 
 
 def _heads_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """[T, h, D] -> [t, N h, D] each."""
+    """Return [T, h, D] as [t, N h, D] for each tensor."""
     parts = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in _exchange(parts, group))
 
 
 def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Part n of every tensor [N, ...] goes to rank n. All are under way before one is waited for;
-    on a GPU the wait is the stream's, not the host's.
+    """Send part n of every tensor [N, ...] to rank n.
+
+    All messages are issued before the first wait; on a GPU the stream waits, not the host.
     """
     received = [torch.empty_like(part) for part in parts]
     works = [
@@ -139,9 +144,9 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 class RowsRecompute:
-    """The handle of an attention's output, where it must be exchanged again, too.
+    """Recompute handle of an attention output that must be exchanged again too.
 
-    All ranks hold the same handles and ask for their values in the same order: that of backward.
+    All ranks hold the same handles and use them in the same order, that of backward.
     """
 
     def __init__(self, ulysses: Ulysses, recompute: RecomputeHandle):
@@ -149,6 +154,7 @@ class RowsRecompute:
         self._value: Tensor | None = None
 
     def value(self) -> Tensor:
+        """Return the recomputed output [t, H, D]; computed once."""
         if self._value is None:
             (self._value,) = _heads_to_rows((self._again.value(),), self._ulysses.group)
         return self._value

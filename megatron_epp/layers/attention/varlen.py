@@ -1,23 +1,22 @@
-"""Attention of a chunk by kernels that take queries and keys of different lengths.
+"""Attention of a chunk by kernels with different numbers of queries and keys.
 
     rows of the chunk             piece          keys of the kernel's call
-    doc 1  whole   |  side by side: one call   |  their own rows
-    doc 2  whole   |                           |
-    doc 0  slice   |  a call of its own        |  context and own rows, one behind the other
+    doc 1  unsliced |  packed: one call      |  their own rows
+    doc 2  unsliced |                        |
+    doc 0  slice    |  a call of its own     |  context and own rows, contiguous
 
-The mask is causal, aligned at the bottom right: the last query sees all keys. For whole documents
-that is the ordinary one.
+The mask is causal and aligned at the bottom right: the last query sees all keys. For unsliced
+documents this is the ordinary mask.
 
-        keys  0 1 2 3 4           a slice of 2 queries behind a context of 3 inputs
+        keys  0 1 2 3 4           a slice of 2 queries after a context of 3 tokens
     query 3   # # # # .
     query 4   # # # # #
 
-A slice's K and V are written behind its context in the store, so the kernel reads them there and
-nothing is concatenated. That goes for the last slice, too, to whose K and V nobody attends later:
-the store's buffers have room for whole documents (``stores_last_slice``).
-
-In a layer with a window the store has tails (tails.py): a slice's call has the one in front of it
-and the slice's own rows, copied side by side. Both ends of a window are aligned like the mask.
+A slice's K/V are written after its context in the store, where the kernel reads both without
+concatenation. The last slice's K/V, which no later slice attends to, are stored too: the buffers
+have capacity for full documents (``stores_last_slice``). A sliding-window layer stores tails
+(tails.py), and a slice's call gets a copy of its tail and its own rows. Both ends of a window are
+aligned like the mask.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
 """
@@ -39,10 +38,13 @@ from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """Cumulative lengths of the documents of one call: where each begins and ends.
+    """Cumulative lengths of the documents of one call.
 
-    queries, keys         [documents + 1] int32 on the device, cumulative
-    most_queries, most_keys   of one document
+    Attributes:
+        queries: [documents + 1] int32 on the device.
+        keys: [documents + 1] int32 on the device.
+        most_queries: queries of the longest document.
+        most_keys: keys of the longest document.
     """
 
     queries: Tensor
@@ -53,10 +55,11 @@ class CuSeqlens:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
+        """Build them from the numbers of queries and keys of every document."""
         return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
 
     def padded(self, documents: int) -> "CuSeqlens":
-        """Return the same, followed by empty documents up to ``documents`` in all; made once."""
+        """Return the same with empty documents appended, ``documents`` in total; cached."""
         more = documents + 1 - len(self.queries)
         if more <= 0:
             return self
@@ -67,7 +70,7 @@ class CuSeqlens:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """(queries, keys) of every document; waits for the device."""
+        """(queries, keys) of every document; synchronises with the device."""
         return list(zip(self.queries.diff().tolist(), self.keys.diff().tolist(), strict=True))
 
 
@@ -76,7 +79,7 @@ def _sums(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
+    """Return a host tensor on ``device``; the copy from pinned memory does not block the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -84,8 +87,15 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Operands of one call: queries [T, H, D], keys and values [S, G, D], all contiguous; logits of
-    the heads' sinks [H], in a layer that has them."""
+    """Operands of one call, all contiguous.
+
+    Attributes:
+        q_THD: queries.
+        k_SGD: keys.
+        v_SGD: values.
+        cu_seqlens: lengths of the documents.
+        sinks_H: logits of the heads' sinks; None if the layer has none.
+    """
 
     q_THD: Tensor
     k_SGD: Tensor
@@ -95,35 +105,47 @@ class Operands:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those that have gradients: q, k, v and the sinks."""
+        """Operands with gradients: q, k, v and the sinks."""
         qkv = self.q_THD, self.k_SGD, self.v_SGD
         return qkv if self.sinks_H is None else (*qkv, self.sinks_H)
 
 
 class Kernel(Protocol):
-    """Attention of one call; the mask is causal at the bottom right.
-
-    ``forward`` gives the output [T, H, D] and, for a backward to come, what the kernel needs of it
-    beyond the operands, which ``backward`` is given again; it gives the gradients of q, k, v and,
-    where there are any, of the sinks.
-    """
+    """Attention of one call, with a causal mask aligned at the bottom right."""
 
     name: str
 
     def of_layers(self, before: int | None, sinks: bool) -> "Kernel":
-        """The same of layers in which queries see ``before`` inputs in front of them (None: all),
-        with or without sinks. ValueError, ImportError: there is none."""
+        """Return the kernel of layers with a window or sinks.
+
+        Args:
+            before: number of tokens before each query that it sees; None for all.
+            sinks: whether the layers have sinks.
+
+        Raises:
+            ValueError: if there is no such kernel.
+            ImportError: if a package for it is missing.
+        """
         ...
 
-    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]: ...
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        """Return the output [T, H, D], and what a backward needs beyond the operands.
 
-    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]: ...
+        The second result may be None unless ``backward``.
+        """
+
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v and, if there are sinks, of these.
+
+        ``kept`` is the second result of ``forward``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of a chunk, for one call; ``slice``: the slice of a cut document that they
-    are, or the branch of another; None: whole documents.
+    """Rows [start, stop) of a chunk for one call.
+
+    ``slice`` is the slice or branch that they are; None for unsliced documents.
     """
 
     start: int
@@ -133,14 +155,17 @@ class Piece:
 
     @property
     def local(self) -> builtins.slice:
+        """The rows as a Python slice."""
         return builtins.slice(self.start, self.stop)
 
 
 def pieces_of(
     state: ChunkState, device: torch.device, before: int | None = None
 ) -> tuple[Piece, ...]:
-    """The calls that ``state``'s chunk takes in layers whose queries see ``before`` inputs in front
-    of them (None: all); made for the first such layer, used by all."""
+    """Return the calls for the chunk in layers with a window of ``before``.
+
+    They are computed for the first such layer, and reused by the others.
+    """
     return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
 
 
@@ -167,12 +192,16 @@ def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
 
 
 class VarlenAttention:
-    """Attention of chunks by ``kernel``; ``all_heads``: the kernel for all heads, if it is another.
+    """Attention of chunks by ``kernel``.
 
-    ``before`` and ``sinks``: of the kernel's layers (``of_layer``).
+    Args:
+        kernel: kernel for this rank's heads.
+        uncut: kernel for all heads of the tensor-parallel rank, if it is another.
+        before: number of tokens before each query that it sees; None for all.
+        sinks: returns the logits of the heads' sinks [H], or None.
     """
 
-    stores_last_slice = True  # of layers without a window
+    stores_last_slice = True  # in layers without a window
     stores_latent = False
 
     def __init__(
@@ -189,13 +218,13 @@ class VarlenAttention:
 
     @property
     def all_heads(self) -> "VarlenAttention":
+        """The same over all heads of the tensor-parallel rank, for documents on one CP rank."""
         if self._all_heads is None:
             return self
         return VarlenAttention(self._all_heads, None, self.before, self.sinks)
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
-        """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
-        with ``sinks``: the logits of its heads' sinks, [H], or None."""
+        """Return the attention of a layer; arguments as in the class."""
         with_sinks = sinks() is not None
         if before is None and not with_sinks:
             return self
@@ -212,7 +241,7 @@ class VarlenAttention:
         layer: int,
         drop: bool,
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """The output [T, H, D]; where it is to be dropped, also the handle that recomputes it."""
+        """Return the output [T, H, D], and the handle that recomputes it if ``drop``."""
         recompute = AttentionRecompute() if drop else None
         backward = torch.is_grad_enabled()
         seeing = _Seeing(self.kernel, self.before)
@@ -223,7 +252,7 @@ class VarlenAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """View of a layer's queries: ``before`` inputs in front of each, or all, by its kernel."""
+    """What a layer's queries see: ``before`` tokens before each, or all, by its kernel."""
 
     kernel: Kernel
     before: int | None
@@ -243,7 +272,7 @@ class _Attend(torch.autograd.Function):
         backward: bool,
         recompute: AttentionRecompute | None,
     ) -> Tensor:
-        # A view of the fused QKV projection's output would keep all of that alive.
+        # A view would keep the whole output of the fused QKV projection alive.
         q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
         store = state.store
         pieces = pieces_of(state, q_THD.device, seeing.before)
@@ -283,13 +312,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
-    """``change`` applied to the tensors that a kernel keeps, where they are plain tensors."""
+    """Apply ``change`` to the tensors that a kernel saves, if they are a tuple."""
     return tuple(map(change, needed)) if isinstance(needed, tuple) else needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One layer's attention of one chunk; ``kept`` has an entry per piece."""
+    """Attention of one layer on one chunk; ``kept`` has an entry per piece."""
 
     seeing: _Seeing
     state: ChunkState
@@ -323,19 +352,19 @@ class _Call:
         v_TGD: Tensor | None,
         kept: list[Any],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of q, k, v and of the sinks."""
+        """Return the gradients of q, k, v and of the sinks."""
         pieces: list[tuple[Tensor, ...]] = []
         sinks_H, dsinks_H = self.sinks_H, None
-        if sinks_H is not None:  # of all pieces, rounded once
+        if sinks_H is not None:  # summed over all pieces, rounded once
             wide = torch.promote_types(sinks_H.dtype, torch.float32)
             dsinks_H = torch.zeros_like(sinks_H, dtype=wide)
-        # What continues others of the chunk stands behind them.
+        # In reverse: branches come after the rows that they continue.
         for index, piece in reversed(tuple(enumerate(self.pieces))):
             call = self._operands(piece, q_THD, k_TGD, v_TGD)
             dq, dk, dv, *others = self.seeing.kernel.backward(
                 grad_THD[piece.local], call, kept[index]
             )
-            kept[index] = None  # freed before the next piece makes its gradients
+            kept[index] = None  # freed before the next piece allocates its gradients
             if dsinks_H is not None:
                 dsinks_H += others[0]
             if piece.slice is not None:
@@ -354,11 +383,13 @@ class _Call:
     def _operands(
         self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
     ) -> Operands:
-        """Operands of the piece's call; a slice's begin with the keys and values of its context.
-        Those of a branch are put together, as the kernels want them in one tensor: a copy."""
+        """Return the operands of the piece's call; a slice's keys begin with its context.
+
+        Those of a branch are copied, because kernels need them in one tensor.
+        """
         if piece.slice is not None and self.seeing.before is None:
             spans, store = list(piece.slice.prefix), self.state.store
-            if piece.slice.cut:  # its own rows are there, too
+            if piece.slice.cut:  # its own rows are stored too
                 spans.append(piece.slice.span)
             keys = [store.context(self.layer, span.document, span.stop) for span in spans]
         elif piece.slice is not None and (front := self.tails(piece.slice).context()) is not None:
@@ -371,8 +402,10 @@ class _Call:
         return Operands(q_THD[piece.local], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Leave the context's gradients in the store; the slice's own, with what later slices
-        left there for it."""
+        """Add the context's gradients to the store, and return the slice's own.
+
+        These include what later slices left in the store.
+        """
         store, span = self.state.store, rows.span
         if self.seeing.before is not None:
             own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
@@ -381,7 +414,7 @@ class _Call:
             return own
         own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
         if rows.cut and not rows.last:
-            # In float32, where later slices' gradients have added up: rounded once.
+            # In float32, in which later slices' gradients accumulate: rounded once.
             later = store.gradient(self.layer, span.document, span.start, span.stop)
             dk, dv = ((a + b).to(a.dtype) for a, b in zip(own, later, strict=True))
             own = dk, dv
@@ -395,7 +428,7 @@ class _Call:
         return own
 
     def _joined(self, parts: Sequence[Tensor], q_THD: Tensor) -> Tensor:
-        """The pieces' rows one behind the other, and zeros for the padding."""
+        """Return the rows of all pieces in order, with zeros as padding."""
         if not parts:
             return torch.zeros_like(q_THD)
         total, used = q_THD.shape[0], self.pieces[-1].stop
@@ -409,6 +442,6 @@ class _Call:
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, list[Any]]:
-    """(output, what its backward needs) of a forward whose own was dropped."""
+    """Return the output, and what its backward needs, of a forward that dropped its own."""
     call: _Call = ctx.call
     return call.forward(*call.inputs(ctx), True)

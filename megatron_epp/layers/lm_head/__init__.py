@@ -1,1 +1,1 @@
-"""The LM head on chunks: vocabulary shards, fused head and loss, log-probabilities."""
+"""LM head on chunks: vocabulary shards, fused head and loss, log-probabilities."""

@@ -1,13 +1,13 @@
-"""Output layer and loss whose backward runs with their forward, so that no logits are kept.
+"""Fused LM head and loss, whose backward runs in the forward, so that no logits are saved.
 
     F   hidden -> logits -> losses, and at once logits -> gradient of hidden     block by block
-    B   hands that gradient on
+    B   returns that gradient
 
-The gradient of a token's loss is known before any backward: its weight in the sum. What a chunk
-keeps from F to B is then one hidden state per token, where it was a vocabulary of logits; no
-arithmetic is added. Gradients of the output layer's weight add up while F runs.
+The gradient of a token's loss is known before any backward: it is the token's weight in the sum.
+From F to B a chunk then saves one hidden state per token instead of logits over the vocabulary,
+without additional arithmetic. Gradients of the LM head's weight accumulate during F.
 
-T rows of the chunk, t of them here, H hidden size
+T rows of the chunk, t of them on this rank, H hidden size
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_epp.layers.lm_head.vocabulary import row_blocks
 
-# losses(rows of hidden [t, 1, H], which rows) -> [1, t]
+# losses(hidden states [t, 1, H], their rows) -> [1, t]
 Losses = Callable[[Tensor, slice], Tensor]
 Exchange = Callable[[Tensor], Tensor]
 
@@ -31,11 +31,15 @@ def fused_backward(
     gather: Exchange | None = None,
     scatter: Exchange | None = None,
 ) -> Tensor:
-    """Losses [1, T] of ``hidden``, whose backward must come with the gradient ``weights``.
+    """Return the losses [1, T] of ``hidden``; their backward must have the gradient ``weights``.
 
-    ``block`` rows at a time: more logits than that never live. Where other ranks hold the other
-    rows of the chunk, ``gather`` [t, 1, H] -> [T, 1, H] brings them, once, and ``scatter`` [T, 1,
-    H] -> [t, 1, H] adds up every rank's share of their gradients.
+    Args:
+        hidden_t1H: hidden states of this rank's rows.
+        weights_1T: weight of every token in the sum.
+        losses: computes the losses of some rows.
+        block: number of rows whose logits are alive at a time.
+        gather: all-gather of rows [t, 1, H] -> [T, 1, H], if other ranks have other rows.
+        scatter: reduce-scatter of gradients [T, 1, H] -> [t, 1, H].
     """
     return _FusedBackward.apply(hidden_t1H, weights_1T, losses, block, gather, scatter)
 

@@ -1,15 +1,15 @@
-"""Log-probabilities of tokens, and entropies, from hidden states: no more logits than a block live.
+"""Log-probabilities and entropies from hidden states, with the logits of one block at a time.
 
     forward    a block of rows: logits -> their log-sum-exp, the label's logit, the mean logit
-    backward   the block's logits again -> gradients of hidden states and of the weight
+    backward   recomputed logits -> gradients of hidden states and of the weight
 
-What is kept from one to the other is three numbers a row. The arithmetic is that of the plain way
-with the logits made twice: four products where that has three.
+Three numbers per row are saved between the two. Recomputing the logits makes four products where
+the plain implementation has three.
 
     log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
 
 t rows on this rank, T on its tensor-parallel group (as in layers.lm_head.vocabulary), H hidden
-size, V words of this rank
+size, V vocabulary rows of this rank
 """
 
 from typing import Any
@@ -34,14 +34,19 @@ def block_log_probs(
     temperature_T: Tensor | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [T] of the labels, and entropies [T] (zeros where they are not wanted), in
-    float32, or float64 where the hidden states are.
+    """Return log-probabilities [T] of the labels, and entropies [T].
 
-    weight         the parameter whose data ``words`` hold, to which gradients go
-    temperature    by which a row's logits are divided; None: by nothing
+    The dtype is float32, or float64 if that of the hidden states is. It is collective over the
+    group, in forward and backward. Every rank must pass the same gradients, as if each computes the
+    full loss.
 
-    Collective over the group, in forward and backward. Every rank of it must come with the same
-    gradients, as where each computes the whole loss.
+    Args:
+        hidden_tH: hidden states of this rank's rows.
+        weight_VH: parameter whose data ``words`` has; it gets the gradients.
+        labels_T: labels.
+        words: this rank's vocabulary rows.
+        temperature_T: divisor of each row's logits; None for 1.
+        entropy: whether to compute entropies; otherwise they are zeros.
     """
     log_probs_T, entropy_T = _LogProbs.apply(
         hidden_tH, weight_VH, labels_T, words, temperature_T, entropy
@@ -96,7 +101,7 @@ class _LogProbs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
         hidden_grad_TH = torch.empty_like(hidden_TH) if wants_hidden else None
-        # Blocks add up: in a half's format what is small would be lost in what is large.
+        # Accumulated in float32: small terms would be lost in a 16-bit sum.
         weight_grad_VH = torch.zeros_like(words.weight_VH, dtype=dtype) if wants_weight else None
         for block, logits_tV, place_t, met_t in words.blocks(hidden_TH, labels_T, temperature_T):
             slope_tV = logits_tV.sub_(lse_T[block, None])

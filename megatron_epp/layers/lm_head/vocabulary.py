@@ -1,21 +1,20 @@
-"""The output layer and its loss where every stage, and every tensor-parallel rank, has some words.
+"""LM head and loss with vocabulary parallelism: each stage and TP rank has some vocabulary rows.
 
-    H   of a rank: logits of its words, merged with those of the ranks before    along a chain
-    G   of a rank: the gradient of its words' rows, when all logits are known
+    H   of a rank: logits of its vocabulary rows, merged with those of earlier ranks of the chain
+    G   of a rank: gradient of its vocabulary rows, once all logits are known
 
-What H passes on of a row is as much as an online softmax needs: the logarithm of the sum of
-exponentials so far, the label's logit and row of the weight where they were met, and the mean of
-the rows of the weight under the softmax so far. Behind the last words
+H sends an online softmax per row: the log-sum-exp so far, the label's logit and weight row once
+they are met, and the mean weight row under the softmax so far. After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 
-each times the row's weight in the loss, so that no logits are kept, and none but a block of them
-ever lives. G makes them again: softmax = exp(logit - lse), the exact one.
+both times the row's weight in the loss. No logits are saved, and only a block of them is alive at a
+time. G recomputes them: softmax = exp(logit - lse) is exact.
 
-Statistics are float32, or float64 where the hidden states are; means and rows have their dtype.
+Statistics are float32, or float64 if the hidden states are; means and weight rows have their dtype.
 
-t rows of the chunk on this rank, T on its tensor-parallel group (more than t with sequence
-parallelism, which spreads rows over them), H hidden size, V words of this rank
+t rows of the chunk on this rank, T on its tensor-parallel group (sequence parallelism shards rows
+over it), H hidden size, V vocabulary rows of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +30,16 @@ from megatron_epp.layers.concatenated import concatenated
 
 @dataclass(frozen=True, slots=True)
 class OutputWeightShard:
-    """Rows [first, first + V) of the output layer's weight, one per word of the vocabulary; logits
-    of ``block`` rows of the chunk live at once.
+    """Rows [first, first + V) of the LM head's weight, one per vocabulary entry.
 
-    group       the tensor-parallel ranks, which have other words; None: this rank is alone
-    scattered   whether each of them has other rows of the chunk, too (sequence parallelism)
-    hold        what counts a block's logits, which no autograd saves, as long as the token lives
-                that it gives for them
+    Attributes:
+        weight_VH: the rows.
+        first: vocabulary index of the first one.
+        block: number of chunk rows whose logits are alive at a time.
+        group: tensor-parallel ranks, which have other vocabulary rows; None for a single rank.
+        scattered: whether each of them has other rows of the chunk too (sequence parallelism).
+        hold: returns a token that counts a block's logits, which autograd does not save, for as
+            long as the token lives.
     """
 
     weight_VH: Tensor
@@ -52,15 +54,16 @@ class OutputWeightShard:
 
     @property
     def ranks(self) -> int:
+        """Number of tensor-parallel ranks."""
         return 1 if self.group is None else self.group.size()
 
     @property
     def scatters(self) -> int:
-        """Ranks that have some of the rows each."""
+        """Number of ranks over which the chunk's rows are sharded."""
         return self.ranks if self.scattered else 1
 
     def gathered(self, tensor_t: Tensor) -> Tensor:
-        """[t, ...] -> [T, ...]. Collective where rows are scattered."""
+        """Return [t, ...] as [T, ...]; collective if rows are sharded."""
         if not self.scattered or self.ranks == 1:
             return tensor_t
         full_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
@@ -68,14 +71,14 @@ class OutputWeightShard:
         return full_T
 
     def local(self, tensor_T: Tensor) -> Tensor:
-        """[T, ...] -> [t, ...]: the rows that are here."""
+        """Return the rows [t, ...] of this rank from [T, ...]."""
         if not self.scattered or self.group is None:
             return tensor_T
         rows = len(tensor_T) // self.ranks
         return tensor_T[self.group.rank() * rows :][:rows]
 
     def summed(self, tensor_T: Tensor) -> Tensor:
-        """[T, ...] of every rank -> [t, ...] of their sum. Collective."""
+        """Return the sum over ranks of [T, ...] as [t, ...] (collective)."""
         if not self.scattered:
             dist.all_reduce(tensor_T, group=self.group)
             return tensor_T
@@ -86,8 +89,11 @@ class OutputWeightShard:
     def blocks(
         self, hidden_TH: Tensor, labels_T: Tensor, temperature_T: Tensor | None = None
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Yield for every block its rows, their logits [t, V] in the statistics' format, where
-        their labels stand among the words, and whether they do. Delete the logits before the next.
+        """Yield the rows of every block, their logits, their labels' indices, and a mask.
+
+        Logits are [t, V] in the statistics' dtype. Indices are those among this rank's vocabulary
+        rows; the mask says whether the label is one of them. Delete the logits before the next
+        block.
         """
         for rows in row_blocks(len(hidden_TH), self.block):
             logits_tV = hidden_TH[rows] @ self.weight_VH.t()
@@ -103,14 +109,23 @@ class OutputWeightShard:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Softmax statistics over the words so far. ``rows``: None where no gradient is wanted."""
+    """Softmax statistics over the vocabulary rows so far.
 
-    lse_t: Tensor  # logarithm of the sum of their logits' exponentials
-    logit_t: Tensor  # the label's, 0 where the label is none of them
+    Attributes:
+        lse_t: log-sum-exp of their logits.
+        logit_t: the label's logit; 0 if the label is none of them.
+        rows: weight rows for the gradient; None without a gradient.
+    """
+
+    lse_t: Tensor
+    logit_t: Tensor
     rows: "WeightRows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """Merged with those of other words. The rows of both are given up for the result's."""
+        """Return the statistics merged with those of other vocabulary rows.
+
+        The memory of both is reused.
+        """
         lse_t = torch.logaddexp(self.lse_t, other.lse_t)
         rows = None
         if self.rows is not None and other.rows is not None:
@@ -125,33 +140,45 @@ class Statistics:
 
     @property
     def losses_t(self) -> Tensor:
-        """Loss of every row, once these are all words."""
+        """Loss of every chunk row, after all vocabulary rows."""
         return self.lse_t - self.logit_t
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRows:
-    """Mean of the weight's rows under the softmax of the words so far, and the label's row, 0 where
-    the label is none of them."""
+    """Mean weight row under the softmax so far, and the label's weight row.
+
+    The latter is 0 if the label is none of the vocabulary rows so far.
+    """
 
     mean_tH: Tensor
     label_tH: Tensor
 
     def gradient(self, weights_t: Tensor) -> Tensor:
-        """Gradient of the hidden states, once these are all words; ``weights``: of the losses."""
+        """Return the gradient of the hidden states, after all vocabulary rows.
+
+        ``weights_t`` are the weights of the losses.
+        """
         return (self.mean_tH - self.label_tH) * weights_t[:, None].to(self.mean_tH.dtype)
 
 
 def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
+    """Return the dtype of statistics for that of the hidden states: at least float32."""
     return torch.promote_types(hidden, torch.float32)
 
 
 def statistics(
     hidden_tH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
-    """H: of the t rows here, over the words of this rank and of its tensor-parallel group.
+    """Return the statistics of H for this rank's t rows (collective over ``words.group``).
 
-    ``gradient``: with the rows that it needs. Collective over the group.
+    They cover the vocabulary rows of this rank and of its tensor-parallel group.
+
+    Args:
+        hidden_tH: hidden states of this rank's rows.
+        labels_T: labels.
+        words: this rank's vocabulary rows.
+        gradient: whether to compute the weight rows for the gradient.
     """
     hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
     own = _local_statistics(hidden_TH, labels_T, words, gradient)
@@ -163,7 +190,7 @@ def statistics(
     rows = None
     if own.rows is not None:
         mean_TH = own.rows.mean_tH * softmax_mass(own.lse_t, lse_T, own.rows.mean_tH)
-        # [T, 2, H], so that a sum that scatters gives each rank its rows of both.
+        # [T, 2, H], so that a reduce-scatter gives each rank its rows of both.
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
         both = words.summed(both)
         rows = WeightRows(both[:, 0], both[:, 1])
@@ -187,7 +214,7 @@ def _local_statistics(
         if rows is not None:
             softmax_tV = logits_tV.sub_(lse_t[:, None]).exp_().to(weight_VH.dtype)
             torch.matmul(softmax_tV, weight_VH, out=rows.mean_tH[block])
-            # Not times met_t: a row that is not finite would leave its trace where it is not met.
+            # Masked instead of multiplied by met_t: a non-finite row would otherwise leave NaN.
             rows.label_tH[block] = weight_VH[place_t].masked_fill_(~met_t[:, None], 0)
             del softmax_tV
         del logits_tV
@@ -197,10 +224,16 @@ def _local_statistics(
 def weight_gradients(
     hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor, words: OutputWeightShard
 ) -> Iterator[Tensor]:
-    """G: what the rows add to the gradient of ``words.weight``, a block of them at a time: [V, H].
+    """Yield the gradient [V, H] of the vocabulary rows (G), one block of chunk rows at a time.
 
-    lse       over all words     weights   of the rows' losses
-    Collective over the group where it is scattered.
+    It is collective over the group if rows are sharded.
+
+    Args:
+        hidden_tH: hidden states of this rank's rows.
+        labels_T: labels.
+        weights_T: weights of the rows' losses.
+        lse_t: log-sum-exp over all vocabulary rows.
+        words: this rank's vocabulary rows.
     """
     weight_VH = words.weight_VH
     hidden_TH, lse_T = words.gathered(hidden_tH).to(weight_VH.dtype), words.gathered(lse_t)
@@ -214,7 +247,7 @@ def weight_gradients(
 
 
 def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
-    """Log-sum-exp over all ranks' words."""
+    """Return the log-sum-exp over the vocabulary rows of all ranks."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
     sum_T = torch.exp(lse_T - most_T)
@@ -223,11 +256,12 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 
 
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
-    """Softmax mass of some words among more words: [t, 1]."""
+    """Return the softmax mass [t, 1] of some vocabulary rows among more."""
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
 
 def row_blocks(total: int, size: int) -> Iterator[slice]:
+    """Yield slices of ``size`` rows that cover ``total`` rows."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -237,8 +271,10 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The one tensor that several travel in: ``rows`` rows of ``wide`` tensors of H numbers in
-    ``dtype``, and of ``narrow`` statistics, whose bits take the place of as many numbers."""
+    """Layout of one message tensor with ``wide`` tensors [rows, hidden] and ``narrow`` statistics.
+
+    Wide tensors have dtype ``dtype``; the bits of statistics are stored in elements of it.
+    """
 
     rows: int
     hidden: int
@@ -248,15 +284,16 @@ class Packing:
 
     @property
     def _numbers(self) -> int:
-        """Numbers that take a statistic's place."""
+        """Number of elements that hold one statistic."""
         return statistics_dtype(self.dtype).itemsize // self.dtype.itemsize
 
     @property
     def elements(self) -> int:
+        """Number of elements of the message."""
         return self.rows * (self.wide * self.hidden + self.narrow * self._numbers)
 
     def pack(self, wide: tuple[Tensor, ...], narrow: tuple[Tensor, ...]) -> Tensor:
-        """[elements]; ``wide`` are of t * H numbers each, ``narrow`` of t."""
+        """Return the message [elements] of ``wide`` tensors [t, H] and ``narrow`` ones [t]."""
         assert (len(wide), len(narrow)) == (self.wide, self.narrow)
         parts = [tensor.reshape(-1).to(self.dtype) for tensor in wide]
         kind = statistics_dtype(self.dtype)
@@ -264,10 +301,10 @@ class Packing:
         return concatenated(parts)
 
     def unpack(self, flat: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Views of [t, H], and copies of [t]."""
+        """Return views [t, H] of the wide tensors, and copies [t] of the narrow ones."""
         sizes = [self.rows * self.hidden] * self.wide + [self.rows * self._numbers] * self.narrow
         parts = flat.split(sizes)
         kind = statistics_dtype(self.dtype)
         wide = tuple(part.view(self.rows, self.hidden) for part in parts[: self.wide])
-        # A copy: a view of wider numbers must begin at a multiple of their size.
+        # A copy, because a view of a wider dtype must be aligned.
         return wide, tuple(part.clone().view(kind) for part in parts[self.wide :])

@@ -1,1 +1,1 @@
-"""Experts in chunks: the chunk that a layer runs now, and how balanced its routers are."""
+"""MoE on chunks: the chunk that a layer runs now, and load balancing of routers."""

@@ -1,10 +1,10 @@
-"""The chunk that passes through a layer right now, for those of its modules that are not told.
+"""The chunk that a layer runs now, for modules of the layer without access to its state.
 
     layer(hidden, params)      params lead to the chunk's state
-      attention(..., params)   told
-      mlp(hidden)              not told, and run again in backward, outside of the layer
+      attention(..., params)   has access
+      mlp(hidden)              has none, and is recomputed in backward, outside of the layer
 
-So the layer notes the state, the MLP takes it along, and gives it back whenever it runs.
+The layer records the state. The MLP passes it on, and restores it whenever it runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,14 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 
 class CurrentChunk:
-    """``state`` of the chunk that passes; None outside of a layer, and where there is no plan."""
+    """``state`` of the running chunk; None outside of a layer, and without a plan."""
 
     def __init__(self) -> None:
         self.state: ChunkState | None = None
 
     @contextmanager
     def during(self, state: ChunkState | None) -> Iterator[None]:
+        """Set the state within the context."""
         before, self.state = self.state, state
         try:
             yield
@@ -37,8 +38,10 @@ def note_in_layer(
     current_chunk: CurrentChunk,
     state_of: Callable[[dict[str, Any]], ChunkState | None],
 ) -> Callable[..., Any]:
-    """A layer's ``forward(hidden_states=..., **others)`` with the state that is among ``others``
-    noted: also when the whole layer is recomputed."""
+    """Wrap a layer's ``forward`` so that the state among its arguments is recorded.
+
+    This also holds when the whole layer is recomputed.
+    """
 
     @wraps(forward)
     def wrapped(hidden_states: Tensor, **others: Any) -> Any:
@@ -50,7 +53,7 @@ def note_in_layer(
 
 @contextmanager
 def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
-    """Around the wrapping of ``mlp`` for recompute: what it runs again meets the state of then."""
+    """Pass the forward's state to recompute, for the wrapping of ``mlp`` within this context."""
     original = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:

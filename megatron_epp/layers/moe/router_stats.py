@@ -1,15 +1,15 @@
-"""Losses that keep experts balanced, once for every document, whatever the plan.
+"""Load-balancing losses of MoE routers per document, independent of the plan.
 
-The auxiliary loss of document d in one layer is what Megatron computes where d is a micro-batch:
+The auxiliary loss of document d in one layer is what Megatron computes if d is a micro-batch:
 
     coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        weighted by its T_d tokens
 
-A slice sees some of the document's tokens, a pack those of several documents. But the gradient is
-linear in the counts, d/d score_ti = coeff * E / (k * T_d) * count_i(d), and they are complete when
-the document's last slice runs backward, which comes before those of its other slices. So forward
-counts, and an identity on the logits sends the gradient when backward comes by.
+A slice has some of the document's tokens, a pack those of several documents. But the gradient is
+linear in the counts, d/d score_ti = coeff * E / (k * T_d) * count_i(d). The counts are complete
+when the document's last slice runs backward, before its other slices do. So the forward counts, and
+an identity on the logits adds the gradient in backward.
 
-    F   slice 0: count     F   slice 1: count     B   slice 1: sum over ranks, send     B   slice 0
+    F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0
 
 t rows of a rank, E experts, k experts of a token, T_d tokens of document d
 """
@@ -29,14 +29,17 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """How a model's experts are kept balanced.
+    """Load balancing of a model's experts.
 
-    experts, topk    E and k
-    auxiliary        the coefficients of auxiliary losses, by the name in the log
-    z_coefficient    of the squared log-sum-exp of a token's logits; 0: none
-    place, places    this rank's among those that share a chunk's rows in order
-    splits           of these, neighbours that share the rows of one context-parallel rank
-    group            these ranks; None where there is one
+    Attributes:
+        experts: E.
+        topk: k.
+        auxiliary: (name in the log, coefficient) of auxiliary losses.
+        z_coefficient: coefficient of the squared log-sum-exp of a token's logits; 0 for none.
+        place: index of this rank among those over which a chunk's rows are sharded in order.
+        places: number of these ranks.
+        splits: number of consecutive ones that share the rows of one context-parallel rank.
+        group: group of these ranks; None for a single one.
     """
 
     experts: int
@@ -50,18 +53,20 @@ class Balancing:
 
     @property
     def coefficient(self) -> float:
-        """Sum over auxiliary losses: for one document they are one loss under several names."""
+        """Sum over auxiliary losses, which per document are one loss under several names."""
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Documents whose tokens are balanced together, as where several are a loop's micro-batch: all
-    forwards of a pool come before its first backward.
+    """Documents whose tokens are balanced together, such as those of a loop's micro-batch.
 
-    of             the pool of every document
-    shares         factor of a pool's auxiliary losses, which weigh by its tokens
-    token_fractions   the same of its tokens' z-losses
+    All forwards of a pool precede its first backward.
+
+    Attributes:
+        of: pool of every document.
+        shares: factor on each pool's auxiliary losses, which are weighted by its tokens.
+        token_fractions: factor on its tokens' z-losses.
     """
 
     of: Sequence[int]
@@ -70,16 +75,22 @@ class Pools:
 
     @classmethod
     def each_alone(cls, documents: int) -> "Pools":
-        """Every document a pool of its own, weighted by its tokens."""
+        """Build one pool per document, weighted by its tokens."""
         return cls(range(documents), (1.0,) * documents, (1.0,) * documents)
 
 
 class RouterStats:
-    """Counts and scores that a stage's routers have seen in one iteration.
+    """Counts and scores of a stage's routers in one iteration.
 
-    ``documents[d]``: T_d. ``scale``: factor of the loss before backward. ``pools``: documents that
-    are balanced together, None: each alone. Tokens are counted in a layer's first run of a chunk,
-    not in those that recompute it. D below counts pools.
+    Tokens are counted in a layer's first run of a chunk, not in recompute. D is the number of pools
+    below.
+
+    Args:
+        balancing: the load balancing.
+        documents: T_d of every document.
+        layers: number of layers of the stage.
+        scale: factor on the loss before backward.
+        pools: documents that are balanced together; None balances each individually.
     """
 
     def __init__(
@@ -98,14 +109,14 @@ class RouterStats:
         self.scale = scale
         self._passed: set[tuple[int, int]] = set()
         self._summed: set[int] = set()
-        self._counts_DLE: Tensor | None = None  # a row behind the pools for padding
+        self._counts_DLE: Tensor | None = None  # the last row is for padding
         self._scores_DLE: Tensor | None = None  # of this rank's rows
         self._of_pools: dict[str, Tensor] = {}
         self._auxiliary_L: Tensor | None = None
         self._z_L: Tensor | None = None
 
     def first_time(self, layer: int, chunk: int) -> bool:
-        """Whether layer ``layer`` of the stage has not run ``chunk`` before; it has from now on."""
+        """Return whether ``layer`` runs ``chunk`` for the first time, and record that it has."""
         first = (layer, chunk) not in self._passed
         self._passed.add((layer, chunk))
         return first
@@ -113,7 +124,10 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """The pool of each of this rank's rows, [t] int64; of padding: their number."""
+        """Return [t] int64, the pool of each of this rank's rows.
+
+        Padding has the number of pools.
+        """
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
     def _owners(self, state: ChunkState) -> Tensor:
@@ -125,14 +139,14 @@ class RouterStats:
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
-        """The pool of each row that ``state`` counts."""
+        """Return the pool of each row of ``state``."""
         owners = numpy.full(state.tokens, len(self.tokens), dtype=numpy.int64)
         for rows in state.rows:
             owners[rows.start : rows.stop] = self.pools.of[rows.span.document]
         return owners
 
     def valid(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Mask of this rank's rows that are no padding, [t] bool."""
+        """Return a mask [t] of this rank's rows that are not padding."""
         return self.owners(state, device) < len(self.tokens)
 
     # -------------------------------------------------------------- auxiliary losses
@@ -146,9 +160,15 @@ class RouterStats:
         first: bool,
         fraction: float = 1.0,
     ) -> Tensor:
-        """``logits`` of ``layer``, whose backward adds a ``fraction`` of auxiliary gradients.
+        """Return the logits of ``layer``; their backward adds gradients of auxiliary losses.
 
-        ``scored(logits)``: which experts each token chooses, [t, E], and its scores of all, [t, E].
+        Args:
+            logits_tE: logits.
+            scored: maps logits to the chosen experts [t, E] and the scores [t, E].
+            layer: number of the layer in the stage.
+            state: state of the chunk.
+            first: whether this is the layer's first run of the chunk.
+            fraction: factor on the gradients.
         """
         if not self.balancing.coefficient:
             return logits_tE
@@ -185,8 +205,10 @@ class RouterStats:
         return self._counts_DLE, self._scores_DLE
 
     def _sum_over_ranks(self, state: ChunkState) -> None:
-        """Complete the counts of the chunk's pools, all layers at once: in the backward of a
-        document's last slice, whichever layer comes first."""
+        """All-reduce the counts of the chunk's pools, for all layers at once.
+
+        It happens in the backward of a document's last slice, in whichever layer comes first.
+        """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)
         new = [pool for pool in pools if pool not in self._summed]
@@ -199,7 +221,7 @@ class RouterStats:
         if self.balancing.group is not None:
             dist.all_reduce(counts_DLE, group=self.balancing.group)
             self._counts_DLE.index_copy_(0, which, counts_DLE)
-        # This rank's part of the losses, for the log: counts of all ranks, scores of its own rows.
+        # This rank's part of the losses, for the log: global counts times scores of its own rows.
         rules = self.balancing
         losses_DL = (counts_DLE * self._scores_DLE.index_select(0, which)).sum(-1)
         weights_D = self._inverse(counts_DLE).index_select(0, which) ** 2
@@ -210,7 +232,7 @@ class RouterStats:
         return self._once("inverse", [1 / tokens for tokens in self.tokens], like)
 
     def _once(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
-        """[D + 1] on the device of ``like``, made the first time; padding's is 0."""
+        """Return [D + 1] factors on the device of ``like``, computed once; that of padding is 0."""
         if name not in self._of_pools:
             dtype = torch.promote_types(like.dtype, torch.float32)
             factors = torch.tensor([*of_pools, 0.0], dtype=dtype)
@@ -220,8 +242,16 @@ class RouterStats:
     # -------------------------------------------------------------- z-loss
 
     def restrained(self, logits_tE: Tensor, layer: int, state: ChunkState, first: bool) -> Tensor:
-        """``logits`` of ``layer``, whose backward adds the z-loss's gradient: of every token, so
-        it is the same in any chunk; padding has none."""
+        """Return the logits of ``layer``; their backward adds the z-loss's gradient.
+
+        It is a loss per token, hence the same in any chunk; padding has none.
+
+        Args:
+            logits_tE: logits.
+            layer: number of the layer in the stage.
+            state: state of the chunk.
+            first: whether this is the layer's first run of the chunk.
+        """
         coefficient = self.balancing.z_coefficient
         if not coefficient:
             return logits_tE
@@ -247,8 +277,10 @@ class RouterStats:
     # -------------------------------------------------------------- for the log
 
     def losses(self) -> dict[str, Tensor]:
-        """This rank's part of every loss without its coefficient, summed over this replica's
-        documents, [layers], by its name in the log."""
+        """Return this rank's part of every loss without its coefficient, by name in the log.
+
+        It is [layers], summed over this replica's documents.
+        """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:
             losses |= {name: self._auxiliary_L for name, _ in self.balancing.auxiliary}
@@ -258,7 +290,7 @@ class RouterStats:
 
 
 class _Attached(torch.autograd.Function):
-    """The identity on ``output``; backward sends ``other`` a gradient that is known only then."""
+    """Identity on ``output``, whose backward computes a gradient of ``other``."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:

@@ -1,12 +1,12 @@
-"""Sinkhorn's balancing of experts, of every document alone, whatever is computed beside it.
+"""Sinkhorn balancing of experts for every document individually.
 
-    weight_te = d1_e * exp(logit_te) * d0_t     each token of a document, and each expert, weighs
-                                                alike in the sum; a token's largest are its experts
+    weight_te = d1_e * exp(logit_te) * d0_t     each token of a document, and each expert, has
+                                                the same total; the largest choose the experts
 
 Megatron finds d0 and d1 over all rows that one rank has of a micro-batch
 (core/transformer/moe/moe_utils.py, ``sinkhorn``). Here every document of a chunk has its own, over
-its rows on all ranks, and its iteration ends by itself: what Megatron does on one rank, with one
-document a micro-batch.
+its rows on all ranks, and its iteration ends individually. This is what Megatron computes on one
+rank with one document per micro-batch.
 
 t rows of a rank, T rows of a chunk, D documents of a chunk, E experts
 """
@@ -20,14 +20,14 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.moe.router_stats import Balancing
 
-# Megatron's.
+# As in Megatron.
 TOLERANCE, LEAST = 1e-4, 1e-8
 
 
 def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> Tensor:
-    """The weights of this rank's rows, [t, E] float32, of a chunk of whole documents.
+    """Return the weights [t, E], float32, of this rank's rows of a chunk of unsliced documents.
 
-    Collective over the ranks that share its rows.
+    It is collective over the ranks over which the rows are sharded.
     """
     assert state.local is None, "documents are spread over all ranks"
     logits_tE = logits_tE.detach().to(torch.float32)
@@ -40,7 +40,7 @@ def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> 
 
 
 def _owners(state: ChunkState) -> Tensor:
-    """The place in the chunk of each row's document; of padding: their number. [T] int64"""
+    """Return [T] int64: the index in the chunk of each row's document; their number for padding."""
     owners_T = numpy.full(state.tokens, len(state.rows), dtype=numpy.int64)
     for place, rows in enumerate(state.rows):
         owners_T[rows.start : rows.stop] = place
@@ -48,10 +48,13 @@ def _owners(state: ChunkState) -> Tensor:
 
 
 def weights(logits_TE: Tensor, owners_T: Tensor, documents: int) -> Tensor:
-    """[T, E] of the rows of D ``documents``, each balanced alone; rows owned by none are not."""
+    """Return the weights [T, E] of the rows, each document balanced individually.
+
+    Padding is not balanced.
+    """
     cost_TE = torch.exp(logits_TE)
-    # A document's sums as one product: adding up by index is in no fixed order on GPUs, and a
-    # layer that is recomputed must choose again what it chose. The last one is padding.
+    # Sums per document as one product. Index-wise addition has no fixed order on GPUs, but a
+    # recomputed layer must choose the same experts. The last row is padding.
     which_D = torch.arange(documents + 1, device=logits_TE.device)
     member_DT = (owners_T == which_D[:, None]).to(cost_TE.dtype)
     fraction_T = (1 / member_DT.sum(1).clamp(min=1)).index_select(0, owners_T)

@@ -1,1 +1,1 @@
-"""Recompute of whole layers or parts of them during a chunk's backward."""
+"""Recompute of layers or sublayers during a chunk's backward."""

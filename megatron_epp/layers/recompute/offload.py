@@ -1,7 +1,7 @@
-"""Layers whose saved tensors lie in the host's memory from F to B (runtime.host_store).
+"""Offloading of layers whose saved tensors are in host memory from F to B (runtime.host_store).
 
-What a layer saved is its own and goes: its input, too, as nobody else saves that. Parameters, kept
-K and V, and what all layers of a chunk are given (the rotary table) stay where they are.
+What a layer saved is its own and is offloaded, including its input, which no other layer saves.
+Parameters, cached K/V, and what all layers of a chunk share (the rotary table) stay on the device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,10 @@ from megatron_epp.layers.chunk_state import ChunkState
 def offloading(
     state: ChunkState, layer: int, others: Mapping[str, Any]
 ) -> AbstractContextManager[None]:
-    """A context for the forward of ``layer``, which is given ``others`` beside its input."""
+    """Return a context that offloads what ``layer`` saves in its forward.
+
+    ``others`` are its arguments besides the hidden states.
+    """
     assert state.host is not None, "a chunk that is offloaded has a store on the host"
     excluded = {tensor.untyped_storage()._cdata for tensor in _tensors(tuple(others.values()))}
 
@@ -28,11 +31,10 @@ def offloading(
 
 
 def entrance(received: Tensor) -> tuple[Tensor, Tensor]:
-    """(leaf, hidden): a leaf of the shape of ``received`` that holds no data, for its gradient, and
-    ``received`` as what follows from it.
+    """Return (leaf, hidden): an empty leaf for the gradient of ``received``, and its hidden states.
 
-    A stage keeps the leaf until B. Were it ``received`` itself, that would stay on the device,
-    whatever becomes of what its first layer saved.
+    A stage keeps the leaf until B. If the leaf were ``received`` itself, that would stay on the
+    device even when its first layer is offloaded.
     """
     leaf = received.new_empty(1).expand(received.shape).requires_grad_()
     return leaf, _Entrance.apply(leaf, received)
@@ -45,7 +47,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
-        # Dense: a leaf without strides of its own takes over what has none, and nothing else.
+        # Dense: a leaf without strides of its own accepts a gradient with any; others need it.
         return gradient.contiguous(), None
 
 

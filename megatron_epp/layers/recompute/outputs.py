@@ -1,10 +1,10 @@
-"""Outputs that are not kept for backward, but recomputed when it asks for them.
+"""Outputs that are recomputed in backward instead of being saved.
 
     forward    x -> [module] -> y -> [consumer]      the consumer would save y, the module more
-    backward   the consumer asks for y: the module runs again on x, which is kept anyway
+    backward   the consumer needs y: the module runs again on x, which is saved anyway
 
-Dropped is what the consumer saves of y (a hook on what autograd saves puts a handle in its place)
-and what the module saves beside x. The module's own backward then uses what was recomputed.
+Dropped are y, which the consumer would save (a saved-tensor hook replaces it by a handle), and what
+the module saves besides x. The module's own backward uses the recomputed values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,16 +16,14 @@ from torch import Tensor
 
 
 class RecomputeHandle(Protocol):
-    """Recomputes a dropped tensor, once, in backward."""
+    """Handle that recomputes a dropped tensor once, in backward."""
 
-    def value(self) -> Tensor: ...
+    def value(self) -> Tensor:
+        """Return the recomputed tensor."""
 
 
 class AttentionRecompute:
-    """The handle of an attention's output, and of what else its backward takes.
-
-    ``of`` says which node of autograd's made the output, and what recomputes it from that.
-    """
+    """Handle of an attention's output, and of other values that its backward needs."""
 
     def __init__(self):
         self._node: Any = None
@@ -33,12 +31,15 @@ class AttentionRecompute:
         self._result: tuple[Tensor, Any] | None = None
 
     def of(self, node: Any, run: Callable[[Any], tuple[Tensor, Any]]):
+        """Set the autograd node that made the output, and the function that recomputes it."""
         self._node, self._run = node, run
 
     def value(self) -> Tensor:
+        """Return the recomputed output."""
         return self.result()[0]
 
     def result(self) -> tuple[Tensor, Any]:
+        """Return the recomputed output and the other values; computed once."""
         if self._result is None:
             assert self._run is not None, "the output is asked for before its node's backward"
             with torch.no_grad():
@@ -46,14 +47,14 @@ class AttentionRecompute:
         return self._result
 
     def taken(self) -> tuple[Tensor, Any]:
-        """The result, in the node's backward; node and handle forget each other: no cycle stays."""
+        """Return the result in the node's backward, and break the reference cycle with the node."""
         result, self._node.recompute = self.result(), None
         self._node = self._run = self._result = None
         return result
 
 
 class DroppedOutputs:
-    """Handles of the tensors that one layer drops right now, by where their data begin.
+    """Handles of the tensors that one layer drops, by data address.
 
     ``modules`` are those that drop their output; set around every pass through the layer.
     """
@@ -64,6 +65,7 @@ class DroppedOutputs:
 
     @contextmanager
     def by(self, modules: frozenset[str]) -> Iterator[None]:
+        """Set ``modules`` within the context, and forget all handles after it."""
         before, self.modules = self.modules, modules
         try:
             yield
@@ -72,12 +74,14 @@ class DroppedOutputs:
             self._handles.clear()
 
     def add(self, output: Tensor, handle: RecomputeHandle):
-        """``output`` need not be kept; it is held until its consumer has taken the handle."""
+        """Register the handle of ``output``, which is alive until its consumer takes the handle."""
         self._handles[output.data_ptr()] = output, handle
 
     def take(self, tensor: Tensor, last: bool = True) -> RecomputeHandle | None:
-        """The handle of ``tensor`` or of the tensor that it is a view of, all of it; ``last``:
-        nobody else in this pass will ask for it."""
+        """Return the handle of ``tensor``, or of the tensor that it is a full view of, if any.
+
+        ``last`` removes it: no other consumer of this pass will take it.
+        """
         output, handle = self._handles.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():
             return None
@@ -87,7 +91,7 @@ class DroppedOutputs:
 
 
 def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, RecomputeHandle]:
-    """``function(x)``, keeping x alone; and the handle that recomputes it."""
+    """Return ``function(x)``, saving only x, and the handle that recomputes it."""
     (output,), (handle,) = recomputable_all(lambda x: (function(x),), (x,))
     return output, handle
 
@@ -95,10 +99,10 @@ def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tenso
 def recomputable_all(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[RecomputeHandle, ...]]:
-    """``function(*inputs)``, several outputs, keeping the inputs alone; and a handle for each.
+    """Return the outputs of ``function(*inputs)``, saving only the inputs, and a handle for each.
 
-    The backward of what is inside is one, of all outputs: a weight that is used outside, too, may
-    be returned among them, and then has one gradient, the sum of both.
+    All outputs have one backward. A weight that is used elsewhere too may be among the outputs; it
+    then gets one gradient, the sum of both.
     """
     recompute = _Recompute(function)
     outputs = _Recomputable.apply(recompute, *inputs)
@@ -108,14 +112,14 @@ def recomputable_all(
 def saving_handle(
     tensor: Tensor, handle: RecomputeHandle | None, function: Callable[[], Any]
 ) -> Any:
-    """``function()``, which saves ``tensor``, with the handle saved in its place."""
+    """Run ``function``, which saves ``tensor``, with its handle saved instead."""
     return function() if handle is None else saving_handles([(tensor, handle)], function)
 
 
 def saving_handles(
     dropped: Sequence[tuple[Tensor, RecomputeHandle]], function: Callable[[], Any]
 ) -> Any:
-    """``function()``, which saves tensors, with each one's handle saved in its place."""
+    """Run ``function``, which saves tensors, with their handles saved instead."""
     handles = {tensor.data_ptr(): (tensor.numel(), handle) for tensor, handle in dropped}
 
     def pack(saved: Tensor) -> Any:
@@ -136,15 +140,16 @@ def saving_handles(
 
 
 class _Recompute:
-    """A run of ``function`` in backward, with the graph through which its gradients go."""
+    """Run of ``function`` in backward, with the graph of its gradients."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
         self.function = function
-        self.node: Any = None  # _Recomputable's context; given back in its backward: no cycle stays
+        # context of _Recomputable; reset in its backward, so that no cycle remains
+        self.node: Any = None
         self.run: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def result(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(the inputs, the outputs that hang on them)."""
+        """Return the inputs, and the outputs computed from them."""
         if self.run is None:
             needed = self.node.needs_input_grad[1:]
             inputs = tuple(
@@ -157,7 +162,7 @@ class _Recompute:
 
 
 class _Output:
-    """The handle of one output of several."""
+    """Handle of one of several outputs."""
 
     def __init__(self, recompute: _Recompute, index: int):
         self._recompute, self._index = recompute, index

@@ -1,4 +1,4 @@
-"""Forwards of a layer and its modules, wrapped: they keep, recompute or offload as planned."""
+"""Wrappers of forwards of a layer and its modules: save, recompute or offload as planned."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +15,9 @@ from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable, 
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-OF_MLA = "u"  # of layers with latent attention alone
-OF_EXPERTS = "e"  # of layers with experts alone
-# Choices whose bytes and seconds are a layer's own.
+OF_MLA = "u"  # only in layers with MLA
+OF_EXPERTS = "e"  # only in layers with MoE
+# Modes whose bytes and seconds are a layer's own.
 ON_DEVICE = KEEP + FULL + "".join(mode for mode in SELECTIVE if mode not in (OF_MLA, OF_EXPERTS))
 EXECUTABLE = ON_DEVICE + OFFLOAD
 MODULES = {mode: frozenset(modules) for mode, modules in SELECTIVE.items()}
@@ -30,11 +30,16 @@ def wrap_layer(
     checkpoint: Checkpoint,
     dropped: DroppedOutputs,
 ) -> Callable[..., tuple[Tensor, Any]]:
-    """``forward(hidden_states=..., **others)`` of layer ``index`` of the stage, recomputed or
-    offloaded where the chunk's state says so. ``state_of`` finds the state among the keyword
-    arguments; ``dropped`` is what the layer's wrapped modules read.
+    """Wrap the forward of layer ``index`` of the stage, to recompute or offload it as planned.
 
-    The recomputation meets the chunk's K and V in the store, where they stay as they are.
+    Recompute finds the chunk's K/V in the store, which does not change.
+
+    Args:
+        forward: ``forward(hidden_states=..., **others)`` of the layer.
+        index: number of the layer in the stage.
+        state_of: returns the chunk's state from the keyword arguments.
+        checkpoint: runs a function, saving only its input.
+        dropped: what the layer's wrapped modules read.
     """
 
     @wraps(forward)
@@ -58,13 +63,16 @@ def wrap_layer(
 
 
 def hidden_of(output: Any) -> Tensor:
-    """A layer's hidden states, which some give beside a context."""
+    """Return a layer's hidden states, which some layers return with a context."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
-    """Where layer norms are recomputed: their output is dropped once it is used. Not of one without
-    weights: a linear has it inside, or there is none."""
+    """Wrap a norm so that its output is dropped after use if norms are recomputed.
+
+    A norm without weights is not wrapped: it is an identity, and a linear includes the norm, or
+    there is none.
+    """
     if not any(True for _ in norm.parameters()):
         return
     forward = norm.forward
@@ -81,7 +89,7 @@ def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
-    """Where the MLP is recomputed: only its input is kept, or not even that."""
+    """Wrap an MLP so that only its input is saved, or not even that, if MLPs are recomputed."""
     forward = mlp.forward
 
     @wraps(forward)
@@ -103,8 +111,10 @@ def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
-    """A linear that would save what a module in front of it has dropped; ``last``: the last one
-    that reads it."""
+    """Wrap a linear that would save what a module before it has dropped.
+
+    ``last`` says that it is the last one that reads it.
+    """
     forward = linear.forward
 
     @wraps(forward)

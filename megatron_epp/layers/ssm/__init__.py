@@ -1,1 +1,1 @@
-"""Layers that carry a state from token to token: over the borders between slices, and by heads."""
+"""SSM and linear-attention layers: states carried over slice boundaries, and scans by heads."""

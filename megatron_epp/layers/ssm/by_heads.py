@@ -1,10 +1,10 @@
-"""Rows for heads around a scan, where a chunk's rows lie over context-parallel ranks.
+"""Exchange of rows for heads around a scan, if a chunk's rows are on context-parallel ranks.
 
-A state goes through all rows of a document, so the rows are exchanged for heads, as attention's
-are (layers/attention/ulysses.py), which are independent. Of documents that a rank computes alone it
-has every head, and nothing is exchanged (layers/attention/local.py).
+A state passes through all rows of a document, so rows are exchanged for heads, which are
+independent, as for attention (layers/attention/ulysses.py). Documents that one rank computes have
+every head there, and exchange nothing (layers/attention/local.py).
 
-t rows of this rank, s of them exchanged, T = N s with those of all N ranks; C channels.
+t rows of this rank, s of them exchanged, T = N s over all N ranks; C channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,17 +21,18 @@ from megatron_epp.layers.concatenated import concatenated
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Channels of a projection that are ``heads`` of ``size`` each, one head behind the other."""
+    """Channels of a projection: ``heads`` heads of ``size`` channels, one head after the other."""
 
     heads: int
     size: int
 
     @property
     def channels(self) -> int:
+        """Number of channels."""
         return self.heads * self.size
 
 
-# (rows [T, C], their state, whether they are of this rank's share of heads) -> outputs [T, H, P]
+# (rows [T, C], their state, whether they have this rank's heads only) -> outputs [T, H, P]
 Scan = Callable[[Tensor, ChunkState, bool], Tensor]
 
 
@@ -42,7 +43,15 @@ def scan_by_heads(
     ulysses: Ulysses | None,
     scan: Scan,
 ) -> Tensor:
-    """Outputs [t, H, P] of this rank's rows by ``scan``, from the channels of ``sections``."""
+    """Return the outputs [t, H, P] of ``scan`` for this rank's rows.
+
+    Args:
+        rows_tC: rows of this rank.
+        sections: sections of their channels.
+        state: state of the chunk.
+        ulysses: the exchange; None without context parallelism.
+        scan: the scan.
+    """
     if ulysses is None:
         return scan(rows_tC, state, False)
     sharded_count, outputs = sharded_rows(state, ulysses), []

@@ -1,20 +1,18 @@
-"""States over the borders between slices: which rows one call of a kernel takes, what it begins
-with, what it leaves.
+"""States carried over slice boundaries: kernel calls of a chunk, with initial and final states.
 
     rows of a chunk     [slice of 0 . . .|doc 1 .|doc 2|padding]
     calls               [+ + slice of 0 . . .|doc 1 .|doc 2|padding]     one, where a slice is first
-                         rows in front of a border, for the convolution
+                         rows before a boundary, for the convolution
 
-A kernel that knows where sequences end takes many of them in one call, but one state only: into the
-first of them, and out of the last. So a slice behind a border begins a call, and a slice in front
-of one ends it. At every border the store keeps a row: the state, and the W - 1 rows in front of it
-that a convolution of W taps sees. Their gradients go back the same way.
+A kernel that supports several sequences takes many of them in one call, but only one state: into
+the first sequence, and out of the last. A slice after a boundary therefore begins a call, and a
+slice before one ends it. For every boundary the store has a row: the state, and the W - 1 rows
+before it that a convolution of W taps sees. Their gradients return the same way.
 
-A document that continues another begins with the state at a border of that: out of the store, or,
-where both are in one chunk, straight from the call that left it.
-
-A call that would be too long for a kernel's numbers of elements is made of several, whose states go
-from one to the next through autograd.
+A document that continues another begins with the state at one of its boundaries. It comes from the
+store or, if both are in one chunk, directly from the call that produced it. A call that would
+exceed a kernel's number of elements is split into several, whose states are passed through
+autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,25 +27,30 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.concatenated import concatenated
 
-# What a kernel counts elements of one tensor with is 32 bits wide; sizes of heads, blocks and
-# strides multiply what is addressed, so calls stay well below.
+# Kernels index the elements of a tensor with 32 bits. Head sizes, blocks and strides multiply what
+# is addressed, so calls stay well below.
 MOST_ELEMENTS = 2**30
-BLOCK_ROWS = 128  # rows of a kernel's own blocks, as large as they come
-# Attribute of a tensor of boundaries: the lengths of its sequences, which kernels' wrappers read on
-# the host without a wait for the device.
+BLOCK_ROWS = 128  # rows of a kernel's own blocks, at most
+# Attribute of a tensor of boundaries: the lengths of its sequences, which kernel wrappers read on
+# the host without a device synchronisation.
 HOST_LENGTHS = "epp_lengths"
-WITHIN = -1  # the border between two calls of one slice
+WITHIN = -1  # the boundary between two calls of one slice
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Rows [start, stop) of a chunk that one call of a kernel takes: sequences of ``lengths``.
+    """Rows [start, stop) of a chunk for one kernel call: sequences of ``lengths``.
 
-    before   border, of those of ``of``, whose state the first sequence begins with; None: it
-             begins at the first position
-    after    border, of those of ``document``, at which the last one leaves its state; None: nothing
-             follows it
-    of       the document whose border ``before`` is
+    Attributes:
+        start: first row.
+        stop: row after the last one.
+        lengths: rows of the sequences.
+        document: document of the last sequence, -1 if its state is not carried.
+        before: boundary of document ``of`` with whose state the first sequence begins; None at the
+            first position.
+        after: boundary of ``document`` at which the last sequence leaves its state; None if nothing
+            follows.
+        of: document of the boundary ``before``.
     """
 
     start: int
@@ -60,9 +63,9 @@ class Call:
 
 
 def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Call, ...]:
-    """The calls for all rows of a chunk, of which each has so many ``channels``; once a chunk.
+    """Return the calls for all rows of a chunk with ``channels`` channels; computed once per chunk.
 
-    ``alone``: of kernels that do not know where sequences end, so that each takes a call.
+    ``alone`` is for kernels that support one sequence per call.
     """
     most = most_rows(channels)
     calls = _pieces if alone else _calls
@@ -71,7 +74,7 @@ def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Cal
 
 
 def most_rows(channels: int) -> int:
-    """Rows of so many ``channels`` that one call may have."""
+    """Return the most rows of ``channels`` channels that one call may have."""
     return max(1, MOST_ELEMENTS // channels // BLOCK_ROWS) * BLOCK_ROWS
 
 
@@ -97,7 +100,7 @@ def _calls(state: ChunkState, most: int) -> Iterator[Call]:
 
 
 def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
-    """A call for each span and for the padding, and several for one of more than ``most`` rows."""
+    """Yield calls for each span and for the padding, with at most ``most`` rows each."""
     for rows in state.rows:
         before, after = _boundaries(state, rows)
         for start in range(rows.start, rows.stop, most):
@@ -112,13 +115,15 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
 
 
 def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
-    """Borders at which the span of ``rows`` begins, of those of the document in front of it, and
-    ends, of those of its own."""
+    """Return the boundaries at which the span begins and ends.
+
+    The first belongs to the document before it, which may be another; the second to its own.
+    """
     if not (rows.cut or rows.prefix):
         return None, None
     start, stop = rows.span.start, rows.span.stop
     boundaries = state.store.boundaries.get(rows.span.document)
-    if boundaries is None:  # in calibration, which knows one slice alone
+    if boundaries is None:  # in calibration, with a single slice
         boundaries = (start, stop) if start else (stop,)
     before = boundaries.index(start) if start else None
     if rows.prefix and not start:
@@ -128,13 +133,18 @@ def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
 
 
 class CarriedStates:
-    """States and rows in front of borders, in one pass of a chunk through layer ``layer`` of the
-    stage: a layer asks for them call by call, in order.
+    """States and rows at slice boundaries, in one pass of a chunk through a layer.
 
-    ``taps`` of its convolution, or of each of its convolutions, whose channels lie one behind the
-    other. A layer asks for the rows first (:meth:`front`), gives those that the next call would see
-    (:meth:`after`), and hands in the state with the outputs (:meth:`leave`). ``alone``: each
-    sequence is a call of its own.
+    The layer uses it call by call, in order. It first gets the rows before the call
+    (:meth:`front`). Then it passes those that the next call will need (:meth:`after`), and finally
+    the state with the outputs (:meth:`leave`).
+
+    Args:
+        state: state of the chunk.
+        layer: number of the layer in the stage.
+        taps: taps of its convolution, or of each of several, whose channels are concatenated.
+        channels: number of channels of a row.
+        alone: whether each sequence is a call of its own.
     """
 
     def __init__(
@@ -143,7 +153,7 @@ class CarriedStates:
         self.state, self.layer, self.taps, self.alone = state, layer, taps, alone
         self.calls, self.most = calls_of(state, channels, alone), most_rows(channels)
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
-        # Which call leaves the state of a document's border, of those in this chunk.
+        # Call that produces the state of a document's boundary, for those in this chunk.
         self._leaves = {
             (call.document, call.after): number
             for number, call in enumerate(self.calls)
@@ -154,12 +164,15 @@ class CarriedStates:
         self._within: Tensor | None = None
 
     def of_calls(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """``rows`` of the chunk, which are its dimension ``dim``, call by call."""
+        """Return ``rows`` of the chunk, which are dimension ``dim``, split by call."""
         return rows.split([call.stop - call.start for call in self.calls], dim)
 
     def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
-        """The W - 1 rows [W-1, C] in front of call ``number``, which computes ``rows``, channels of
-        them all from ``first`` on; None where a document begins."""
+        """Return the W - 1 rows [W-1, C] before call ``number``; None at the start of a document.
+
+        ``rows_LC`` are the call's rows; their channels are those of the convolution from ``first``
+        on.
+        """
         call = self.calls[number]
         if call.before is None:
             return None
@@ -174,11 +187,11 @@ class CarriedStates:
         return tail[:, first : first + rows_LC.shape[1]]
 
     def _tail(self, number: int) -> Tensor:
-        """The last W - 1 rows of call ``number``, all channels."""
+        """Return the last W - 1 rows of call ``number``, all channels."""
         return concatenated(self._tails[number], 1)
 
     def initial(self, number: int) -> Tensor | None:
-        """The state that call ``number`` begins with, once its front was asked for."""
+        """Return the initial state of call ``number``, after its ``front``; None for zeros."""
         call = self.calls[number]
         if call.before is None:
             return None
@@ -192,21 +205,25 @@ class CarriedStates:
         return self._taken.pop(number)[0]
 
     def after(self, number: int, rows_LC: Tensor) -> None:
-        """``rows`` of call ``number``, those in front of it included, as its convolution saw them;
-        of several convolutions one after the other."""
+        """Record the end of call ``number``'s rows as its convolution saw them, with those before.
+
+        Several convolutions are recorded one after the other.
+        """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:
             return
-        if len(call.lengths) > 1:  # the slice behind whole documents sees nothing of theirs
+        if len(call.lengths) > 1:  # the slice after unsliced documents sees nothing of them
             rows_LC = rows_LC[len(rows_LC) - call.lengths[-1] :]
-        if len(rows_LC) < wanted:  # where its document begins
+        if len(rows_LC) < wanted:  # at the start of its document
             nothing = rows_LC.new_zeros(wanted - len(rows_LC), rows_LC.shape[1])
             rows_LC = torch.cat((nothing, rows_LC))
         self._tails.setdefault(number, []).append(rows_LC[len(rows_LC) - wanted :])
 
     def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
-        """``outputs`` of call ``number``, with ``final``, the state behind its last row, kept where
-        a border follows: what uses the outputs is what sends gradients back to it."""
+        """Return ``outputs`` of call ``number``, and store ``final``, its state after the last row.
+
+        It is stored if a boundary follows. The backward of the outputs reads the state's gradient.
+        """
         call = self.calls[number]
         if call.after is None:
             return outputs
@@ -218,12 +235,15 @@ class CarriedStates:
         return _Leave.apply(outputs, final, self._tail(number), self.state, self.layer, call)
 
     def wants_final(self, number: int) -> bool:
+        """Return whether call ``number`` must return its final state."""
         return self.calls[number].after is not None
 
     def boundaries(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """Where the sequences of call ``number`` begin and the last one ends, ``front`` rows in
-        front of a border counted: int64, the same tensor for every layer of the chunk; None where
-        calls are of one sequence each."""
+        """Return the cumulative lengths, int64, of the sequences of call ``number``.
+
+        The first sequence includes ``front`` rows before a boundary. All layers of the chunk get
+        the same tensor. None if calls have one sequence each.
+        """
         if self.alone:
             return None
 
@@ -235,7 +255,10 @@ class CarriedStates:
         return boundaries
 
     def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """[1, L] of which sequence each row of call ``number`` is, int32; None: there is one."""
+        """Return [1, L] int32, the sequence of each row of call ``number``.
+
+        The result is None if there is only one sequence.
+        """
         if len(self.calls[number].lengths) == 1:
             return None
 
@@ -246,21 +269,23 @@ class CarriedStates:
         return self._once("sequences", number, front, device, make)
 
     def lengths(self, number: int, front: int) -> tuple[int, ...]:
-        """Rows of the sequences of call ``number``, with ``front`` of them in front of a border."""
+        """Return the lengths of call ``number``'s sequences, with ``front`` rows in the first."""
         first, *others = self.calls[number].lengths
         return first + front, *others
 
     def _once(
         self, what: str, number: int, front: int, device: torch.device, make: Callable[[], Tensor]
     ) -> Tensor:
-        """``make()`` of the chunk's first layer that asks, on the device."""
+        """Return ``make()`` on the device, called for the first layer of the chunk only."""
         name = f"{what} of call {number} of {self.most} rows, behind {front}"
         return self.state.once(name, lambda: on_device(make(), device))
 
 
 class _Take(torch.autograd.Function):
-    """State and rows at the border that a call begins at, from the store; their gradients go
-    there. ``rows``, those of the call, tie it into the graph."""
+    """State and rows from the store at the boundary where a call begins.
+
+    Their gradients go to the store. ``rows``, those of the call, connect it to the graph.
+    """
 
     @staticmethod
     def forward(
@@ -281,7 +306,7 @@ class _Take(torch.autograd.Function):
 
 
 def _seen(state: ChunkState, layer: int, call: Call) -> None:
-    """In evaluation: free the states of a document that nobody will begin with any more."""
+    """Free the states of a document that no call needs any more, in forward-only passes."""
     store, document = state.store, call.of
     if state.training:
         return
@@ -292,15 +317,19 @@ def _seen(state: ChunkState, layer: int, call: Call) -> None:
 
 
 def _own(row: Tensor) -> Tensor:
-    """The memory of ``row`` as no view: what is written beside it in the buffer, where borders
-    behind this one are kept, is no change of it to autograd."""
+    """Return an alias of ``row``'s storage that is not a view.
+
+    Writes of later boundaries elsewhere in the buffer then do not change its version counter.
+    """
     memory = row.untyped_storage()
     return row.new_empty(0).set_(memory, row.storage_offset(), row.size(), row.stride())
 
 
 class _Leave(torch.autograd.Function):
-    """``outputs`` as they are, the state behind them into the store; in backward it finds what the
-    next slice left there for it."""
+    """Identity on ``outputs`` that stores the state after them.
+
+    Its backward reads the gradient that the next slice left in the store.
+    """
 
     @staticmethod
     def forward(
@@ -322,7 +351,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
         store, boundary = ctx.store, ctx.boundary
-        of_final = of_tail = None  # where all that follows is in the chunk, through autograd alone
+        # None if all that follows is in the chunk and goes through autograd alone
+        of_final = of_tail = None
         if store.has_gradient(*ctx.place):
             gradients = store.gradient(*ctx.place, boundary, boundary + 1)
             of_final, of_tail = (part[0].clone() for part in gradients)

@@ -1,8 +1,8 @@
-"""Convolutions and rules with flash-linear-attention's interface, call by call.
+"""Convolutions and delta rules of flash-linear-attention, call by call.
 
-Both know where sequences end, and a rule takes a state for each of them. A convolution's own state
-is wrong for sequences of a row or two in released kernels, so the rows in front of a border go into
-it as rows, and are dropped behind it.
+Both support several sequences, and a rule takes a state for each. In released kernels the state of
+a convolution is wrong for sequences of one or two rows. The rows before a boundary are therefore
+passed as rows, and dropped afterwards.
 
 T rows of a chunk, C channels, H heads of P channels of values.
 """
@@ -16,15 +16,21 @@ from torch import Tensor
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.ssm.carried import CarriedStates
 
-# (rows [1, L, C], where their sequences begin and the last one ends; None: one) -> [1, L, C]
+# (rows [1, L, C], cumulative lengths or None for one sequence) -> [1, L, C]
 Convolution = Callable[[Tensor, Any], Tensor]
 
 
 def convolve_calls(
     rows_TC: Tensor, states: CarriedStates, convolution: Convolution, first: int = 0
 ) -> Tensor:
-    """``rows`` through ``convolution`` [T, C]: of the layer's convolved channels those from
-    ``first`` on."""
+    """Return [T, C]: the rows through a convolution.
+
+    Args:
+        rows_TC: rows of the chunk.
+        states: states and rows at the boundaries.
+        convolution: the convolution.
+        first: index of its first channel among the layer's convolved channels.
+    """
     outputs = []
     for number, rows in enumerate(states.of_calls(rows_TC)):
         front = states.front(number, rows, first)
@@ -40,14 +46,14 @@ def convolve_calls(
 def apply_rule(
     rule: Callable[..., Any], inputs: Sequence[Tensor], states: CarriedStates, **options: Any
 ) -> Tensor:
-    """Outputs [1, T, H, P] of ``rule(q, k, v, g, beta)`` on inputs [1, T, ...]."""
+    """Return the outputs [1, T, H, P] of ``rule(q, k, v, g, beta)`` for inputs [1, T, ...]."""
     outputs = []
     of_calls = zip(*(states.of_calls(x, 1) for x in inputs), strict=True)
     for number, (q, k, v, g, beta) in enumerate(of_calls):
         initial, wants = states.initial(number), states.wants_final(number)
         if initial is not None:
-            initial = initial[None]  # of the store's memory, where it is the only one
-            # Behind it whole documents, which begin with nothing.
+            initial = initial[None]  # a view of the store's memory if it is the only one
+            # Unsliced documents follow, which begin with zeros.
             if after := len(states.calls[number].lengths) - 1:
                 others = initial.new_zeros(after, *initial.shape[1:])
                 initial = torch.cat((initial, others))

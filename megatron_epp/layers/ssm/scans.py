@@ -1,7 +1,7 @@
-"""Scans of layers with a state, on hosts without a GPU: what GPU kernels compute, by torch.
+"""Scans of SSM and linear-attention layers in torch, for CPU-only hosts.
 
-Each works in blocks of rows: within a block all rows meet all earlier ones as in attention, and a
-state goes from block to block. Sequences that lie one behind the other are scanned one by one.
+Each works in blocks of rows: rows of a block interact as in attention, and a state passes from
+block to block. Several sequences are scanned one by one.
 
 L rows of a sequence in c blocks of Q, H heads of which R share a group, G groups (H = G R), P
 channels of a head's values, N (of the delta rule K) channels of its keys.
@@ -17,8 +17,7 @@ SCAN_ROWS = 64
 
 
 def causal_conv(x_LC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
-    """Each channel's own convolution [L, C] over a row and those before it, zeros before the first;
-    W taps, the last one the row's own."""
+    """Return the depthwise causal convolution [L, C] with W taps, padded with zeros."""
     rows, taps = len(x_LC), weight_CW.shape[1]
     padded = F.pad(x_LC, (0, 0, taps - 1, 0))
     output = sum(padded[tap : tap + rows] * weight_CW[:, tap] for tap in range(taps))
@@ -34,10 +33,18 @@ def selective_scan(
     C_LGN: Tensor,
     state_HPN: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan: state = exp(dt A) state + dt x B', output = state C; [L, H, P] and the state
-    behind the last row [H, P, N].
+    """Return Mamba-2's scan [L, H, P] and the final state [H, P, N].
 
-    Source: Dao and Gu, Transformers are SSMs (2024), listing 1.
+    state = exp(dt A) state + dt x B', output = state C. Source: Dao and Gu, Transformers are SSMs
+    (2024), listing 1.
+
+    Args:
+        x_LHP: inputs.
+        dt_LH: step sizes.
+        A_H: decay rates.
+        B_LGN: input projections.
+        C_LGN: output projections.
+        state_HPN: initial state; None for zeros.
     """
     return _with_rest(
         lambda parts, state: _selective_blocks(parts, A_H, state),
@@ -80,12 +87,20 @@ def gated_delta_rule(
     scale: float,
     state_HKP: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule: S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S;
-    [L, H, P] and the state behind the last row [H, K, P]. ``g`` is of a head (k = 1), or of each of
-    its channels (k = K), as in Kimi's delta attention.
+    """Return the gated delta rule's outputs [L, H, P] and the final state [H, K, P].
 
-    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), eq. 10; a block's rows by one
-    triangular system, as in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
+    S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S. Source: Yang, Kautz and
+    Hatamizadeh, Gated Delta Networks (2025), eq. 10; rows of a block by one triangular system, as
+    in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
+
+    Args:
+        q_LHK: queries.
+        k_LHK: keys.
+        v_LHP: values.
+        g_LHk: log decay per head (k = 1), or per channel (k = K) as in Kimi delta attention.
+        beta_LH: write strengths.
+        scale: factor on the outputs.
+        state_HKP: initial state; None for zeros.
     """
     return _with_rest(
         lambda parts, state: _delta_blocks(parts, scale, state),
@@ -104,7 +119,7 @@ def _delta_blocks(
     within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
 
     def scored(x: Tensor) -> Tensor:
-        """Products of rows of ``x`` and of K, with what is left of K's."""
+        """Return products of the rows of ``x`` with K, decayed."""
         if within.shape[-1] == 1:
             return (x @ k.mT) * within[..., 0]
         return torch.einsum("chik,chjk,chijk->chij", x, k, within)
@@ -136,8 +151,10 @@ def _with_rest(
     parts: Sequence[Tensor],
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``scan`` of the whole blocks, then of the rows behind them: filled up with zeros instead, all
-    rows were copied, and the copies kept for backward."""
+    """Return ``scan`` of the complete blocks, then of the remaining rows.
+
+    Padding with zeros instead would copy all rows, and save the copies for backward.
+    """
     rows = len(parts[0])
     aligned = rows - rows % SCAN_ROWS
     if aligned in (0, rows):
@@ -148,12 +165,12 @@ def _with_rest(
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """[L, ...] as [c, Q, ...], of whole blocks or less than one."""
+    """Return [L, ...] as [c, Q, ...], with complete blocks or one shorter block."""
     return x.unflatten(0, (-1, min(SCAN_ROWS, max(1, len(x)))))
 
 
 def _decay(sums: Tensor) -> Tensor:
-    """[..., Q] sums of logarithms -> [..., Q, Q]: what is left at row i of row j; 0 for later j."""
+    """Return [..., Q, Q] decay from row j to row i, from cumulative logarithms; 0 for later j."""
     rows = sums.shape[-1]
     later = torch.ones(rows, rows, dtype=torch.bool, device=sums.device).triu(1)
     return (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()

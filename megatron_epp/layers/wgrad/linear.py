@@ -1,15 +1,15 @@
-"""Linear layers whose weight gradients wait for an op of their own.
+"""Linear layers with deferred weight gradients (I and W).
 
     op   computes             graph
-    F    Y  = X A^T (+ b)     autograd knows X and b of the chunk, not A
-    I    dX = dY A, db        a root per linear is set aside: it holds X and dY, and leads to A
-    W    dA = dY^T X          backward from those roots, in the order in which I set them aside
+    F    Y  = X A^T (+ b)     autograd has X and b of the chunk, not A
+    I    dX = dY A, db        a root per linear is saved: it holds X and dY, and leads to A
+    W    dA = dY^T X          backward from those roots, in the order in which I saved them
 
-A root is a graph of autograd's own. So what I holds for W is counted by whoever counts what
-autograd saves, a weight's gradient adds up as after any backward, and hooks on it fire once per W.
+A root is an autograd graph. Saved-tensor hooks therefore see what I holds for W, and gradients
+accumulate as in any backward. Hooks on a weight fire once per W.
 
-T rows of the chunk (t on this rank, where sequence parallelism shards them), K inputs and N outputs
-of the linear on this rank.
+T rows of the chunk (t on this rank, if sequence parallelism shards them), K inputs and N outputs of
+the linear on this rank.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,14 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """How one linear layer is spread over its tensor-parallel ``group``.
+    """How a linear layer is sharded over its tensor-parallel ``group``.
 
-    gathers   sequence parallelism: forward gathers the rows of the input, backward scatters theirs
-    reduces   backward adds up the input's gradient over the group
+    Attributes:
+        weight_NK: this rank's weight.
+        group: tensor-parallel group.
+        gathers: sequence parallelism: forward all-gathers the input, backward reduce-scatters its
+            gradient.
+        reduces: backward all-reduces the input's gradient.
     """
 
     weight_NK: Parameter
@@ -40,16 +44,16 @@ class Linear:
 
 
 class DeferredWeightGrads:
-    """Weight gradients that one chunk's I leaves to its W: a root for each run of a linear, by its
-    weight, in backward's order. Linears of a repeated layer run several times.
+    """Weight gradients that one chunk's I leaves to its W.
 
-    ``noticed`` is called with every weight whose gradient is set aside.
+    There is a root for each run of a linear, by weight, in backward's order. Linears of a repeated
+    layer run several times. ``noticed`` is called with every weight whose gradient is deferred.
     """
 
     def __init__(self, noticed: Callable[[Parameter], None] | None = None):
         self._noticed = noticed
         self._roots: dict[Parameter, list[Tensor]] = {}
-        self._with: dict[Parameter, Parameter] = {}  # a bias: the weight whose root leads to it
+        self._with: dict[Parameter, Parameter] = {}  # bias -> weight whose root leads to it
 
     def __len__(self) -> int:
         return len(self._roots)
@@ -59,10 +63,11 @@ class DeferredWeightGrads:
 
     @property
     def weights(self) -> tuple[Parameter, ...]:
+        """Weights whose gradients are deferred."""
         return tuple(self._roots)
 
     def add(self, linear: Linear, input_tK: Tensor, grad_TN: Tensor):
-        """Hold what the gradient of ``linear``'s weight follows from."""
+        """Hold what the weight gradient of ``linear`` is computed from."""
         weight = linear.weight_NK
         # Detached: with its history the input would keep the chunk's whole graph alive until W.
         with torch.enable_grad():
@@ -70,8 +75,7 @@ class DeferredWeightGrads:
         self.hold(root, weight)
 
     def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
-        """Hold a root that leads to ``weight``, and to ``bias`` where the same product makes its
-        gradient."""
+        """Hold a root that leads to ``weight``, and to ``bias`` if its product computes both."""
         self._roots.setdefault(weight, []).append(root)
         if bias is not None:
             self._with[bias] = weight
@@ -79,16 +83,16 @@ class DeferredWeightGrads:
             self._noticed(weight)
 
     def accumulate(self, parameter: Parameter):
-        """Compute the gradient of ``parameter``, and of what comes with it; add it to its ``grad``,
-        free what it needed."""
+        """Compute the gradient of ``parameter``, add it to its ``grad``, and free its inputs."""
         weight = self._with.get(parameter, parameter)
         roots = self._roots.pop(weight)
         self._with = {bias: other for bias, other in self._with.items() if other is not weight}
-        # A root has no value and its gradient no meaning: what is given spares a fill with ones.
-        # All at once, so that hooks on the weight fire once.
+        # A root has no value and its gradient is not used; passing one avoids a fill with ones. All
+        # roots go in one call, so that hooks on the weight fire once.
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def accumulate_all(self):
+        """Compute all deferred gradients."""
         for weight in self.weights:
             self.accumulate(weight)
 
@@ -96,8 +100,13 @@ class DeferredWeightGrads:
 def deferred_linear(
     input_tK: Tensor, bias_N: Tensor | None, linear: Linear, deferred: DeferredWeightGrads
 ):
-    """``input`` through ``linear``, [T, ..., N]; its backward leaves the weight's gradient to
-    ``deferred``. The input must take part in autograd, or there is no backward to leave anything.
+    """Return ``input`` through ``linear`` [T, ..., N], with the weight gradient deferred.
+
+    Args:
+        input_tK: must require a gradient; otherwise there is no backward that could defer anything.
+        bias_N: bias, or None.
+        linear: the layer.
+        deferred: receives what the weight gradient is computed from.
     """
     return _DeferredLinear.apply(input_tK, bias_N, linear, deferred)
 
@@ -138,13 +147,13 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Forward holds, backward computes."""
+    """Root whose backward computes the weight gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, weight_NK: Parameter, input_tK: Tensor, grad_TN: Tensor, linear: Linear
     ) -> Tensor:
-        # This rank's rows only: W gathers the others', as the whole backward would have.
+        # This rank's rows only: W gathers the others', as an unsplit backward would have.
         ctx.save_for_backward(input_tK, grad_TN)
         ctx.linear = linear
         return weight_NK.new_empty(())
@@ -157,7 +166,7 @@ class _WeightGradient(torch.autograd.Function):
 
 
 def _gather(shard_tK: Tensor, linear: Linear) -> Tensor:
-    """The rows of all ranks of the group, one rank's behind the other's."""
+    """Return the rows of all ranks of the group, in rank order."""
     rows, *others = shard_tK.shape
     full_TK = shard_tK.new_empty(rows * dist.get_world_size(linear.group), *others)
     dist.all_gather_into_tensor(full_TK, shard_tK.contiguous(), group=linear.group)
@@ -165,5 +174,5 @@ def _gather(shard_tK: Tensor, linear: Linear) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[T, 1, N] as [T, N]: one plain matrix product."""
+    """Return [T, 1, N] as [T, N], for a plain matrix product."""
     return tensor.reshape(-1, tensor.shape[-1])

@@ -1,19 +1,18 @@
-"""Weight gradients of Transformer Engine's linears, left to an op of their own.
+"""Deferred weight gradients of Transformer Engine's linears.
 
-A linear there hands over what its weight's gradient follows from, where its ``wgrad_store`` says so
-(read in version 2.20; delay_wgrad_compute):
+A linear passes what its weight gradient is computed from to its ``wgrad_store``
+(delay_wgrad_compute; checked in version 2.20):
 
     forward    remembers module.wgrad_store
-    backward   store.put([input, output's gradient], product); no gradient of the weight is returned
+    backward   store.put([input, output's gradient], product); returns no weight gradient
     W          store.pop(): product(input, gradient) -> (dA, db)
 
-The module's own store is a queue, so its Ws must come in the order of their Is, and its hooks go
-past autograd's. So each deferred forward is lent a store that makes what is put into it a root of
-the chunk's :class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`: from
-there on it is as with any linear.
+The module's own store is a queue, which requires Ws in the order of Is, and its hooks bypass
+autograd's. Each deferred forward therefore gets a store that makes a root of the chunk's
+:class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`, as any linear does.
 
-The weight that the module sees meanwhile is a leaf of its own over the same data. Autograd would
-else reach the real one in I, with no gradient, and run the hooks that wait for W's.
+Meanwhile the module sees another leaf over the weight's data. Otherwise autograd would reach the
+real weight in I without a gradient, and run the hooks that wait for W's.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +24,12 @@ from torch.nn import Parameter
 
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 
-# product(input, gradient of the output) -> (the weight's gradient, the bias's or None, ...)
+# product(input, gradient of the output) -> (gradient of the weight, of the bias or None, ...)
 Product = Callable[..., Sequence[Tensor | None]]
 
 
 def can_defer(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear that speaks this protocol, with one weight."""
+    """Return whether ``module`` is a linear with this protocol and one weight."""
     named = getattr(module, "weight_names", None)
     wanted = ("apply_bias", "gemm_bias_unfused_add", "fuse_wgrad_accumulation", "wgrad_store")
     return (
@@ -43,7 +42,7 @@ def can_defer(module: nn.Module) -> bool:
 def deferred_forward(
     module: Any, forward: Callable[..., Any], deferred: DeferredWeightGrads, *args, **others
 ):
-    """``forward(*args, **others)`` of ``module``; the product's gradients go to ``deferred``."""
+    """Return ``forward(*args, **others)`` of ``module``, with its weight gradients deferred."""
     store = _DeferringStore(module, deferred)
     parameters, own = module._parameters, module.wgrad_store
     real = {name: parameters[name] for name in store.leaves}
@@ -57,10 +56,10 @@ def deferred_forward(
 
 
 class _DeferringStore:
-    """Replaces ``module.wgrad_store`` during one forward and its backward.
+    """Replacement of ``module.wgrad_store`` during one forward and its backward.
 
-    ``leaves``: tensors that the module takes for its parameters, a bias among them where the
-    product that makes the weight's gradient makes the bias's, too; elsewhere it is autograd's.
+    ``leaves`` are tensors that the module takes for its parameters. A bias is one if the product of
+    the weight gradient computes the bias's too; otherwise autograd does.
     """
 
     def __init__(self, module: Any, deferred: DeferredWeightGrads):
@@ -70,8 +69,8 @@ class _DeferringStore:
         self._bias: Parameter | None = module.bias if in_product else None
         self.leaves = {"weight": Parameter(self._weight.detach())}
         if self._fused:
-            # Where the product adds its result itself. The leaf must live until backward, which
-            # reaches it by a weak reference.
+            # For a product that adds its result itself. The leaf must live until backward, which
+            # finds it by a weak reference.
             setattr(self.leaves["weight"], "main_grad", self._weight.main_grad)  # noqa: B010
         if self._bias is not None:
             self.leaves["bias"] = Parameter(self._bias.detach())
@@ -88,7 +87,7 @@ class _DeferringStore:
         def compute(*held: Tensor | None) -> Sequence[Tensor | None]:
             queue = list(held)
             gradient, of_bias, *_ = product(*(_put_together(one, queue) for one, _ in parts))
-            if of_bias is None and own_bias is not None:  # of quantised operands: summed up in I
+            if of_bias is None and own_bias is not None:  # quantised operands: accumulated in I
                 of_bias = own_bias.grad
             return gradient, of_bias
 
@@ -98,8 +97,10 @@ class _DeferringStore:
 
 
 def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
-    """Shell of an operand, and its tensors: of a quantised one that is no tensor, data and scales
-    (its own protocol); None: it is a tensor."""
+    """Return the shell and the tensors of an operand; the shell of a plain tensor is None.
+
+    A quantised operand yields data and scales by its own protocol.
+    """
     if isinstance(tensor, Tensor):
         return None, [tensor.detach()]
     parts, shell = tensor.prepare_for_saving()
@@ -107,7 +108,7 @@ def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
 
 
 def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> Any:
-    """The operand, of the first tensors in ``queue``."""
+    """Return the operand from the first tensors in ``queue``."""
     if shell is None:
         return queue.pop(0)
     emptied, count = shell
@@ -117,7 +118,7 @@ def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> 
 
 
 class _Product(torch.autograd.Function):
-    """Forward holds, backward computes."""
+    """Root whose backward computes the weight gradient."""
 
     @staticmethod
     def forward(
@@ -143,10 +144,12 @@ class _Product(torch.autograd.Function):
 
 
 def _added(weight: Parameter) -> Tensor | None:
-    """Placeholder of a gradient that was added to ``main_grad``: the hook of Megatron's reduction
-    waits for any tensor, and takes it away."""
+    """Return a placeholder for a gradient that was added to ``main_grad``.
+
+    The hook of Megatron's gradient reduction waits for any tensor, and removes it.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     factory = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return factory(weight.shape, dtype=weight.dtype, device=weight.device)  # of one in fp8, too
+    return factory(weight.shape, dtype=weight.dtype, device=weight.device)  # also for an fp8 weight

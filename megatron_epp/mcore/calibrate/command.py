@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Example:
         >>> from megatron_epp.mcore.calibrate.command import main
-        >>> main(["--pp", "2", "-o", "cost.json", "--num-layers", "32", ...])  # Megatron's model
-            flags
+        >>> model = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192"
+        >>> main(["--pp", "2", "-o", "cost.json", *model.split()])
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_epp profile",

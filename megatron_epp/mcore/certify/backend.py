@@ -13,15 +13,15 @@ from megatron_epp.te_reference import reference_switch
 
 
 def choose_engine(trial: Trial) -> str:
-    """Choose a CPU reference of Transformer Engine's kernels if a model asks for its layers.
+    """Make the processes use a CPU reference of Transformer Engine, if a model has its layers.
 
     On GPUs its own kernels run.
 
     Returns:
-        The value of the environment variable for the processes, or "".
+        A line that says that the reference is used, or "".
 
     Raises:
-        ValueError: There is no reference, or the kernels on a GPU do not support the trial's dtype.
+        ValueError: The kernels on a GPU do not support the trial's dtype.
     """
     words = [word for words in trial.models for word in words]
     if not any(word.endswith("transformer_engine") for word in words):

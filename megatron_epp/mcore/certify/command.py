@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Example:
         >>> from megatron_epp.mcore.certify.command import main
-        >>> status = main(["--pp", "2", "--batches", "4"])
+        >>> status = main(["--model", "llama3-8b", "--pp", "2", "--batches", "4"])
     """
     version = releases.installed_version()
     if version is not None and releases.release_of(version) is None:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-# An emergency exit waits for a save at least LEAST_SECONDS, or this multiple of the last save.
+# An emergency exit waits for a save at most this long, or this multiple of the last save's duration
+# if that is longer.
 LEAST_SECONDS, TIMES_THE_LAST = 60.0, 3
 _LOOK_SECONDS = 0.1
 _TIMERS = ("save-checkpoint", "save-checkpoint-non-persistent")
@@ -67,7 +68,7 @@ class Saves:
             handler._signal_received = True
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written, at most the time described above."""
+        """Wait until no checkpoint is being written, within the limit of the constants above."""
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)
         while self.under_way() and time.monotonic() < end:

@@ -1,1 +1,1 @@
-"""Plans of the calls of other people's loops: order and slices, by seconds measured before."""
+"""Plans for the calls of external training loops, based on times measured in earlier calls."""

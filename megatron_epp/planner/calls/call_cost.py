@@ -1,8 +1,9 @@
 """Seconds and bytes of a call's chunks on every stage.
 
-Seconds are not a Cost's: the layers of a loop may be of any sort, and none of them is run alone to
-be measured. Their whole stages' ops are, as the loop runs (stage_seconds). Bytes count in tokens,
-or, where a budget is given in bytes, as the Cost of a model of that shape has them.
+Seconds do not come from a Cost. The layers of a loop may be of any kind, and are never run alone to
+measure them. Ops of complete stages are measured while the loop runs (stage_seconds). Memory is
+counted in tokens. If there is a budget in bytes, it is that of a Cost for a model of the same
+shape.
 """
 
 import dataclasses
@@ -43,19 +44,22 @@ from megatron_epp.planner.order.problem import loads_of
 
 Groups = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
-SPLIT_COST = 1.04  # I and W together over B, where they have not been measured
-# What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
+SPLIT_COST = 1.04  # time of I and W together over B, until they are measured
+# Memory that I leaves for W over what F leaves for B: inputs and output gradients of linears.
 WEIGHT_INPUT_FRACTION = 0.6
-OP_TOKENS = 32  # an op costs as much as so many tokens besides, until it is measured
-_UNKNOWN_HIDDEN = 1024  # of a model that does not say
+OP_TOKENS = 32  # constant cost of an op in tokens, until it is measured
+_UNKNOWN_HIDDEN = 1024  # hidden size if the model's configuration has none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationBudget:
     """Bytes that a stage's chunks may hold between forward and backward.
 
-    profile   of the model, whose elements have ``scale`` times the bytes that it says
-    tp        tensor-parallel ranks of a stage
+    Attributes:
+        budget_bytes: bytes per device.
+        profile: profile of the model.
+        scale: bytes of the model's elements over those of the profile's.
+        tp: number of tensor-parallel ranks of a stage.
     """
 
     budget_bytes: float
@@ -65,19 +69,25 @@ class ActivationBudget:
 
     @classmethod
     def of(cls, config: Any, vocabulary: int, budget_bytes: float) -> "ActivationBudget":
-        """By the configuration of Megatron's GPTModel. Figures are those of fused kernels."""
+        """Return the budget of a GPTModel with Megatron's ``config``, assuming fused kernels."""
         scale = config.params_dtype.itemsize / ELEMENT_BYTES
         return cls(
             budget_bytes, _profile(config, vocabulary), scale, config.tensor_model_parallel_size
         )
 
     def cost(self, layers: Sequence[int]) -> Cost:
-        """Bytes of stages of so many layers, in elements of the profile's size."""
+        """Return the cost of stages with these ``layers``.
+
+        Bytes are those of the profile's elements.
+        """
         budgets = (self.budget_bytes / self.scale,) * len(layers)
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
-        """To raise where no order ``of`` chunks fits; ``tokens``: of the longest micro-batch."""
+        """Return the error that no order ``of`` chunks fits the budget.
+
+        ``tokens`` is the length of the longest micro-batch.
+        """
         return PlanError(
             f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
             f"not even with all layers recomputed; expected more, for a micro-batch of {tokens} "
@@ -86,9 +96,16 @@ class ActivationBudget:
 
 
 def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
-    """[kinds, 3] seconds per token, pair and op of a stage of ``layers`` layers, with an output
-    layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks.
-    ``active``: feed-forward modules of a layer that a token goes through."""
+    """Return estimated seconds [kinds, 3] of a stage per token, query-key pair and op.
+
+    They are right up to a factor that all chunks have in common.
+
+    Args:
+        config: configuration of Megatron's model.
+        layers: number of layers of the stage.
+        vocabulary: vocabulary size of its LM head; 0 without one.
+        active: number of feed-forward modules per layer that process a token.
+    """
     cost = Cost(StageLayout(_profile(config, vocabulary, active), (max(1, layers),)), (math.inf,))
     forward, backward = (cost.seconds.per(kind)[0] for kind in (Kind.FORWARD, Kind.BACKWARD))
     forward[CHUNKS] = OP_TOKENS * forward[TOKENS]
@@ -100,8 +117,11 @@ def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) ->
 def guessed_token_bytes(
     config: Any, sizes: Sequence[tuple[int, int]], active: int = 1
 ) -> tuple[float, ...]:
-    """Bytes that a token holds between forward and backward on stages of ``sizes`` (layers, words
-    of an output layer), right up to a factor; logits are held. Arguments: :func:`guessed_rates`."""
+    """Return estimated bytes per token and stage between forward and backward, including logits.
+
+    They are right up to a common factor. ``sizes`` are (layers, vocabulary size) of the stages;
+    other arguments as of :func:`guessed_rates`.
+    """
     one = CallChunks.of([[[(0, 0, 1)]]], (1,))
     held = []
     for layers, vocabulary in sizes:
@@ -113,8 +133,10 @@ def guessed_token_bytes(
 
 
 def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
-    """Figures of the model that Megatron's ``config`` describes, as far as it does; the ``active``
-    modules count as one dense MLP."""
+    """Return the profile of the model that Megatron's ``config`` describes.
+
+    Its ``active`` feed-forward modules count as one dense MLP.
+    """
 
     def known(name: str, default: int) -> int:
         return getattr(config, name, None) or default
@@ -141,19 +163,22 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
 def features(
     tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """[3, chunks]: the quantities that seconds are linear in."""
+    """Return [3, chunks]: tokens, pairs and 1, in which seconds are linear."""
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
-@dataclass(frozen=True)  # no slots: its loads are computed once, when first asked for
+@dataclass(frozen=True)  # no slots, because loads is a cached property
 class CallChunks:
-    """The chunks of a call. A *group* is what one micro-batch became: one chunk, or several where
-    its documents are cut. Its chunks run forward as they stand, backward in reverse, and no
-    backward comes before the last forward (the loss).
+    """The chunks of a call.
 
-    chunking    groups in the order of their forwards
-    documents   tokens of each
-    prefixes    what some of them continue
+    A *group* is one micro-batch: one chunk, or several if its documents are sliced. Its chunks run
+    forward in order and backward in reverse; no backward runs before the last forward, which the
+    loss follows.
+
+    Attributes:
+        chunking: groups in the order of their forwards.
+        documents: tokens of each document.
+        prefixes: the prefixes of documents that continue others.
     """
 
     chunking: Chunking
@@ -162,7 +187,7 @@ class CallChunks:
 
     @classmethod
     def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
-        """groups[g][c]: the spans of each chunk, as (document, start, stop)."""
+        """Build the chunks from ``groups``: groups[g][c] has the spans (document, start, stop)."""
         chunks = [chunk for group in groups for chunk in group]
         rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
         chunk, document, start, stop = np.array(rows, np.int64).T
@@ -179,16 +204,18 @@ class CallChunks:
 
     @cached_property
     def sizes(self) -> np.ndarray:
+        """Number of chunks of every group."""
         return self.chunking.sizes
 
     @cached_property
     def loads(self) -> Loads:
+        """Tokens and pairs of every chunk; computed once."""
         if any(self.prefixes):
             return loads_of_plan(self.plan((1,)), 1)
         return loads_of(self.chunking, np.array(self.documents))
 
     def plan(self, layers: Sequence[int]) -> Plan:
-        """Its chunks on stages of ``layers``, without an order; nothing is recomputed."""
+        """Return the chunks as a plan on stages of ``layers``, without orders and recompute."""
         chunks = self.chunking.ir_chunks(range(len(self.documents)))
         return Plan(
             documents=self.documents,
@@ -205,12 +232,12 @@ class CallChunks:
         return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
-        """The same groups in another order."""
+        """Return the same groups in another order."""
         return CallChunks(self.chunking.arranged(order), self.documents, self.prefixes)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
-    """The numbers of the chunks where groups of these ``sizes`` stand in ``order``."""
+    """Return the indices of the chunks if groups of these ``sizes`` run in ``order``."""
     ends = np.cumsum(sizes)
     return np.concatenate([np.arange(ends[g] - sizes[g], ends[g]) for g in order])
 
@@ -218,8 +245,10 @@ def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
 def token_table(
     call: CallChunks, rates_SK3: np.ndarray, token_bytes: Sequence[float] = ()
 ) -> Table:
-    """``call`` by measured rates [stages, kinds, 3]; its bytes are tokens, or ``token_bytes``
-    [stages] of each."""
+    """Return the table of ``call`` by measured rates [stages, kinds, 3].
+
+    Its bytes are tokens, or ``token_bytes`` [stages] per token.
+    """
     stages, loads = len(rates_SK3), call.loads
     tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)
     nothing, of_documents = np.zeros_like(tokens), np.zeros((stages, len(call.documents)))
@@ -241,10 +270,16 @@ def token_table(
 
 
 def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.ndarray) -> Table:
-    """The same with the bytes of ``cost``, where ``again`` [stages, chunks] layers are recomputed.
+    """Return the table of ``call`` with the bytes of ``cost``.
 
-    Logits are held from the forward that the loss follows; those of slices before it are made
-    again, while their backward runs.
+    Logits are held from the forward that the loss follows. Those of earlier slices are recomputed
+    during their backward.
+
+    Args:
+        call: the chunks.
+        rates_SK3: measured rates [stages, kinds, 3].
+        cost: cost of the model in bytes.
+        again: [stages, chunks], number of layers recomputed.
     """
     layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}

@@ -1,4 +1,4 @@
-"""Options of a call's plan: its freedom of order, the memory that it may hold."""
+"""Options of a call's plan: freedom of order, and memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,28 +7,29 @@ import numpy as np
 
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
-# By whom a plan says that it was made.
+# Names of a plan's planner.
 PLANNED = "loop"
-AS_CALLED = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
-PAYS_FROM = 0.015  # at least so much faster than the caller's order, or it is not worth another
-# What may be held, as multiples of what the fullest rank holds by Megatron's order.
+AS_CALLED = "loop-as-given"  # unsliced micro-batches in the caller's order, by 1F1B
+PAYS_FROM = 0.015  # least fraction of time that another order must save
+# Memory budgets, as multiples of what the fullest rank holds in Megatron's order.
 BUDGET_FACTORS = (1.0, 1.125, 1.25, 1.5, 2.0, 3.0, 4.0)
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """Choices that a plan has besides running micro-batches in the caller's order.
+    """What a plan may change about the caller's order.
 
-    reorder      run them in another order
-    split        split backwards into I and W
-    headroom     hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
-    token_bytes  [stages] bytes that a token holds on a stage, in proportion; (): alike on all
-    had_bytes    the most that 1F1B has had to hold on a rank in calls until now, in such bytes
-    correction   measured over predicted seconds of planned orders, against that of the caller's
-                 (track_record)
-    memory       bytes that chunks may hold, for which layers may be recomputed; None: as many
-                 tokens as by headroom, and nothing is recomputed
+    Attributes:
+        reorder: whether micro-batches may run in another order.
+        split: whether backwards may be split into I and W.
+        headroom: memory above Megatron's 1F1B, as a fraction.
+        token_bytes: [stages] relative bytes per token; () if all stages are alike.
+        had_bytes: most that 1F1B had to hold on a rank in earlier calls, in these bytes.
+        correction: measured over predicted seconds of planned orders, relative to that of the
+            caller's order (track_record).
+        memory: bytes that chunks may hold, with recompute as needed. None: tokens by ``headroom``,
+            without recompute.
     """
 
     reorder: bool = True
@@ -44,12 +45,14 @@ class CallOptions:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
     def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield rising budgets [ranks] of what may be held between forward and backward.
+        """Yield rising memory budgets [ranks] between forward and backward.
 
-        ``held`` [ranks] is what Megatron's order holds. Memory of all ranks is alike, so that every
-        one may hold what the fullest does, in this call or an earlier one, and the headroom more.
-        Budgets are multiples of what this call holds, whatever the headroom: a larger one leads to
-        the same search, and further.
+        All ranks have equal memory, so each may hold what the fullest rank does in this call or an
+        earlier one, plus the headroom. Budgets are fixed multiples of what this call holds: a
+        larger headroom then extends the same search.
+
+        Args:
+            held: [ranks] what Megatron's order holds.
         """
         yield held
         most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
@@ -58,16 +61,18 @@ class CallOptions:
                 yield np.full(len(held), factor * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
-        """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
+        """Return whether predicted ``seconds`` of an order justify leaving the caller's order."""
         return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
 
 
 def bytes_of_1f1b(
     tokens: Sequence[int], stages: int, token_bytes: Sequence[float] = ()
 ) -> np.ndarray:
-    """[stages]: the most that is held between forward and backward in the caller's order by
-    Megatron's 1F1B, as many micro-batches in a row as stages follow, this one included; in tokens,
-    or in ``token_bytes`` of the stages."""
+    """Return [stages] the most that Megatron's 1F1B holds in the caller's order.
+
+    It is the largest sum of as many consecutive micro-batches as stages follow, including this one:
+    in tokens, or in ``token_bytes`` of the stages.
+    """
     ends = np.concatenate(([0], np.cumsum(tokens)))
     widths = [min(stages - stage, len(tokens)) for stage in range(stages)]
     most = [float((ends[width:] - ends[:-width]).max()) for width in widths]

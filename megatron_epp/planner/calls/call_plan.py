@@ -1,4 +1,4 @@
-"""The plan of a call: its micro-batches whole or cut, in the order that takes least."""
+"""Plan of a call: micro-batches unsliced or sliced, in the fastest order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,13 +38,19 @@ def unsliced_plan(
     forward_only: bool,
     place: tuple[int, ...] = (),
 ) -> Plan:
-    """Every micro-batch a chunk of its own, in the order that takes least.
+    """Return the fastest plan in which every micro-batch is one chunk.
 
-    rates_SK3   [stages, kinds, 3] by which seconds follow (stage_seconds)
-    place       the rank of every stage where ranks have several: in turn, as Megatron's interleaved
-                pipelines have them, or in a V
+    Args:
+        shapes: sizes of the micro-batches.
+        layers: number of layers of every stage.
+        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
+        options: freedom of order, and memory.
+        forward_only: whether the call has no backwards.
+        place: rank of every stage if ranks have several: round-robin, as in Megatron's interleaved
+            pipeline, or in a V.
 
-    PlanError: nothing holds as little as ``options.memory`` wants.
+    Raises:
+        PlanError: if no order fits ``options.memory``.
     """
     tokens = tuple(shape.tokens for shape in shapes)
     uncut = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
@@ -63,10 +69,20 @@ def sliced_plan(
     forward_only: bool,
     parents: Sequence[Parents] = (),
 ) -> Plan:
-    """As :func:`unsliced_plan`, micro-batches cut or whole; lengths[micro-batch] of documents. On
-    one stage, where cutting saves bytes and no time, only those that do not fit whole are.
+    """Return the fastest plan whose micro-batches are sliced or not.
 
-    parents   of every micro-batch, where documents continue others of it, which are computed once
+    On one stage slicing saves memory but no time, so only micro-batches that do not fit are sliced.
+
+    Args:
+        lengths: lengths[micro-batch], tokens of its documents.
+        layers: number of layers of every stage.
+        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
+        options: freedom of order, and memory.
+        forward_only: whether the call has no backwards.
+        parents: parents of the documents of every micro-batch, if documents continue others.
+
+    Raises:
+        PlanError: if no order fits ``options.memory``.
     """
     forward_backward = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
     mean_3 = rates_SK3[:, forward_backward].sum(axis=1).mean(axis=0)
@@ -80,7 +96,7 @@ def sliced_plan(
 def _fits(
     lengths: Sequence[int], layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
 ) -> bool:
-    """Whether one stage holds a micro-batch whole, with nothing recomputed."""
+    """Return whether one stage can hold an unsliced micro-batch without recompute."""
     assert options.memory is not None
     spans = [(number, 0, length) for number, length in enumerate(lengths)]
     alone = CallChunks.of([[spans]], lengths)
@@ -97,7 +113,7 @@ def _fastest(
     options: CallOptions,
     forward_only: bool,
 ) -> Plan:
-    """The plan of the cutting that takes least; the first has whole micro-batches."""
+    """Return the fastest plan of several ways to slice; the first has unsliced micro-batches."""
     uncut, stages = cuttings[0], len(layers)
     unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
     called = call_order(unbounded, uncut.sizes)
@@ -107,7 +123,7 @@ def _fastest(
         return as_called
     held = bytes_of_1f1b(uncut.loads.tokens.tolist(), stages, options.token_bytes)
     budgets = list(options.budgets(held))
-    # Half for each of the two budgets that there are without headroom.
+    # Divided by 2 for the two budgets that exist without headroom.
     ops = max(1, search_ops(called.seconds) // (2 * len(cuttings)))
     best: Plan | None = None
     for cutting in cuttings:
@@ -136,8 +152,10 @@ def _training(
     budgets: Sequence[np.ndarray],
     ops: int,
 ) -> Plan | None:
-    """Forwards and backwards of ``call``, within the last of ``budgets`` or the options' bytes;
-    None where no order is."""
+    """Return the fastest plan with backwards, within the last budget or ``options.memory``.
+
+    None means that no order fits.
+    """
     free = options.split, options.reorder, ops
     again = None
     if options.memory is not None:
@@ -160,8 +178,10 @@ def _training(
 def _forwards(
     call: CallChunks, layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
 ) -> Plan:
-    """Forwards alone, in one order for all stages: as they stand, or whole micro-batches in another
-    where that pays."""
+    """Return a forward-only plan with one order for all stages.
+
+    Unsliced micro-batches are reordered if that pays.
+    """
     seconds_SC = np.asarray(token_table(call, rates_SK3).seconds[Kind.FORWARD])
     order, by = tuple(range(call.chunking.count)), AS_CALLED
     if options.reorder and call.chunking.groups == len(order):
@@ -185,7 +205,7 @@ def _plan(
     by: str,
     again: np.ndarray | None = None,
 ) -> Plan:
-    """again: layers [stages, chunks] that are recomputed; None: nothing is."""
+    """Return the plan of the ops; ``again`` [stages, chunks] layers are recomputed (None: none)."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return replace(
         call.plan(layers),

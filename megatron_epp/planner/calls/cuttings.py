@@ -1,4 +1,4 @@
-"""A call's documents cut into slices of about equal time, finer and finer."""
+"""Ways to slice a call's documents into slices of about equal time, finer and finer."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
@@ -10,9 +10,9 @@ from megatron_epp.planner.calls.call_cost import CallChunks
 from megatron_epp.planner.calls.tree_cutting import Parents, tree_seconds
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
-# Slices of the longest micro-batch that are tried; sizes in between follow from the others.
+# Numbers of slices of the longest micro-batch that are tried.
 CUTS = (2, 3, 4, 6, 8, 12, 16)
-LEAST_TOKENS = 16  # of a slice
+LEAST_TOKENS = 16  # least length of a slice
 
 
 def cuttings(
@@ -21,10 +21,13 @@ def cuttings(
     cut: Collection[int] | None = None,
     parents: Sequence[Parents] = (),
 ) -> Iterator[CallChunks]:
-    """First with every micro-batch whole, then cut; lengths[micro-batch] of documents. ``cut``: the
-    micro-batches that may be (None: all).
+    """Yield the call's chunks: first all micro-batches unsliced, then finer and finer slices.
 
-    parents   of every micro-batch, where documents continue others
+    Args:
+        lengths: lengths[micro-batch], tokens of its documents.
+        rates: seconds per token and pair.
+        cut: micro-batches that may be sliced; None for all.
+        parents: parents of the documents of every micro-batch, if documents continue others.
     """
     may = range(len(lengths)) if cut is None else cut
     documents = tuple(length for of in lengths for length in of)
@@ -60,10 +63,11 @@ def cuttings(
 def _chunks(
     first: int, lengths: Sequence[int], target: float, rates: Rates
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """One micro-batch in chunks of about ``target`` seconds; its documents are first, first + 1 ...
+    """Yield one micro-batch in chunks of about ``target`` seconds.
 
-    What is not cut is packed, the longest first, into the chunk with the most room. Packs come
-    first: the backward of a slice has one forward less to wait for.
+    Its documents are ``first``, ``first + 1``, ... Unsliced documents are packed, the longest
+    first, into the least loaded chunk. Packs come first, because the backward of a slice waits for
+    one more forward than that of a pack.
     """
     slices: list[tuple[tuple[int, int, int], ...]] = []
     packs: list[tuple[float, list[tuple[int, int, int]]]] = []

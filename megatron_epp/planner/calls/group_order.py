@@ -1,10 +1,10 @@
-"""The order in which every stage runs the groups of a call: the best found, or Megatron's own.
+"""Search for the order of a call's groups, or Megatron's own order.
 
-The list scheduler orders the ops of chunks whose order is given; here the order of the groups is
-sought besides. It is a pure function of seconds and bytes, bounded in work.
+The list scheduler orders the ops of chunks in a given order; this module also searches the order of
+the groups. The result is a pure function of seconds and bytes, with bounded work.
 
-    given    F0 F1 B0 F2 B1 F3 B2 B3          1F1B in the caller's order
-    found    F2 F0 B2 F1 B0 F3 B1 W2 B3 ...   small ones at both ends, W in the gaps
+    caller's   F0 F1 B0 F2 B1 F3 B2 B3          1F1B in the caller's order
+    searched   F2 F0 B2 F1 B0 F3 B1 W2 B3 ...   small ones at both ends, W in the gaps
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_fligh
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
 
-# Ops that a search may play; playing one takes most of a microsecond, and the loop waits meanwhile.
+# Bounds of the ops that a search may simulate, most of a microsecond each; the loop waits for it.
 LEAST_OPS, MOST_OPS = 25_000, 400_000
 SEARCH_FRACTION = 0.005  # of the call's own seconds
 _OP_SECONDS = 8e-7
@@ -34,12 +34,12 @@ _ROUNDING = 1e-9
 
 
 def search_ops(seconds: float) -> int:
-    """How many ops a search may play for a call that takes about so long."""
+    """Return how many ops a search may simulate for a call of about ``seconds``."""
     return int(min(MOST_OPS, max(LEAST_OPS, SEARCH_FRACTION * seconds / _OP_SECONDS)))
 
 
 def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> ScheduleProblem:
-    """The ops of ``call`` where stages have ``budget`` [stages] for its chunks."""
+    """Return the scheduling problem of ``call`` with ``budget`` [stages] for its chunks."""
     ops, chunking = op_arrays(table, call.loads, rules_for(False)), call.chunking
     return ScheduleProblem(
         ops, chunking.backward, chunking.last_of_group, np.asarray(budget, float)
@@ -47,7 +47,10 @@ def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> Sched
 
 
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
-    """``problem`` with its groups in ``order``; how slices are tied is in the bytes already."""
+    """Return ``problem`` with its groups in ``order``.
+
+    Bytes already express which slices depend on each other.
+    """
     chunks, ops = chunks_in(order, sizes), problem.ops
     starts = starts_of(sizes[list(order)])
     return dataclasses.replace(
@@ -64,8 +67,14 @@ def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) 
 
 @dataclass(frozen=True, slots=True)
 class OrderedGroups:
-    """Groups in the ``order`` of their forwards, and the ``schedule`` of ``problem``, in which they
-    are so arranged. policy: by which it was found."""
+    """Groups in an order, and their schedule.
+
+    Attributes:
+        order: indices of the groups in the order of their forwards.
+        problem: the scheduling problem with the groups in this order.
+        policy: policy that found the schedule.
+        schedule: the schedule.
+    """
 
     order: tuple[int, ...]
     problem: ScheduleProblem
@@ -74,10 +83,11 @@ class OrderedGroups:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the schedule."""
         return self.schedule.seconds
 
     def ops(self, sizes: np.ndarray) -> tuple[tuple[Op, ...], ...]:
-        """The ops of every stage, with the caller's numbers of chunks."""
+        """Return the ops of every stage, with the caller's chunk indices."""
         kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
             kinds = merge_iw(self.schedule, self.problem)
@@ -85,7 +95,7 @@ class OrderedGroups:
 
 
 def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
-    """1F1B in the caller's order; where there is one stage, group by group."""
+    """Return 1F1B in the caller's order; on one stage, one group after the other."""
     limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(sizes, problem.stages)
     played = list_schedule(problem, strict(limit))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
@@ -99,18 +109,22 @@ def best_order(
     ops: int = MOST_OPS,
     budgets: Iterable[np.ndarray] = (),
 ) -> OrderedGroups | None:
-    """The fastest order found that holds at most the problem's budget; None where none does.
+    """Return the fastest order found within the budget, or None if none fits.
 
-    split     backwards may be split into I and W
-    reorder   groups may run in another order than the caller's
-    ops       how many the search may play
-    budgets   rising ones [stages] instead of the problem's: the last is what may be held
+    Args:
+        problem: the scheduling problem in the caller's order.
+        sizes: number of chunks of every group.
+        split: whether backwards may be split into I and W.
+        reorder: whether groups may run in another order.
+        ops: number of ops that the search may simulate.
+        budgets: rising budgets [stages] to search instead of the problem's; the last one is the
+            limit.
     """
-    # Policies that tell orders apart, and those that the best is played by.
+    # ``few`` policies compare orders; ``every`` policy is tried on the best one.
     few = [PolicyParams(strict=True), PolicyParams(strict=False)]
     few += [PolicyParams(False, True, 4.0, 0.6)] if split else []
     every = list(dict.fromkeys([*policies(False, many=True), *policies(split, many=False)]))
-    # One order at least is played by every policy: the first may not fit.
+    # Enough for every policy on at least one order: the first ones may not fit.
     left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
     search = GroupSearch(problem, sizes, left, _in_flight)
     for _ in search.within(budgets):
@@ -130,8 +144,14 @@ def _in_flight(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyP
 
 
 class GroupSearch[Chosen: PolicyParams | Policy]:
-    """``best``: the fastest order of groups of ``sizes`` played that fits. left: ops that may be
-    played still; policies_for (problem, sizes): what a chosen policy is in an order."""
+    """Search over the orders of groups; ``best`` is the fastest one that fits.
+
+    Args:
+        problem: the scheduling problem in the caller's order.
+        sizes: number of chunks of every group.
+        left: number of ops that may still be simulated.
+        policies_for: maps (problem, sizes) of an order to a function from a choice to its policy.
+    """
 
     def __init__(
         self,
@@ -143,18 +163,21 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         self.problem, self.sizes, self.left = problem, sizes, left
         self.policies_for = policies_for
         self.best: OrderedGroups | None = None
-        self.policy: Chosen | None = None  # of the best
+        self.policy: Chosen | None = None  # policy of the best order
 
     def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
-        """Search within rising budgets, with as many ops for each; without any, the problem's own.
-        What was found within a smaller one stays unless it is beaten."""
+        """Search within each of the rising budgets, with equally many ops.
+
+        The best order of a smaller budget stays unless it is beaten. Without budgets the problem's
+        own is used.
+        """
         ops = self.left
         for budget in list(budgets) or [self.problem.headroom_bytes]:
             self.problem, self.left = dataclasses.replace(self.problem, headroom_bytes=budget), ops
             yield
 
     def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
-        """Play ``order``; whether it is the best so far."""
+        """Simulate ``order`` by several policies; return whether it is the best so far."""
         better = False
         problem = arranged(self.problem, order, self.sizes)
         policy_in = self.policies_for(problem, self.sizes[list(order)])
@@ -171,7 +194,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         return better
 
     def climb(self) -> None:
-        """Swap two groups of the best, or move one, as long as that pays and work is left."""
+        """Improve the best order by swapping or moving groups, until no ops are left."""
         random, since = Random(0), 0
         while self.best is not None and self.left > 0 and since < 4 * len(self.best.order):
             order = list(self.best.order)
@@ -186,8 +209,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Orders of the groups worth playing besides the given one: by size, the large ones in the
-    middle."""
+    """Yield orders of the groups by size, most of them with the large ones in the middle."""
     seconds = (problem.ops.seconds[F] + problem.ops.seconds[B]).sum(axis=0)
     total = np.add.reduceat(seconds, np.cumsum(sizes) - sizes)
     rising = [int(g) for g in np.argsort(total, kind="stable")]
@@ -201,9 +223,9 @@ def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterato
 
 
 def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
-    """The best order of a pass of forwards found, alike on all stages.
+    """Return the fastest of several orders of a forward-only pass; all stages run the same.
 
-    A pipeline of forwards is a flow shop: what counts is which chunks come first and last.
+    Such a pipeline is a flow shop, where it matters which chunks come first and last.
     """
     rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
     as_called = tuple(range(seconds_SC.shape[1]))
@@ -213,8 +235,11 @@ def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
 
 
 def _johnson(seconds_SC: np.ndarray) -> tuple[int, ...]:
-    """Johnson's rule, the best order of two stages: those that pass the first one faster come
-    first, the shortest of them first, the others by how long the last stage takes, falling."""
+    """Return the order of Johnson's rule, which is optimal for two stages.
+
+    Chunks that are faster on the first stage come first, in ascending time there. The others follow
+    in descending time of the last stage.
+    """
     first, last = seconds_SC[0], seconds_SC[-1]
     early = [c for c in range(len(first)) if first[c] < last[c]]
     late = [c for c in range(len(first)) if first[c] >= last[c]]
@@ -222,6 +247,7 @@ def _johnson(seconds_SC: np.ndarray) -> tuple[int, ...]:
 
 
 def flow_seconds(seconds_SC: np.ndarray, order: Sequence[int]) -> float:
+    """Return the makespan of forwards that run in the same ``order`` on all stages."""
     done = np.zeros(seconds_SC.shape[0])
     for chunk in order:
         before = 0.0

@@ -1,5 +1,8 @@
-"""The plan of a call whose ranks have several parts of the model: Megatron's own interleaved order,
-or that of ZB-V where stages lie in a V, or a faster one within the memory of the fullest rank."""
+"""Plan of a call whose ranks have several stages.
+
+It is Megatron's interleaved order, or that of ZB-V for stages in a V, or a faster one within the
+memory of the fullest rank.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +28,7 @@ from megatron_epp.planner.order.warmup import interleaved_warm_up
 from megatron_epp.planner.published.zb_v import is_v
 from megatron_epp.sim.play import play
 
-Ran = list[tuple[int, int, int]]  # (kind's code, chunk, stage) of a rank's ops
+Ran = list[tuple[int, int, int]]  # (op kind's code, chunk, stage) of a rank's ops
 
 
 def placed_plan(
@@ -36,7 +39,18 @@ def placed_plan(
     forward_only: bool,
     place: tuple[int, ...],
 ) -> Plan:
-    """Stage s on rank ``place[s]``. Passes of forwards are in the caller's order."""
+    """Return the plan of a call with stage s on rank ``place[s]``.
+
+    Forward-only passes run in the caller's order.
+
+    Args:
+        call: the chunks.
+        layers: number of layers of every stage.
+        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
+        options: freedom of order, and memory.
+        forward_only: whether the call has no backwards.
+        place: rank of every stage.
+    """
     table, ranks = token_table(call, rates_SK3, options.token_bytes), 1 + max(place)
     if is_v(place):
         turns = v_turns(call, table, place, forward_only)
@@ -48,7 +62,7 @@ def placed_plan(
     if forward_only or not (options.reorder or options.split):
         return as_called
     problem = replace(problem_of_call(call, table, np.full(ranks, np.inf)), place=place)
-    ops = search_ops(played.seconds) // 2  # for each of two budgets
+    ops = search_ops(played.seconds) // 2  # half for each of the two budgets
     search = GroupSearch[Policy](problem, call.sizes, ops, lambda work, sizes: lambda one: one)
     every = _policies(problem, call.sizes, options.split)
     for _ in search.within(options.budgets(np.array(played.peak_bytes, float))):
@@ -67,7 +81,7 @@ def placed_plan(
 
 
 def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[Policy]:
-    """As many forwards at first as Megatron runs, or ZB-V, then shorter and longer warm-ups."""
+    """Return warm-ups to try: that of Megatron or ZB-V first, then shorter and longer ones."""
     place, splits = problem.place, (True, False) if split else (False,)
     ranks, v = 1 + max(place), is_v(place)
     warm = np.full(ranks, 2 * ranks) if v else interleaved_warm_up(ranks, len(place)) + 1
@@ -83,8 +97,16 @@ def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[
 def v_turns(
     call: CallChunks, table: Table, place: tuple[int, ...], forward_only: bool
 ) -> list[Ran]:
-    """Every rank's ops in the caller's order on stages in a V, which no schedule of Megatron has:
-    backwards whole, with as many forwards in flight as ZB-V holds (arXiv 2401.10241)."""
+    """Return every rank's ops in the caller's order on stages in a V.
+
+    Backwards are not split, with as many forwards in flight as ZB-V holds (arXiv 2401.10241).
+
+    Args:
+        call: the chunks.
+        table: their table.
+        place: rank of every stage.
+        forward_only: whether the call has no backwards.
+    """
     ranks, chunks = 1 + max(place), call.chunking.count
     if forward_only:
         flow = sorted(product(range(chunks), range(len(place))), key=lambda each: (sum(each), each))
@@ -98,10 +120,19 @@ def v_turns(
 
 
 def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:
-    """Every rank's ops in the order of Megatron's schedule: as many micro-batches as there are
-    ranks go through one part after another; forwards that fill the pipeline, then one forward and
-    one backward in turn (arXiv 2104.04473, section 2.2). Megatron wants a multiple of the ranks: of
-    other numbers it is the order of the next multiple, without those that there are not."""
+    """Return every rank's ops in the order of Megatron's interleaved schedule.
+
+    As many micro-batches as ranks run through one model chunk after another. Forwards fill the
+    pipeline, then one forward and one backward alternate (arXiv 2104.04473, section 2.2). Megatron
+    requires a multiple of the number of ranks. Other numbers use the order of the next multiple,
+    without its missing micro-batches.
+
+    Args:
+        chunks: number of micro-batches.
+        ranks: number of pipeline ranks.
+        stages: number of stages.
+        forward_only: whether the call has no backwards.
+    """
     parts = stages // ranks
     order = [
         (chunk, part)

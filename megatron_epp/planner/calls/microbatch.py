@@ -1,15 +1,16 @@
-"""How large a micro-batch is: the rows that travel between stages, and the documents in them."""
+"""Size of a micro-batch: rows sent between stages, and documents."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
-    """One micro-batch over all tensor- and context-parallel ranks.
+    """Size of a micro-batch over all tensor- and context-parallel ranks.
 
-    rows        of the hidden states' first dimension, padding included
-    samples     of their second: 1 where documents lie one behind the other
-    documents   tokens of every document, within which tokens attend to each other
+    Attributes:
+        rows: first dimension of the hidden states, including padding.
+        samples: second dimension; 1 if documents are concatenated.
+        documents: tokens of every document; attention stays within a document.
     """
 
     rows: int
@@ -29,10 +30,14 @@ class MicrobatchShape:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the hidden states, including padding."""
         return self.rows * self.samples
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention; without documents each sample is one."""
+        """Query-key pairs of causal attention.
+
+        Without ``documents`` each sample is one document.
+        """
         documents = self.documents or (self.rows,) * self.samples
         return sum(length * (length + 1) // 2 for length in documents)

@@ -1,8 +1,8 @@
-"""Layers that each stage recomputes of each chunk, so that a call fits into a budget of bytes.
+"""Layers that each stage recomputes per chunk, so that a call fits a budget of bytes.
 
-The diagonal program says for an order what it must recompute. The search for orders wants that
-beforehand: it begins with what 1F1B needs, or less, or everything, and what the order that it finds
-does not need is given back.
+The diagonal program computes the recompute that an order needs, while the search for orders needs
+it beforehand. The search therefore starts with the recompute of 1F1B, with less, or with full
+recompute. What the order it finds does not need is dropped.
 """
 
 import dataclasses
@@ -25,7 +25,14 @@ RECOMPUTED_FRACTIONS = (0.5, 1.0)  # of all layers
 
 
 class RecomputeFit:
-    """One call on stages of ``layers`` layers; a loop's layers are kept, or recomputed whole."""
+    """Search for order and recompute of one call; layers are saved or fully recomputed.
+
+    Args:
+        call: the chunks.
+        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
+        layers: number of layers of every stage.
+        budget: bytes that chunks may hold.
+    """
 
     def __init__(
         self,
@@ -39,8 +46,16 @@ class RecomputeFit:
         self.solver = Solver()
 
     def best(self, split: bool, reorder: bool, ops: int) -> tuple[OrderedGroups, np.ndarray] | None:
-        """The fastest order found within the budget, and the layers [stages, chunks] that it
-        recomputes; None where none fits."""
+        """Return the fastest order within the budget, or None if none fits.
+
+        Args:
+            split: whether backwards may be split into I and W.
+            reorder: whether groups may run in another order than the caller's.
+            ops: number of ops that the search may simulate.
+
+        Returns:
+            The order, and the number of layers recomputed [stages, chunks].
+        """
         choices = list(self._choices())
         best = None
         for again in choices:
@@ -71,7 +86,7 @@ class RecomputeFit:
     def _without_needless(
         self, ordered: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
-        """The order of ``ordered``, with as little recompute as it needs."""
+        """Return the order with the least recompute that it needs, if that is not slower."""
         call, kinds = self.call.arranged(ordered.order), ordered.schedule.kinds
         before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
@@ -93,7 +108,10 @@ class RecomputeFit:
     def _least(
         self, call: CallChunks, kept: ScheduleProblem, limit: np.ndarray
     ) -> np.ndarray | None:
-        """Layers [stages, chunks] to recompute under the window law; None where none are enough."""
+        """Return the layers [stages, chunks] to recompute for an in-flight limit.
+
+        None means that no recompute suffices.
+        """
         counts = diagonal_counts(self.solver, self.cost, call.loads, kept, limit, integer=False)
         return (
             None if counts is None else counts.get((0, FULL), np.zeros(kept.ops.seconds.shape[1:]))

@@ -1,12 +1,12 @@
-"""Seconds of a stage's ops: guessed from the model's shape, then measured as the loop runs.
+"""Seconds of a stage's ops: estimated from the model's shape, then measured as the loop runs.
 
     seconds of an op = token x tokens + pair x query-key pairs + op
 
-No model is built and no time is spent to measure: the ops of the calls themselves are the
-measurements, but for those of the first call, in which much is done for the first time. What is
-guessed is right up to a factor that is the same for all micro-batches, and an order depends on no
-such factor. What the last calls did not run (whole backwards, where all are split) takes what it
-took when it was last run, as many times longer or shorter as forwards have become since.
+No model is built and no time is spent on measuring: the ops of the calls are the measurements.
+Those of the first call are ignored, because much is done for the first time. Estimates are right up
+to a factor that all micro-batches have in common, which does not affect the choice of an order. An
+op kind that recent calls did not run (such as B, if all backwards are split) keeps its last
+coefficients. They are scaled by how much forwards have slowed down since.
 """
 
 from collections import deque
@@ -18,16 +18,22 @@ from megatron_epp.cost.fitting.regression import fit
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
 from megatron_epp.planner.calls.call_cost import SPLIT_COST
 
-COLD = 1  # first calls that do not count
-CALLS = 4  # the latest, whose ops count
-EAGER = 3  # as many first ones are each fitted at once, then every
+COLD = 1  # number of first calls that are ignored
+CALLS = 4  # number of latest calls whose ops count
+EAGER = 3  # The first calls are each fitted at once; then every SELDOM-th is.
 SELDOM = 8
 FEATURES = 3  # tokens, pairs, 1 (call_cost.features)
 _F, _B, _I, _W = (KIND_CODE[kind] for kind in OF_LAYERS)
 
 
 class StageSeconds:
-    """This rank's stage. ``rates`` [kinds, 3] are the latest, ``measured`` or guessed."""
+    """Rates of this rank's stage.
+
+    Attributes:
+        guess: [kinds, 3] estimated rates.
+        rates: [kinds, 3] latest rates.
+        measured: whether ``rates`` are measured.
+    """
 
     def __init__(self, guess: np.ndarray):
         self.guess = guess
@@ -35,11 +41,16 @@ class StageSeconds:
         self.measured = False
         self._calls = -COLD
         self._seen: deque[tuple[np.ndarray, tuple[Timed, ...]]] = deque(maxlen=CALLS)
-        # By kind: its coefficients when it was last run, and how slow forwards were at that time.
+        # By kind: the last fitted coefficients, and the slowness of forwards at that time.
         self._known: dict[int, tuple[np.ndarray, float]] = {}
 
     def saw(self, chunks_3C: np.ndarray, records: tuple[Timed, ...]) -> None:
-        """A call of training is over; its ops' records, and the features of its chunks."""
+        """Add the records of a training call.
+
+        Args:
+            chunks_3C: [3, chunks] features of its chunks.
+            records: records of its ops.
+        """
         self._calls += 1
         if self._calls < 1:
             return
@@ -58,7 +69,7 @@ class StageSeconds:
                 slow = self._slowness(of)
                 known[KIND_CODE[kind]] = np.asarray(fitted.coefficients, dtype=float), slow
         if _F not in known or not (_B in known or _I in known):
-            return self.rates  # of one kind alone the two could not be compared
+            return self.rates  # without both kinds they cannot be compared
         self._known, self.measured = known, True
         rates, now = self.guess.copy(), self._slowness(self._seen)
         for code, (coefficients, then) in known.items():
@@ -70,7 +81,7 @@ class StageSeconds:
         return rates
 
     def _slowness(self, calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]]) -> float:
-        """Measured over guessed seconds of forwards."""
+        """Return measured over estimated seconds of the forwards."""
         rows, seconds = _measurements(calls, Kind.FORWARD)
         return float(seconds.sum() / (rows @ self.guess[_F]).sum()) if len(rows) else 1.0
 
@@ -78,7 +89,7 @@ class StageSeconds:
 def _measurements(
     calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]], kind: Kind
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [ops, 3] and seconds [ops] of the ops of a kind."""
+    """Return features [ops, 3] and seconds [ops] of the ops of a kind."""
     samples = [
         (chunks_3C[:, record.op.chunk], record.seconds)
         for chunks_3C, ops in calls

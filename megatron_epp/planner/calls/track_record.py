@@ -1,24 +1,25 @@
-"""Whether calls by planned orders take as long as was predicted: else the caller's order is run.
+"""Comparison of predicted and measured times of calls, which corrects the predicted gain.
 
-    correction = (measured / predicted, in planned orders) / (measured / predicted, in the caller's)
+    correction = (measured / predicted, planned orders) / (measured / predicted, caller's order)
 
-A prediction leaves out what happens between ops, and a machine may be busy with other things. What
-slows both kinds of calls down alike cancels. A planned order must gain so much more by prediction.
-Neither kind is given up for good: after many calls of the one, the other is run once more.
+Predictions leave out what happens between ops, and a machine may be busy otherwise. What slows both
+kinds of calls down equally cancels. The predicted gain of a planned order must exceed the
+correction. After many calls of one kind, the other kind is tried again.
 """
 
 from collections import deque
 from statistics import median
 
-RECENT_CALLS = 5  # of each kind that count
-RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
-CHECK = 32  # calls in planned orders, behind which the caller's is measured again
+RECENT_CALLS = 5  # number of calls of each kind that count
+RETRY = 16  # calls in the caller's order after which a planned order is tried again
+CHECK = 32  # calls in planned orders after which the caller's order is measured again
 MOST = 2.0
-CORRECTION_STEP = 0.02  # in which a correction is told: plans are remembered by it
+# the correction is rounded to this step, because it is a key of cached plans
+CORRECTION_STEP = 0.02
 
 
 class TrackRecord:
-    """Predicted and measured seconds of one pipeline's calls; all its ranks are told the same."""
+    """Predicted and measured seconds of one pipeline's calls; identical on all its ranks."""
 
     def __init__(self) -> None:
         self._planned: deque[float] = deque(maxlen=RECENT_CALLS)
@@ -27,7 +28,13 @@ class TrackRecord:
         self._planned_in_turn = 0
 
     def saw(self, planned: bool, predicted_seconds: float, measured_seconds: float) -> None:
-        """A call is over; ``planned``: its order was not the caller's by 1F1B."""
+        """Add a call.
+
+        Args:
+            planned: whether its order differed from the caller's 1F1B.
+            predicted_seconds: predicted time.
+            measured_seconds: measured time.
+        """
         if not (predicted_seconds > 0 and measured_seconds > 0):
             return
         (self._planned if planned else self._called).append(measured_seconds / predicted_seconds)
@@ -39,13 +46,15 @@ class TrackRecord:
 
     @property
     def due(self) -> bool:
-        """Whether a call should run in the caller's order, to see what that takes by now."""
+        """Whether a call should run in the caller's order, to measure its time again."""
         return self._planned_in_turn >= CHECK
 
     @property
     def correction(self) -> float:
-        """Factor of a planned order's predicted seconds: 1 to ``MOST``, in steps. Until
-        the caller's order has been measured its prediction is believed."""
+        """Factor of a planned order's predicted seconds: 1 to ``MOST``, in steps.
+
+        Until the caller's order has been measured, its prediction is taken as exact.
+        """
         if not self._planned:
             return 1.0
         baseline = median(self._called) if self._called else 1.0

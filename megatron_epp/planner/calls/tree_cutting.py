@@ -1,12 +1,12 @@
-"""A micro-batch whose documents continue others, cut into chunks of about equal time.
+"""Slicing of a micro-batch whose documents continue others into chunks of about equal time.
 
     parents      - 0 0 0 2          chunks      [0 first half] [0 second half, 1] [2, 4] [3]
     0 ----- 1                       continues    -             the first           the second, both
       |---- 2 --- 4
       `---- 3
 
-What is continued is computed, and paid, once. A chunk continues one other at most: whole subtrees
-lie together behind what they continue, in its chunk where there is room, or several to a chunk.
+A prefix is computed once and counts once. A chunk continues at most one other. Subtrees stay
+together after their prefix: in its chunk if there is capacity, else several to a chunk.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,21 @@ import numpy as np
 
 from megatron_epp.planner.chunks.slicing import Rates
 
-Parents = Sequence[int]  # of every document of a micro-batch, one before it, or -1
+Parents = Sequence[int]  # of every document of a micro-batch: an earlier document, or -1
 Spans = tuple[tuple[int, int, int], ...]  # (document, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """offsets   positions of the documents' first inputs
-    own          seconds of each document behind what it continues
-    below        and of all that descend from it, itself included
+    """Documents of a micro-batch, and which ones continue which.
+
+    Attributes:
+        lengths: tokens of each document.
+        parents: the document that each one continues, or -1.
+        rates: seconds per token and pair.
+        offsets: position of each document's first token.
+        own: seconds of each document after its prefix.
+        below: seconds of each document and all its descendants.
     """
 
     lengths: tuple[int, ...]
@@ -37,19 +43,22 @@ class Tree:
 
     @property
     def total(self) -> float:
-        """Seconds of all, each document once."""
+        """Seconds of all documents, each counted once."""
         return sum(self.own)
 
     def chunks(self, first: int, target: float, least: int) -> list[Spans]:
-        """Chunks of about ``target`` seconds, each behind the one that it continues.
+        """Return chunks of about ``target`` seconds, each after the chunk that it continues.
 
-        first   number of the first document; least: tokens of a slice
+        Args:
+            first: number of the first document.
+            target: seconds of a chunk.
+            least: least number of tokens of a slice.
         """
         children: dict[int, list[int]] = {}
         for document, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(document)
         chunks: list[list[tuple[int, int, int]]] = []
-        # Siblings, with the chunk that they continue and the seconds that it has already.
+        # Siblings, with the chunk that they continue and its seconds so far.
         waiting: list[tuple[list[int], int, float]] = [(children.get(-1, []), -1, 0.0)]
         while waiting:
             siblings, after, filled = waiting.pop()
@@ -86,7 +95,7 @@ class Tree:
         return spans
 
     def _points(self, document: int, pieces: int) -> list[int]:
-        """Where a document is cut into ``pieces`` of equal time, its ends among them."""
+        """Return the boundaries of ``pieces`` slices of equal time, including both ends."""
         before = self.rates.document_seconds(np.array([self.offsets[document]]))[0]
         targets = before + self.own[document] * np.arange(1, pieces) / pieces
         inner = np.rint(self.rates.reach(targets)).astype(np.int64) - self.offsets[document]
@@ -96,7 +105,7 @@ class Tree:
 
 
 def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree:
-    """The tree of a micro-batch. ValueError: its parents are none."""
+    """Return the tree of a micro-batch; raise a ValueError if ``parents`` are invalid."""
     require_parents(lengths, parents)
     offsets = [0] * len(lengths)
     for document, parent in enumerate(parents):
@@ -114,7 +123,7 @@ def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree
 
 
 def require_parents(lengths: Sequence[int], parents: Parents) -> None:
-    """ValueError unless every document continues one before it, or none."""
+    """Raise a ValueError unless every document continues an earlier one or none."""
     if len(parents) != len(lengths):
         raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
     for document, parent in enumerate(parents):

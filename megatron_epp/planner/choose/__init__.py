@@ -1,3 +1,3 @@
-"""Choices made once per run: layers of every stage, placement, vocabulary parallelism."""
+"""Choices made once per run: layers per stage, placement, vocabulary parallelism."""
 
-FIRST_BATCHES = 2  # of the corpus, that a choice is made on
+FIRST_BATCHES = 2  # number of batches of the corpus that choices are made on

@@ -1,12 +1,12 @@
-"""Choices made once per run by the plans of its first batches.
+"""Choices made once per run, by plans of its first batches.
 
     partition_of     layers of every stage: by time, or as flags give them
     placement_of     stages of every rank: one, or several, each way with layers by time
-    vocabulary_of    the LM head: on the last stage, or sharded over all
+    vocabulary_of    the LM head: on the last stage, or sharded over all stages
 
-Weights do not move between iterations, so a choice is for a whole run. All three plan the batches
-with every candidate and take the fastest (:func:`fastest`); each is a pure function of its
-arguments.
+Weights do not move between iterations, so a choice holds for a whole run. Each of the three plans
+the batches with every candidate and takes the fastest (:func:`fastest`). Each is a pure function of
+its arguments.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_blocks
 
-SKETCH_EFFORT = 1  # of the plans that candidates are compared by
-MOST_TRIED = 10  # partitions that are planned for, over all rounds
+SKETCH_EFFORT = 1  # effort of the plans that compare candidates
+MOST_TRIED = 10  # number of partitions planned, over all rounds
 # Fractions of the time that a candidate must save: no cost model is more exact.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
-# Where the plan without vocabulary parallelism takes so many times its bound, or there was none, a
-# search with little effort may have missed it: it is searched for in earnest before it loses.
+# If the plan without vocabulary parallelism exceeds its bound by this factor, or none was found, a
+# search with little effort may have missed a better one. It is repeated with more effort.
 DOUBTFUL = 1.25
-PLACEMENT_NAMES = ("interleaved 2", "v")  # besides one stage a rank
+PLACEMENT_NAMES = ("interleaved 2", "v")  # tried besides one stage per rank
 OFF, ON = "off", "on"
 
 
@@ -47,10 +47,11 @@ OFF, ON = "off", "on"
 class RunChoice[K: Hashable]:
     """The fastest candidate.
 
-    cost      with the chosen candidate
-    key       its name, or its layers
-    seconds   of plans for all batches, by candidate; None where some batch does not fit. The first
-              candidate is the one that a run without this choice has
+    Attributes:
+        cost: cost with the chosen candidate.
+        key: name or layers of the chosen candidate.
+        seconds: seconds of plans for all batches, by candidate; None if a batch does not fit. The
+            first candidate is what a run has without this choice.
     """
 
     cost: Cost
@@ -65,14 +66,14 @@ class RunChoice[K: Hashable]:
     def gain_of(self, key: K) -> float:
         """Return the fraction of the first candidate's time that ``key`` saves.
 
-        Below 0 where it costs; 0 where one of the two does not fit.
+        It is negative if ``key`` is slower, and 0 if one of the two does not fit.
         """
         (first, *_), taken = self.seconds.values(), self.seconds.get(key)
         return 1 - taken / first if first and taken else 0.0
 
     @property
     def comparison(self) -> str:
-        """Text on every candidate against the first one."""
+        """Text that compares every candidate with the first one."""
         (first, first_seconds), *others = self.seconds.items()
         parts = []
         for key, seconds in others:
@@ -89,10 +90,10 @@ class RunChoice[K: Hashable]:
 def fastest[K: Hashable](
     candidates: Iterable[tuple[K, Cost, float | None]], pays: float
 ) -> RunChoice[K]:
-    """Return the candidate of (key, cost, seconds) that takes least.
+    """Return the fastest of the candidates (key, cost, seconds).
 
-    Any but the first must save the fraction ``pays`` of the first one's time. Seconds are None
-    where some batch does not fit.
+    A candidate other than the first must save the fraction ``pays`` of the first one's time.
+    Seconds are None if a batch does not fit.
     """
     first, *others = candidates
     key, cost, least = first
@@ -103,9 +104,6 @@ def fastest[K: Hashable](
     return RunChoice(cost, key, {name: seconds for name, _, seconds in (first, *others)})
 
 
-# ------------------------------------------------------------------ plans of the first batches
-
-
 def sketched_seconds(
     cost: Cost,
     batches: Sequence[Sequence[int]],
@@ -113,9 +111,14 @@ def sketched_seconds(
     planner: str,
     effort: int = SKETCH_EFFORT,
 ) -> float | None:
-    """Return the seconds of plans with little ``effort`` for all ``batches`` of one replica.
+    """Return the seconds of plans with little effort for all batches; None if one does not fit.
 
-    None: one does not fit.
+    Args:
+        cost: cost of the layout.
+        batches: document lengths of one replica.
+        options: options of the planner.
+        planner: name of the planner.
+        effort: upper bound of the effort.
     """
     sketch = dataclasses.replace(
         options,
@@ -136,7 +139,7 @@ def sketched_seconds(
 
 
 def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
-    """Return the documents of the replica with most work; of the group of ``lockstep`` replicas."""
+    """Return the documents of the replica (or lockstep block) with the most work."""
     if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
@@ -186,15 +189,18 @@ def unlike_seconds(
     return least if math.isfinite(least) else None
 
 
-# ------------------------------------------------------------------ the three choices
-
-
 def partition_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the layers of the stages whose plans by ``planner`` take least over ``batches``.
+    """Return the layers per stage with the fastest plans over ``batches``.
 
-    Of a batch of the job the replica with most work counts.
+    In each batch the replica with the most work counts.
+
+    Args:
+        cost: cost of the layout, with the layers to start from.
+        batches: document lengths of the job.
+        options: options of the planner.
+        planner: name of the planner.
     """
     held = [heaviest(lengths, cost) for lengths in batches]
     return partition_by_time(cost, held, lambda c: sketched_seconds(c, held, options, planner))
@@ -203,10 +209,10 @@ def partition_of(
 def partition_by_time(
     cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the layers of the stages that take least, as far as ``MOST_TRIED`` plans show.
+    """Return the fastest layers per stage among at most ``MOST_TRIED`` partitions.
 
-    ``seconds_of`` plans all ``batches`` with a cost; None: some do not fit. The first candidate is
-    ``cost.layout.layers``.
+    ``seconds_of`` plans all ``batches`` with a cost, and returns None if one does not fit. The
+    first candidate is ``cost.layout.layers``.
     """
     tried: dict[tuple[int, ...], float | None] = {}
 
@@ -237,9 +243,9 @@ def partition_by_time(
 def _neighbours(
     layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """Yield ``layers`` with one moved from a stage of the slowest rank, or the next slowest.
+    """Yield ``layers`` with one layer moved from a stage of a slow rank to one of a faster rank.
 
-    It goes to a stage of a faster rank. ``seconds`` [stages, layers].
+    The two slowest ranks give, the two fastest take. ``seconds`` is [stages, layers].
     """
     ends = np.cumsum(layers)
     least = [1] * (len(layers) - 1) + [cost.layout.pinned_layers]
@@ -251,7 +257,7 @@ def _neighbours(
         np.array(cost.layout.placement.place),
     )
     for slow in np.argsort(-taken, kind="stable")[:2]:
-        # Along the boundaries to each of the others, the fastest first.
+        # The fastest ranks first.
         for fast in np.argsort(taken, kind="stable")[:2]:
             for give in np.flatnonzero(on == slow):
                 for take in np.flatnonzero(on == fast):
@@ -266,10 +272,15 @@ def _neighbours(
 def placement_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[str]:
-    """Return the placement whose plans by ``planner`` take least over ``batches``.
+    """Return the placement with the fastest plans over ``batches``.
 
-    Candidates are one stage a rank and ``PLACEMENT_NAMES``, each with layers by time.
-    ``cost``: of one stage a rank.
+    Candidates are one stage per rank and ``PLACEMENT_NAMES``, each with layers balanced by time.
+
+    Args:
+        cost: cost with one stage per rank.
+        batches: document lengths of the job.
+        options: options of the planner.
+        planner: name of the planner.
     """
 
     def candidates() -> Iterator[tuple[str, Cost, float | None]]:
@@ -287,7 +298,7 @@ def placement_of(
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
-    """Return ``cost`` with the placement ``name`` on even layers; None where they are too few."""
+    """Return ``cost`` with the placement ``name`` and even layers; None if there are too few."""
     placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
     if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
@@ -302,9 +313,12 @@ def placement_name(place: tuple[int, ...]) -> str:
 
 
 def with_placement(cost: Cost, placement: Placement) -> Cost:
-    """Return ``cost`` of one stage a rank with the stages of ``placement`` instead.
+    """Return ``cost``, which has one stage per rank, with the stages of ``placement``.
 
-    Their layers are those of ``placement``, or even. ValueError: more stages than layers.
+    Layers are those of ``placement``, or even.
+
+    Raises:
+        ValueError: if there are more stages than layers.
     """
     mtp_layers = cost.layout.pinned_layers - 1
     *others, last = even_layers(sum(cost.layout.layers) - mtp_layers, placement.stages)
@@ -315,13 +329,13 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
 
 def ruled_out(cost: Cost) -> str | None:
-    """Return why vocabulary parallelism cannot pay, so that no plan is needed; None: it may."""
+    """Return why vocabulary parallelism cannot pay, so that no plan is needed; None if it may."""
     if cost.layout.stages == 1:
         return "there is one stage"
     if cost.layout.ep > cost.layout.tp * cost.layout.cp:
         return "experts are spread over replicas"
     if is_of_cpu(cost.layout.profile):
-        # scripts/bench/results/2026-11-22-cpu-vocab.md: 24% less time was promised.
+        # scripts/bench/results/2026-11-22-cpu-vocab.md; 24% less time was predicted.
         return "on a CPU it took 1.16 of the time (measured)"
     return None
 
@@ -333,10 +347,16 @@ def vocabulary_of(
     planner: str,
     cut: Cost | None = None,
 ) -> RunChoice[str]:
-    """Return ``cost`` with vocabulary parallelism off or on, whichever takes less time.
+    """Return ``cost`` with vocabulary parallelism off or on, whichever is faster.
 
-    Of ``batches``, planned by ``planner``, the replica with most work counts. ``cut``: the cost
-    with it on, where its stages have other layers than those of ``cost``.
+    In each batch the replica with the most work counts.
+
+    Args:
+        cost: cost of the layout.
+        batches: document lengths of the job.
+        options: options of the planner.
+        planner: name of the planner.
+        cut: cost with vocabulary parallelism, if its stages have other layers than ``cost``.
     """
     uncut = cost.with_vocabulary(False)
     if ruled_out(cost) is not None:

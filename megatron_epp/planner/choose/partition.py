@@ -1,9 +1,9 @@
 """Layers of every stage by time: the partition whose slowest stage is fastest, within memory.
 
-Of contiguous parts (AdaPtis, arXiv 2509.23722, moves such borders too). A partition is chosen once
-for a run, as weights do not move between iterations, so it is chosen on the lengths that the corpus
-leads one to expect: by their sums first, exactly; then by planning whole batches, because memory
-and late slices of long documents want another partition than sums do.
+Stages are contiguous layers, whose boundaries AdaPtis (arXiv 2509.23722) moves too. A partition is
+chosen once per run, because weights do not move between iterations, on the lengths expected from
+the corpus. First, sums of times give an exact optimum. Then whole batches are planned, because
+memory and late slices of long documents may favour another partition.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 
-# Chunks per stage that constants are counted for before there is a plan. By hand.
+# Assumed number of chunks per stage before there is a plan; chosen by hand.
 LIKELY_CHUNKS = 8
 
 
 def layer_costs(cost: Cost) -> Cost:
-    """``cost`` with a stage for every layer, the ends at the first and last of them."""
+    """Return ``cost`` with one stage per layer; embedding and LM head are on the first and last."""
     layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
     layout = cost.layout.on_devices(layers=(1,) * layers, place=())
@@ -27,13 +27,13 @@ def layer_costs(cost: Cost) -> Cost:
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """[layers] of forward and backward of a load with these ``features`` (Cost.features)."""
+    """Return [layers] forward and backward seconds of a load with these ``features``."""
     single = layer_costs(cost)
     return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """[stages, layers] of :func:`layer_seconds`, each layer on that stage's device."""
+    """Return [stages, layers]: :func:`layer_seconds` of each layer on each stage's device."""
     if not cost.layout.unlike_devices:
         seconds = layer_seconds(cost, features)
         return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))
@@ -42,18 +42,18 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
-    """[features] of one batch, on average over ``batches`` of document lengths."""
+    """Return [features] of one batch, the mean over ``batches`` of document lengths."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
     every = [cost.layout.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
 
 
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
-    """Return the layers of every stage, at least one, whose slowest stage takes least.
+    """Return the layers per stage, at least one each, whose slowest stage is fastest.
 
-    Among those, the ones whose squares add up to least, so that the other stages are even, too.
-    None: states fit nowhere. Where ranks have several stages, the slowest rank counts
-    (:func:`_fastest_on_ranks`).
+    Among equals, the least sum of squares wins, which balances the other stages too. With several
+    stages per rank the slowest rank counts (:func:`_fastest_on_ranks`). None means that the states
+    fit in no partition.
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.layout.place:
@@ -64,7 +64,7 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
         return (layers,)
     before = _before(seconds)
     states_before = np.concatenate(([0.0], np.cumsum(states)))
-    # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
+    # best[s, j]: (slowest stage, sum of squares) of layers [0, j) on stages 0..s.
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
     for j in range(1, layers - cost.layout.pinned_layers + 1):
@@ -96,15 +96,15 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _before(seconds: np.ndarray) -> np.ndarray:
-    """[stages, layers + 1]: the sum over the layers in front of each."""
+    """Return [stages, layers + 1]: the sum over the layers before each."""
     return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
 
 
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
-    """Return the layers whose slowest rank takes least, then whose slowest stage does.
+    """Return the layers with the fastest slowest rank, then with the least sum of squares.
 
-    From those of ``cost`` on, one layer after another is moved from any stage to any other.
-    ``seconds`` [stages, layers].
+    Starting from the layers of ``cost``, one layer at a time moves from any stage to any other.
+    ``seconds`` is [stages, layers].
     """
     before, each = _before(seconds), np.arange(cost.layout.stages)
     on = np.array(cost.layout.placement.place)
@@ -134,7 +134,7 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
 
 
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
-    """``cost`` with these layers of its stages; None where their states do not fit."""
+    """Return ``cost`` with these layers per stage; None if their states do not fit."""
     moved = cost.replace(layers=layers)
     states = moved.states_of_ranks
     fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
@@ -142,7 +142,7 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
 
 
 def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
-    """Return Megatron's flags for these layers of the stages; none where they are even.
+    """Return Megatron's flags for these layers per stage; none if they are even.
 
     The last ``mtp_layers`` layers are MTP layers, which do not count.
     """
@@ -159,9 +159,9 @@ def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
 
 
 def layout_text(layers: Sequence[int], mtp_layers: int = 0) -> str:
-    """Return the text of Megatron's --pipeline-model-parallel-layout.
+    """Return the value of Megatron's --pipeline-model-parallel-layout.
 
-    The embedding is first, the loss last, and before it ``mtp_layers`` MTP layers.
+    The embedding is first, and the loss last, after ``mtp_layers`` MTP layers.
     """
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     stages[0] = "E" + stages[0]

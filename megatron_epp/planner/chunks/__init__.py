@@ -1,1 +1,1 @@
-"""Documents to chunks: slicing, bin packing, and the parameters that steer both."""
+"""Documents to chunks: slicing, bin packing, and their parameters."""

@@ -1,6 +1,6 @@
-"""Packing tails and short documents into buckets: InfiniPipe's Alg. 1, or longest time first.
+"""Packing of tails and short documents into buckets: InfiniPipe's Alg. 1, or longest first.
 
-Both keep the rule that a bucket holds at most one tail, so at most one cut document.
+In both, a bucket holds at most one tail, and hence at most one sliced document.
 """
 
 import numpy as np
@@ -12,11 +12,17 @@ from megatron_epp.sim.jit import njit
 def alg1(
     cuts: Cuts, rates: Rates, target_seconds: float, most_tokens: float
 ) -> tuple[np.ndarray, int]:
-    """The bucket of every tail and every short document, and how many buckets there are.
+    """Return the bucket of every tail and every short document, and the number of buckets.
 
-    Alg. 1, lines 3 to 13: shorts in falling time go to the feasible bucket with the smallest time
-    per token; where none has time left, the target is loosened. Tail t opens bucket t.
-    Source: InfiniPipe section on the sequence processor; T_t and T_m are the two limits.
+    Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Short
+    documents, in descending time, go to the feasible bucket with the smallest time per token. If no
+    bucket has time left, the target is loosened. Tail t opens bucket t.
+
+    Args:
+        cuts: tails and short documents.
+        rates: seconds per token and pair.
+        target_seconds: time limit T_t of a bucket.
+        most_tokens: token limit T_m of a bucket.
     """
     tail_seconds = rates.span_seconds(cuts.tails)
     short_seconds = rates.span_seconds(cuts.shorts)
@@ -42,7 +48,7 @@ def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_t
     for q in range(shorts):
         chosen, fits = -1, False
         best = np.inf
-        least = np.inf  # time of the emptiest bucket that has room for the tokens
+        least = np.inf  # least time of a bucket with enough token capacity
         for b in range(count):
             if tokens[b] + short_tokens[q] <= most_tokens:
                 fits = True
@@ -52,7 +58,7 @@ def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_t
             seconds[count], tokens[count] = 0.0, 0.0
             count += 1
         else:
-            # Line 13: loosen to what the emptiest can take, at once instead of by going round.
+            # Line 13, in one step: loosen the target to what the least loaded bucket can take.
             target = max(target, least + short_seconds[q])
             for b in range(count):
                 if (
@@ -74,11 +80,17 @@ def longest_first(
     most_tokens: float,
     loaded_seconds: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
-    """The bin of every tail and every short document: each to the bin that is done first.
+    """Return the bin of every tail and every short document, and the number of bins.
 
-    ``bins`` is a wish: there are at least as many as tails, and more where no bin has room for the
-    tokens. Tail t opens bin t. ``loaded_seconds`` of the last bins count as taken from the
-    start, so that those bins stay smaller.
+    Each document goes to the bin that finishes first. Tail t opens bin t.
+
+    Args:
+        cuts: tails and short documents.
+        rates: seconds per token and pair.
+        bins: wanted number of bins; there are at least as many as tails, and more if tokens exceed
+            all bins.
+        most_tokens: token limit of a bin.
+        loaded_seconds: seconds that the last bins start with, which makes these bins smaller.
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):
@@ -117,7 +129,7 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
         seconds[chosen] += short_seconds[q]
         tokens[chosen] += short_tokens[q]
         bucket[tails + q] = chosen
-    # Bins that stayed empty are closed up.
+    # Remove the bins that stayed empty.
     number = np.full(count, -1, dtype=np.int64)
     used = 0
     for b in range(count):
@@ -130,7 +142,7 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
 
 
 def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
-    """The bin of every tail and every short: by falling tokens, the first that has room."""
+    """Return the bin of every tail and short document: the first that fits, longest first."""
     tails, shorts = (part.tokens.astype(np.float64) for part in (cuts.tails, cuts.shorts))
     at_once = np.zeros_like(tails), tails, np.zeros_like(shorts), shorts, np.zeros_like(tails)
-    return _longest_first(*at_once, float(most_tokens))  # where no bin takes longer than another
+    return _longest_first(*at_once, float(most_tokens))  # with all times 0

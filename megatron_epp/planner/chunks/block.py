@@ -1,14 +1,16 @@
-"""Chunks of the replicas of a block, side by side: chunk k of each runs while chunk k of all does.
+"""Chunks of the replicas of a block: chunk k of every replica runs at the same time.
 
     position    0  1  2  3  |  4  5  |  6  |  7
-    replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of cut documents
+    replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of sliced documents
     replica 1   b0 b1 c0 c1 |  .  .  |  .  |  .       .: a pack, or nothing
 
-Replicas in lockstep have one order of ops, so a group (the chunks between two bars) is one for all
-of them: its forwards run from left to right, its backwards from right to left. The longest of its
-documents has as many slices as the group has positions; others fit in there, one behind the other.
-Every position takes as long as the slowest replica's chunk, so documents are dealt to make those
-alike: short ones go, longest first, to the place that is done first, beside slices, too.
+Replicas in lockstep have one order of ops, so a group (the chunks between two bars) is common to
+all of them. Its forwards run from left to right, its backwards from right to left. The longest
+document of a group has as many slices as the group has positions; shorter ones fit into it one
+after the other.
+
+A position takes as long as the slowest replica's chunk, so documents are assigned to balance these.
+Short documents go, longest first, to the place that finishes first, also next to slices.
 """
 
 from collections.abc import Sequence
@@ -24,21 +26,21 @@ from megatron_epp.sim.jit import njit
 
 @dataclass(frozen=True, slots=True)
 class BlockChunking(Chunking):
-    """A chunking as long as those of ``members``, one for each replica of the block.
+    """Chunking of a block, with the same positions as those of its ``members``, one per replica.
 
-    Its own arrays are of the slowest at each position, but tokens, which are the most of any; a
-    group of several positions counts as one cut document. Members' groups are the block's.
+    Its own arrays are those of the slowest member at each position; tokens are the maximum. A group
+    of several positions counts as one sliced document.
     """
 
     members: tuple[Chunking, ...]
 
     @property
     def contents(self) -> tuple[bytes, ...]:
-        """Those of all members."""
+        """Contents of all members, to compare chunkings by."""
         return tuple(part for member in self.members for part in member.contents)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
-        """The same chunks with the groups in another order, those of all members alike."""
+        """Return the same chunks with the groups in another order, the same for all members."""
         own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
         chunking = Chunking(**own).arranged(order)
         return BlockChunking(
@@ -47,7 +49,7 @@ class BlockChunking(Chunking):
             starts=chunking.starts,
             tokens=chunking.tokens,
             pairs=chunking.pairs,
-            # Documents are groups here, numbered as they stand.
+            # Groups stand for documents here, numbered in order.
             document=np.where(chunking.document >= 0, chunking.group, -1),
             slice_tokens=chunking.slice_tokens,
             members=tuple(member.arranged(order) for member in self.members),
@@ -55,8 +57,10 @@ class BlockChunking(Chunking):
 
 
 def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
-    """``chunking``, of the documents of all replicas of a block, dealt to ``width`` of them; as it
-    is where ``width`` is 1."""
+    """Return ``chunking``, of all replicas' documents, assigned to ``width`` replicas.
+
+    If ``width`` is 1, it is returned unchanged.
+    """
     if width == 1:
         return chunking
     seconds = rates.chunk_spans_seconds(
@@ -76,7 +80,7 @@ def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
     packs = starts[:-1][sizes == 1]
     packs = packs[np.argsort(-seconds[packs], kind="stable")]
     more = -(-max(0, len(packs) - int(free.sum())) // width)
-    # The longest packs stand beside each other, the others beside slices.
+    # The longest packs run at the same time, the others next to slices.
     alone = [(who, sum(groups) + place) for place in range(more) for who in range(width)]
     beside = [(int(who), int(place)) for place, who in np.argwhere(free.T)]
     for pack, (who, place) in zip(packs, [*alone, *beside], strict=False):
@@ -94,9 +98,15 @@ def build_block(
     multiple: int,
     width: int,
 ) -> BlockChunking:
-    """The chunks of ``params``, whose numbers are those of one replica, for ``width`` replicas.
+    """Return the chunks of ``params`` for ``width`` replicas.
 
-    lengths   of all their documents, sorted, longest first
+    Args:
+        params: parameters; their numbers are per replica.
+        lengths: lengths of all replicas' documents, in descending order.
+        rates: seconds per token and pair.
+        most_tokens: token limit of a chunk.
+        multiple: slice boundaries are multiples of this.
+        width: number of replicas.
     """
     total = float(rates.document_seconds(lengths).sum())
     target = total / (width * params.chunks)
@@ -122,7 +132,7 @@ def build_block(
         small = min(len(missing), more)
         if small:
             seconds[count - small :] += (missing[len(missing) - small :] * target)[:, None]
-        # Those without slices first: of places alike the long ones of all replicas share one.
+        # Places without slices first: the long documents of all replicas then share a position.
         rows = np.concatenate((np.arange(beside, count), np.arange(beside)))
         place, fits = _fill(
             seconds[rows].ravel(), tokens[rows].ravel(), short_seconds, short_tokens, most_tokens
@@ -146,7 +156,10 @@ def build_block(
 
 @njit()
 def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
-    """The place of every short document: each to the one that is done first and has room."""
+    """Return the place of every short document, the one that finishes first and has capacity.
+
+    The second value is False if a document fits nowhere.
+    """
     place = np.empty(len(short_seconds), dtype=np.int64)
     for q in range(len(short_seconds)):
         best = -1
@@ -171,7 +184,7 @@ def _sort_packs(
     count: int,
     width: int,
 ) -> None:
-    """Every replica's packs from position ``beside`` on, longest first."""
+    """Sort every replica's packs from position ``beside`` on in descending time."""
     taken = np.zeros((width, count))
     np.add.at(taken, (member, position), seconds)
     for who in range(width):
@@ -183,15 +196,21 @@ def _sort_packs(
 
 
 def _assign_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Cut documents of ``sizes`` slices, most first, in groups of positions: every group's size,
-    and (replica, first position) of every document.
+    """Assign sliced documents to groups of positions.
 
-    A document goes into the first group with room for it, to the replica with most of it there;
-    else it opens a group, at the replica that has fewest slices so far.
+    A document goes into the first group with enough free positions, to the replica with most of
+    them. If there is none, it opens a group at the replica with the fewest slices.
+
+    Args:
+        sizes: numbers of slices in descending order.
+        width: number of replicas.
+
+    Returns:
+        The size of every group, and (replica, first position) of every document.
     """
     groups: list[int] = []
     starts: list[int] = []
-    used: list[list[int]] = []  # positions taken, by group and replica
+    used: list[list[int]] = []  # positions in use, by group and replica
     slices = [0] * width
     places = []
     for size in sizes:
@@ -219,9 +238,9 @@ def _block(
     width: int,
     rates: Rates,
 ) -> BlockChunking:
-    """The block in which every span is computed by that member at that position.
+    """Return the block in which span s is at ``position[s]`` of replica ``member[s]``.
 
-    starts   groups of positions
+    ``starts`` are the first positions of the groups.
     """
     member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)
@@ -255,7 +274,7 @@ def _block(
 
 
 def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
-    """``member`` with a document moved, at its positions, to each that had none."""
+    """Return ``member`` with a document moved to every replica that had none."""
     member = member.copy()
     for who in range(width):
         if (member == who).any():
@@ -268,7 +287,7 @@ def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
 
 
 def _without_gaps(starts: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions without a document anywhere are closed up; only packs leave such."""
+    """Remove positions at which no replica has a document; only packs leave such."""
     there = np.zeros(int(starts[-1]), dtype=bool)
     there[position] = True
     before = np.concatenate(([0], np.cumsum(there)))

@@ -1,4 +1,4 @@
-"""Chunks as arrays: what every chunk holds, and the order of their forwards."""
+"""Chunks as arrays: their contents, and the order of their forwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,17 +11,22 @@ from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Chunks numbered in forward order; the slices of a cut document are neighbours, in order.
+    """Chunks numbered in forward order; slices of a sliced document are consecutive.
 
-    A group is one cut document's chunks, or one pack. Backward runs the groups in the same order,
-    and the chunks of a group in reverse.
+    A group is the chunks of one sliced document, or one pack. Backward runs the groups in the same
+    order, and the chunks of a group in reverse.
 
-    spans, chunk   every span, and the chunk it is in
-    starts         group g is chunks starts[g] to starts[g + 1]
-    document       per chunk: the cut document that it holds a slice of, or -1
-    slice_tokens   per chunk: tokens of that slice, or 0
-    rank           of every span the context-parallel rank, of ``ranks``, that computes it alone, or
-                   ALL_RANKS; None: all are spread
+    Attributes:
+        spans: all spans.
+        chunk: chunk of every span.
+        starts: group g has the chunks starts[g] to starts[g + 1].
+        tokens: tokens of every chunk.
+        pairs: query-key pairs of every chunk.
+        document: per chunk, the sliced document that it holds a slice of, or -1.
+        slice_tokens: per chunk, tokens of that slice, or 0.
+        rank: per span, the context-parallel rank that computes it alone, or ALL_RANKS. None: all
+            spans are sharded over all ranks.
+        ranks: number of context-parallel ranks.
     """
 
     spans: Spans
@@ -38,7 +43,14 @@ class Chunking:
     def of_spans(
         cls, spans: Spans, chunk: np.ndarray, starts: np.ndarray, cut: np.ndarray
     ) -> "Chunking":
-        """``cut``: whether each span is a slice of a cut document."""
+        """Build the chunking of spans.
+
+        Args:
+            spans: all spans.
+            chunk: chunk of every span.
+            starts: group g has the chunks starts[g] to starts[g + 1].
+            cut: whether each span is a slice of a sliced document.
+        """
         count = int(starts[-1])
         document = np.full(count, -1, dtype=np.int64)
         slice_tokens = np.zeros(count, dtype=np.int64)
@@ -50,25 +62,27 @@ class Chunking:
 
     @property
     def count(self) -> int:
+        """Number of chunks."""
         return len(self.tokens)
 
     @property
     def groups(self) -> int:
+        """Number of groups."""
         return len(self.starts) - 1
 
     @property
     def sizes(self) -> np.ndarray:
-        """Chunks of every group: N_split of a cut document, 1 of a pack."""
+        """Number of chunks of every group: N_split of a sliced document, 1 of a pack."""
         return self.starts[1:] - self.starts[:-1]
 
     @property
     def group(self) -> np.ndarray:
-        """Per chunk, its group."""
+        """Group of every chunk."""
         return np.repeat(np.arange(self.groups), self.sizes)
 
     @property
     def last_of_group(self) -> np.ndarray:
-        """Per chunk, the last one of its group."""
+        """Last chunk of every chunk's group."""
         return last_of_groups(self.starts)
 
     @property
@@ -78,13 +92,13 @@ class Chunking:
 
     @property
     def contents(self) -> tuple[bytes, ...]:
-        """All that chunks and groups hold, to compare chunkings by."""
+        """Contents of chunks and groups as bytes, to compare chunkings by."""
         spans, rank = self.spans, () if self.rank is None else (self.rank,)
         of = self.starts, self.chunk, spans.document, spans.start, spans.stop, *rank
         return tuple(each.tobytes() for each in of)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
-        """The same chunks with the groups in another order."""
+        """Return the same chunks with the groups in another order."""
         order = np.asarray(order)
         sizes = self.sizes[order]
         starts = starts_of(sizes)
@@ -104,7 +118,7 @@ class Chunking:
         )
 
     def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:
-        """As ir chunks; ``names[d]`` is what document d is called outside."""
+        """Return the chunks as ``ir.Chunk``; document d gets the number ``names[d]``."""
         spans: list[list[Span]] = [[] for _ in range(self.count)]
         rank = np.full(len(self.spans), ALL_RANKS) if self.rank is None else self.rank
         rows = zip(
@@ -121,31 +135,35 @@ class Chunking:
 
 
 def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """[groups + 1] where groups of these ``sizes`` begin, and where the last one ends."""
+    """Return [groups + 1] the first chunk of each group, and the end of the last one."""
     return np.concatenate(([0], sizes.cumsum()))
 
 
 def last_of_groups(starts: np.ndarray) -> np.ndarray:
-    """[chunks] of groups that begin at ``starts``: the last chunk of each one's group."""
+    """Return [chunks] the last chunk of each chunk's group; groups begin at ``starts``."""
     return (starts[1:] - 1).repeat(starts[1:] - starts[:-1])
 
 
 def backward_order(starts: np.ndarray) -> np.ndarray:
-    """Chunks in the order of their backwards: the groups as they stand, each from its end."""
-    first_and_last = starts[1:] + starts[:-1] - 1  # added up
+    """Return the chunks in the order of their backwards: each group in reverse."""
+    first_and_last = starts[1:] + starts[:-1] - 1  # sum of a group's first and last chunk
     return first_and_last.repeat(starts[1:] - starts[:-1]) - np.arange(int(starts[-1]))
 
 
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
-    """Chunks from slices and buckets: cut documents, then packs, each longest first.
+    """Return chunks of slices and buckets: sliced documents, then packs, each longest first.
 
-    bucket   of every tail, then of every short; tail t lies in bucket t
+    Args:
+        cuts: slices, tails and short documents.
+        bucket: bucket of every tail, then of every short document; tail t is in bucket t.
+        buckets: number of buckets.
+        rates: seconds per token and pair.
     """
     tails = len(cuts.tails)
-    inner = np.bincount(cuts.slices.document, minlength=tails)  # slices before each tail
+    inner = np.bincount(cuts.slices.document, minlength=tails)  # number of slices before each tail
     sizes = np.concatenate((inner + 1, np.ones(buckets - tails, dtype=np.int64)))
     starts = starts_of(sizes)
-    # Cut documents are the longest ones, so document t's tail opens bucket t.
+    # Sliced documents are the longest ones, so document t's tail opens bucket t.
     before = np.arange(len(cuts.slices)) - (np.cumsum(inner) - inner)[cuts.slices.document]
     chunk = np.concatenate((starts[cuts.slices.document] + before, starts[bucket + 1] - 1))
     spans = cuts.slices + cuts.tails + cuts.shorts

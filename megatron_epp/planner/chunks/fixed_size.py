@@ -1,4 +1,4 @@
-"""Chunks of one fixed size: documents cut every so many tokens, leftovers packed to that size."""
+"""Chunks of one fixed size: documents sliced at multiples of it, remainders packed to it."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at
 
 LEAST_CHUNK_TOKENS = 1024
-# Sizes fall by this factor from the context on; finer steps change little.
+# Factor between sizes, from the context down; finer steps change little.
 STEP = 2**0.5
 SIZES = 12
 
 
 def sizes(context: int, multiple: int) -> Iterator[int]:
-    """Chunk sizes to try, in tokens: the context and ever smaller ones, to about a thousand."""
+    """Yield chunk sizes to try in tokens, from the context down to about 1024."""
     seen = set()
     for power in range(SIZES):
         size = max(multiple, round(context / STEP**power / multiple) * multiple)
@@ -25,8 +25,10 @@ def sizes(context: int, multiple: int) -> Iterator[int]:
 
 
 def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
-    """Whole documents, first fit by falling length into chunks of ``context`` tokens, or of the
-    longest document's where that is more."""
+    """Return unsliced documents packed first-fit into chunks of ``context`` tokens.
+
+    The limit is the length of the longest document if that is larger.
+    """
     longest = int(lengths[0])
     uncut = cut_at(lengths, np.array([0, longest]))
     bucket, buckets = first_fit(uncut, max(context, longest))
@@ -34,7 +36,10 @@ def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
 
 
 def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
-    """Slices of ``size`` tokens; tails and short documents first fit, one tail to a chunk."""
+    """Return slices of ``size`` tokens.
+
+    Tails and short documents are packed, one tail per chunk.
+    """
     points = np.arange(0, int(lengths[0]) + size, size)
     cuts = cut_at(lengths, points)
     bucket, buckets = first_fit(cuts, size)

@@ -1,12 +1,13 @@
-"""Chunks of which context-parallel ranks compute the short documents alone: no row exchanged.
+"""Chunks whose short documents run on one context-parallel rank each, without any exchange.
 
-    rank 0   tail of a cut document | e e e g g   |      a a a a a . |      spread: over all ranks;
-    rank 1   tail of a cut document | f f f h h h |      b b c c d d |      a to h: local documents
+    rank 0   tail of a document     | e e e g g   |      a a a a a . |      the tail: on all ranks;
+    rank 1   tail of a document     | f f f h h h |      b b c c d d |      a to h: on one rank
 
-A document that one rank does in about a chunk's time goes whole to one: longest first to the rank
-of a chunk that is done first. Longer ones are cut and exchanged, as without this. A rank's rows are
-padded to those of its chunk's fullest, and the chunk takes as long as its slowest: so ranks of
-packs that hold nothing else are sorted by their rows, and neighbours share a chunk.
+A document that one rank computes in about a chunk's time runs on one rank, longest first, in the
+chunk and rank that finish first. Longer documents are sliced and sharded over all ranks. A rank's
+rows are padded to those of the fullest rank of its chunk, and the chunk takes as long as its
+slowest rank. Ranks of packs without sharded documents are therefore sorted by rows, so that similar
+ones share a chunk.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from megatron_epp.sim.jit import njit
 
 
 def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
-    """Chunks of whole documents that one of ``ranks`` computes alone."""
+    """Return the seconds of unsliced documents that one of ``ranks`` computes alone."""
     return ranks * (rates.document_seconds(lengths) - rates.exchange_seconds * lengths)
 
 
@@ -34,8 +35,16 @@ def first_local(
     most_tokens: float,
     ranks: int,
 ) -> tuple[int, float]:
-    """The first of the ``lengths``, longest first, that is local, and about the seconds of a chunk
-    of ``chunks``; ``fraction``: of these that a local document may take."""
+    """Return the index of the first document that one rank computes, and the seconds of a chunk.
+
+    Args:
+        lengths: document lengths in descending order.
+        chunks: number of chunks.
+        fraction: most time of such a document, as a fraction of a chunk's.
+        rates: seconds per token and pair.
+        most_tokens: token limit of a chunk.
+        ranks: number of context-parallel ranks.
+    """
     sharded, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
     target = float(sharded.sum()) / chunks
     first = int(np.searchsorted(-alone, -fraction * target))
@@ -57,12 +66,22 @@ def local_chunks(
     ranks: int,
     cutter: Cutter = cut_each,
 ) -> tuple[Chunking, int]:
-    """Chunks of about ``target_seconds`` with the documents from ``first`` on local, and how many
-    documents are cut.
+    """Return chunks of about ``target_seconds`` and the number of sliced documents.
 
-    cut          slices take this share of a chunk
-    missing      of the last packs, the shares of a chunk that they stay smaller by
-    extra_bins   more packs, or fewer, than even filling asks for
+    Documents from ``first`` on run on one rank each.
+
+    Args:
+        lengths: document lengths in descending order.
+        first: index of the first document that one rank computes.
+        target_seconds: time of a chunk.
+        cut: time of a slice as a fraction of a chunk's.
+        missing: fractions by which the last packs are smaller than a chunk.
+        extra_bins: packs to add to (or remove from) what even filling needs.
+        rates: seconds per token and pair.
+        most_tokens: token limit of a chunk.
+        multiple: slice boundaries are multiples of this.
+        ranks: number of context-parallel ranks.
+        cutter: :func:`cut_each`, or a caching version.
     """
     cuts = cutter(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
     tails, shorts = len(cuts.tails), len(cuts.shorts)
@@ -71,7 +90,7 @@ def local_chunks(
     loose = float(sharded.sum() + alone.sum() / ranks)
     bins = max(1, tails, round(loose / target_seconds + missing.sum()) + extra_bins)
     level = loose / max(0.5, bins - missing.sum())
-    # What is spread fills as few packs as it can: the others exchange nothing.
+    # Sharded documents fill as few packs as possible: the other packs exchange nothing.
     wanted = max(tails, -(-float(sharded.sum()) // level)) if len(sharded) else 0
     if wanted:
         bucket, used = longest_first(cuts, rates, int(wanted), most_tokens)
@@ -94,7 +113,7 @@ def local_chunks(
     )
     own = np.zeros(bins * ranks)
     np.add.at(own, place, lengths[first:])
-    # Ranks of packs with nothing spread in them and nothing missing may change places.
+    # Ranks of packs without sharded documents, and of full size, may be permuted.
     free = np.arange(used * ranks, (len(seconds) - small) * ranks)
     new = np.arange(bins * ranks)
     new[free[np.argsort(-own[free], kind="stable")]] = free
@@ -112,8 +131,11 @@ def local_chunks(
 
 @njit()
 def _assign(seconds, rows, document_seconds, tokens, most_rows, ranks):
-    """The place, rank r of chunk c at c * ranks + r, of every document: longest first to the one
-    that is done first; further chunks where all places are full."""
+    """Return the place of every document, c * ranks + r for rank r of chunk c, and the chunk count.
+
+    Documents go, longest first, to the place that finishes first. New chunks are added when all
+    places are full.
+    """
     count = len(seconds)
     taken = np.zeros(count + ranks * (len(tokens) + 1))
     taken[:count] = rows

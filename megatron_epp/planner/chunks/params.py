@@ -1,4 +1,4 @@
-"""Parameters of a chunking: a handful of numbers that a search can turn."""
+"""Parameters of a chunking, which a search can vary."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.local import first_local, local_chunks
 from megatron_epp.planner.chunks.slicing import Cutter, Rates, cut_each
 
-# Sizes of the packs at an end of the iteration, as shares of the others'. Small packs first fill
-# the pipeline sooner; small packs last drain it sooner.
+# Sizes of the packs at an end of the iteration, as fractions of the others'. Small packs fill the
+# pipeline sooner at the start and drain it sooner at the end.
 TAPERS: tuple[tuple[float, ...], ...] = (
     (),
     (0.5,),
@@ -20,25 +20,27 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
-RAMP_FROM = 0.05  # the first of a ramp's packs, as a share of a full one. By hand.
+RAMP_FROM = 0.05  # size of a ramp's first pack, as a fraction of a full one; chosen by hand
 
-UNCUT = 1e6  # as a share of a chunk: no document is cut that a stage can hold
+UNCUT = 1e6  # value of ``cut`` with which no document is sliced that a stage can hold
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkingParams:
     """How a batch becomes chunks.
 
-    chunks        about how many there shall be
-    cut           documents are cut into slices of this share of a chunk's time
-    extra_bins    more packs (or fewer) than even filling asks for
-    front, back   numbers of TAPERS
-    reverse       shortest documents first
-    bare          recompute for one document at a time only; memory holds the other forwards back
-    ramp          so many packs at the front grow evenly, each by the same factor, in the place of
-                  those of ``front``; 0: none
-    local         documents that one context-parallel rank does in this share of a chunk's time are
-                  local to one (:mod:`.local`); 0: none
+    Attributes:
+        chunks: approximate number of chunks.
+        cut: time of a slice as a fraction of a chunk's.
+        extra_bins: packs to add to (or remove from) what even filling needs.
+        front: index into TAPERS of the first packs.
+        back: index into TAPERS of the last packs.
+        reverse: whether the shortest documents come first.
+        bare: recompute for one document at a time only; memory then delays the other forwards.
+        local: documents that one context-parallel rank computes in this fraction of a chunk's time
+            run on one rank (:mod:`.local`); 0 for none.
+        ramp: number of first packs that grow by a constant factor, instead of ``front``; 0 for
+            none.
     """
 
     chunks: float
@@ -53,14 +55,14 @@ class ChunkingParams:
 
     @property
     def ramp_fractions(self) -> tuple[float, ...]:
-        """Sizes of the packs at the front that are smaller than the others, first to last."""
+        """Sizes of the small first packs as fractions of the others', in order."""
         if not self.ramp:
             return TAPERS[self.front]
         return tuple(RAMP_FROM ** (1 - pack / self.ramp) for pack in range(self.ramp))
 
     @property
     def missing(self) -> np.ndarray:
-        """Shares of a pack that those at the front, then those at the back, stay smaller by."""
+        """Fractions by which the small packs at the front, then at the back, are smaller."""
         return np.array([1 - fraction for fraction in self.ramp_fractions + TAPERS[self.back]])
 
     def __str__(self) -> str:
@@ -97,11 +99,16 @@ def build_chunks(
     ranks: int = 1,
     cutter: Cutter = cut_each,
 ) -> Chunking:
-    """Build the chunks of ``params``: documents cut each for itself, the rest packed longest first.
+    """Build the chunks of ``params``: documents sliced individually, the rest packed longest first.
 
-    lengths   sorted, longest first
-    ranks     context-parallel ones of a stage
-    cutter    :func:`cut_each`, or what remembers its cuts of these ``lengths``
+    Args:
+        params: the parameters.
+        lengths: document lengths in descending order.
+        rates: seconds per token and pair.
+        most_tokens: token limit of a chunk.
+        multiple: slice boundaries are multiples of this.
+        ranks: number of context-parallel ranks of a stage.
+        cutter: :func:`cut_each`, or a caching version.
     """
     if params.local:
         wanted = params.chunks, params.local
@@ -123,10 +130,10 @@ def build_chunks(
 
 
 def forward_turns(params: ChunkingParams, groups: int, tails: int) -> np.ndarray:
-    """[groups] in the order of their forwards; the first ``tails`` are those of cut documents."""
+    """Return [groups] in the order of their forwards; the first ``tails`` are sliced documents."""
     small_ones, order = len(params.ramp_fractions), np.arange(groups)
     if params.reverse:
         order = order[::-1]
-    # Packs stand longest first, so the small ones are the last: bring them to the front.
+    # Packs are in descending order, so the small ones are last: move them to the front.
     small = np.arange(groups - 1, groups - 1 - min(small_ones, groups - tails), -1)
     return np.concatenate((small, order[~np.isin(order, small)]))

@@ -1,7 +1,7 @@
-"""Cutting documents into slices of equal time.
+"""Slicing of documents into slices of equal time.
 
-A slice late in its document attends to more, so slices of equal time get shorter in tokens.
-Documents are handled sorted, longest first: what a planner finds cannot depend on their order.
+A late slice attends to more tokens, so slices of equal time have fewer and fewer tokens. Documents
+are sorted, longest first, so that a plan does not depend on their order.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,20 @@ from megatron_epp.cost.loads import pairs_before
 class Rates:
     """Seconds of a chunk on an average stage, forward and backward together.
 
-    time = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
+        seconds = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
 
-    and besides, where the stages have layers with windows or other further columns:
+    plus the terms of windows and columns, if the stages have layers with such.
 
-    window_seconds    (window, seconds per pair that it leaves), narrowest first
-    column_seconds    (column, seconds per unit) of the others
-    exchange_seconds  of token_seconds what exchanging rows for heads takes; a document that one
-                      context-parallel rank computes alone does without
-    host_ops          (fraction of the seconds that an op takes, seconds that the host takes to
-                      issue it) of forward and backward; none where hosts take nothing
+    Attributes:
+        token_seconds: seconds per token.
+        pair_seconds: seconds per query-key pair.
+        chunk_seconds: seconds per chunk.
+        window_seconds: (window, seconds per pair within it), narrowest first.
+        column_seconds: (column, seconds per unit) of other columns.
+        exchange_seconds: part of ``token_seconds`` for exchanging rows and heads; a document on one
+            context-parallel rank does without.
+        host_ops: (fraction of the seconds that an op takes, host seconds to issue it) of forward
+            and backward; () if hosts take no time.
     """
 
     token_seconds: float
@@ -39,16 +43,18 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Seconds of a chunk below which the host takes longer for one of its ops."""
+        """Seconds of a chunk below which issuing one of its ops takes the host longer."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
-        """Seconds of tokens and of pairs without a window, without the constant of a chunk; numbers
-        or arrays."""
+        """Return the seconds of tokens and unwindowed pairs, without a chunk's constant.
+
+        Arguments are numbers or arrays.
+        """
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
     def span_seconds(self, spans: "Spans") -> np.ndarray:
-        """Seconds of each span, without the constant of a chunk."""
+        """Return the seconds of each span, without a chunk's constant."""
         taken = self.seconds(spans.tokens, spans.pairs)
         if not (self.window_seconds or self.column_seconds):
             return taken
@@ -57,7 +63,14 @@ class Rates:
     def chunk_spans_seconds(
         self, spans: "Spans", chunk: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
     ) -> np.ndarray:
-        """Seconds of each chunk, without its constant; ``chunk``: the one that each span is in."""
+        """Return the seconds of each chunk, without its constant.
+
+        Args:
+            spans: all spans.
+            chunk: chunk of every span.
+            tokens: tokens of every chunk.
+            pairs: query-key pairs of every chunk.
+        """
         taken = self.seconds(tokens, pairs)
         if not (self.window_seconds or self.column_seconds):
             return taken
@@ -73,7 +86,7 @@ class Rates:
         return besides
 
     def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds of whole documents, each attending to itself."""
+        """Return the seconds of unsliced documents."""
         lengths = lengths.astype(np.float64)
         taken = self.window_document_seconds(lengths)
         for column, seconds in self.column_seconds:
@@ -81,21 +94,20 @@ class Rates:
         return taken
 
     def window_document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Those of tokens and pairs alone."""
+        """Return the seconds of unsliced documents without those of other columns."""
         taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
         for window, seconds in self.window_seconds:
             taken = taken + seconds * pairs_before(lengths, window)
         return taken
 
     def reach(self, seconds: np.ndarray) -> np.ndarray:
-        """Tokens of a document that are done after ``seconds``: the inverse of
-        :meth:`window_document_seconds`."""
+        """Return how many tokens are done after ``seconds``: inverse of window_document_seconds."""
         half = self.pair_seconds / 2 + sum(each for _, each in self.window_seconds) / 2
         tokens = _root(half, self.token_seconds + half, seconds)
-        # Behind a window what its layers take grows in proportion: from there on another parabola.
+        # Beyond a window the seconds of its layers grow linearly, so the parabola changes.
         linear, before = self.token_seconds + half, 0.0
         for window, each in self.window_seconds:
-            # Pairs become window * x - window * (window - 1) / 2 of x tokens.
+            # x tokens have window * x - window * (window - 1) / 2 pairs.
             half, linear = half - each / 2, linear + each * (window - 0.5)
             before += each * (window - 1.0) * window / 2
             far = _root(half, linear, seconds + before)
@@ -104,16 +116,22 @@ class Rates:
 
 
 def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
-    """Where half * x^2 + linear * x is ``seconds``."""
-    # Stable where half is nearly nothing: 2c / (b + sqrt(b^2 + 4ac)).
+    """Return x with half * x^2 + linear * x = ``seconds``."""
+    # Numerically stable for half near 0: 2c / (b + sqrt(b^2 + 4ac)).
     return 2 * seconds / (linear + np.sqrt(linear * linear + 4 * half * seconds))
 
 
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
-    """Where a document of ``length`` is cut into ``slices`` of equal time: slices + 1 points.
+    """Return the boundaries of ``slices`` slices of equal time: slices + 1 positions.
 
-    Inner points are multiples of ``multiple``, so that padding is paid once per document. Where a
-    document is too short for so many slices it gets fewer.
+    Inner boundaries are multiples of ``multiple``, so that padding is paid once per document. A
+    document that is too short gets fewer slices.
+
+    Args:
+        length: tokens of the document.
+        slices: number of slices.
+        rates: seconds per token and pair.
+        multiple: divisor of the inner boundaries.
     """
     total = rates.window_document_seconds(np.array([length], np.float64))[0]
     inner = rates.reach(total * np.arange(1, slices) / slices)
@@ -124,7 +142,7 @@ def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> n
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Spans of documents as arrays, one entry a span: its document, start and stop."""
+    """Spans of documents as arrays, one entry per span."""
 
     document: np.ndarray
     start: np.ndarray
@@ -132,11 +150,12 @@ class Spans:
 
     @property
     def tokens(self) -> np.ndarray:
+        """Tokens of every span."""
         return self.stop - self.start
 
     @property
     def pairs(self) -> np.ndarray:
-        """As ir.Span.pairs."""
+        """Query-key pairs of every span, as ``ir.Span.pairs``."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     def __len__(self) -> int:
@@ -146,18 +165,19 @@ class Spans:
         return Spans(self.document[which], self.start[which], self.stop[which])
 
     def __add__(self, others: "Spans") -> "Spans":
-        """Return these, and then the others."""
         pairs = ((getattr(self, name), getattr(others, name)) for name in self.__slots__)
         return Spans(*map(np.concatenate, pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Documents cut into slices, the pieces sorted by what becomes of them.
+    """Sliced documents, with their pieces by further use.
 
-    slices   all slices of cut documents but the last of each, in order: chunks of their own
-    tails    the last slice of every cut document
-    shorts   documents that stay whole, longest first
+    Attributes:
+        slices: all slices of sliced documents except the last of each, in order: chunks of their
+            own.
+        tails: last slice of every sliced document.
+        shorts: unsliced documents, longest first.
     """
 
     slices: Spans
@@ -166,9 +186,13 @@ class Cuts:
 
 
 def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
-    """Alg. 1, line 2: every document longer than the first slice is cut at the same ``points``.
+    """Slice every document longer than the first slice at the same ``points``.
 
-    lengths   sorted, longest first; points: 0, then rising, the last at least the longest length
+    Source: InfiniPipe's Alg. 1, line 2.
+
+    Args:
+        lengths: document lengths in descending order.
+        points: ascending positions from 0 to at least the longest length.
     """
     return _cuts(lengths, [points[points < length] for length in lengths[lengths > points[1]]])
 
@@ -176,17 +200,24 @@ def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
 def cut_each(
     lengths: np.ndarray, target_seconds: float, rates: Rates, most_tokens: int, multiple: int = 1
 ) -> Cuts:
-    """Every document that takes longer than about ``target_seconds`` in slices equal in time.
+    """Slice every document longer than about ``target_seconds`` into slices of equal time.
 
-    Each document has its own points: as many slices as bring the slice nearest to the target, and
-    no slice of more than ``most_tokens``.
+    Each document has its own boundaries. The number of slices brings a slice's time nearest to the
+    target, with no slice longer than ``most_tokens``.
+
+    Args:
+        lengths: document lengths in descending order.
+        target_seconds: time of a slice.
+        rates: seconds per token and pair.
+        most_tokens: token limit of a slice.
+        multiple: divisor of the inner boundaries.
     """
     seconds = rates.document_seconds(lengths)
     inner = []
     for length, taken in zip(lengths, seconds, strict=True):
         slices = max(1, round(taken / target_seconds))
         if slices == 1 and length <= most_tokens:
-            break  # the rest is shorter
+            break  # the remaining documents are shorter
         points = equal_points(length, slices, rates, multiple)
         while np.diff(points).max() > most_tokens and slices < length:
             slices += 1
@@ -197,11 +228,11 @@ def cut_each(
     return _cuts(lengths, inner)
 
 
-Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]  # :func:`cut_each`
+Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 
 
 def remembered(cutter: Cutter = cut_each) -> Cutter:
-    """Return ``cutter`` for one batch, which is given its longest documents: each cut once."""
+    """Return ``cutter`` with a cache, for one batch whose longest documents it is given."""
     known: dict[tuple[int, float], Cuts] = {}
 
     def cut(
@@ -216,7 +247,7 @@ def remembered(cutter: Cutter = cut_each) -> Cutter:
 
 
 def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
-    """``starts[d]``: where the slices of the d-th longest document begin."""
+    """Return the pieces; the slices of the d-th longest document begin at ``starts[d]``."""
     counts = np.array([len(points) for points in starts], dtype=np.int64)
     document = np.repeat(np.arange(len(starts)), counts)
     start = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
@@ -231,21 +262,21 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
     return Cuts(cut[~is_last], cut[is_last], shorts)
 
 
-# Finer chunks than this many per stage shorten the ramps by less than 4% of the iteration, and
-# real kernels lose more than that on them than a constant per chunk tells. In deep pipelines so
-# many would not be worth their planning either.
+# More chunks per stage would shorten warm-up and cool-down by less than 4% of the iteration. Real
+# kernels lose more than that on them, beyond a constant per chunk. In deep pipelines they would not
+# be worth their planning time either.
 MOST_CHUNKS_PER_STAGE = 24
 MANY_CHUNKS = 256
-COUNTS_TRIED = 64  # of chunks, where hosts take their time
+COUNTS_TRIED = 64  # numbers of chunks tried if hosts take time
 MOST_CHUNKS_PER_STAGE_OF_MANY = 6
 
 
 def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
-    """How many equal chunks take least: constants grow with their number, ramps shrink with it.
+    """Return the number of equal chunks that minimises the time.
 
-    n chunks cost n * chunk_seconds and (stages - 1) * total_seconds / n. Where hosts take their
-    time the iteration of n + stages - 1 chunks is looked for that takes least: an op takes what its
-    host takes at least, so that more of them cost time and shorten nothing.
+    n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
+    If hosts take time, the best of several numbers by n + stages - 1 ops is taken. An op then takes
+    at least its host time, so that more chunks do not shorten it.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,

@@ -1,1 +1,1 @@
-"""The `epp` planner: a bounded search over chunks, order and recompute."""
+"""The ``epp`` planner: a bounded search over chunks, order and recompute."""

@@ -1,4 +1,4 @@
-"""Ties broken towards less memory: room that buys no time is room for what nobody foresaw."""
+"""Choice of the plan with the lowest peak memory among plans of nearly equal time."""
 
 import dataclasses
 
@@ -9,18 +9,17 @@ from megatron_epp.planner.epp.search import TIE, Search
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
 
-# Budgets that are tried between the least that an order could need and what the fastest takes.
+# Number of budgets tried, between the least possible and what the fastest plan takes.
 BISECTIONS = 5
 _REPORTED_GAIN = ", lean"
-LEAST = 0.25  # of what the fastest takes: where the search for less begins
+LEAST = 0.25  # lower end of the bisection, as a fraction of what the fastest plan takes
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
-    """The plan that fills least of its fullest stage, among those that take at most ``TIE`` longer
-    than ``fastest``; ``fastest`` where it does not fit itself.
+    """Return the plan with the lowest peak among those at most ``TIE`` slower than ``fastest``.
 
-    Looked at are all that ``search`` met, then the orders that the winner's policy leads to within
-    smaller budgets, by bisection.
+    If ``fastest`` does not fit, it is returned. Candidates are all plans that ``search`` has seen.
+    Then the winner's policy is tried within smaller budgets, by bisection.
     """
     if fastest.over_bytes > 0:
         return fastest
@@ -44,13 +43,13 @@ def least_memory(search: Search, fastest: Candidate) -> Candidate:
 
 
 def _filled(candidate: Candidate) -> float:
-    """The share of its headroom that the fullest stage takes."""
+    """Return the fraction of its headroom that the fullest stage takes."""
     headroom = np.maximum(candidate.prepared.work.headroom_bytes, 1.0)
     return float((candidate.schedule.peak_bytes / headroom).max())
 
 
 def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
-    """``candidate``'s chunks and policy, had every stage only that share of its headroom."""
+    """Return the plan of the candidate's chunks and policy within a fraction of every headroom."""
     work = candidate.prepared.work
     smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * fraction)
     policy = policy_of(

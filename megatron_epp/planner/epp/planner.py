@@ -1,4 +1,7 @@
-"""Ours: chunks, order and recompute chosen by exact simulation, never slower than the others."""
+"""The ``epp`` planner: chunks, order and recompute by exact simulation.
+
+It also drafts the published schedules, and is therefore never slower than these.
+"""
 
 import dataclasses
 import math
@@ -35,18 +38,18 @@ from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
-# Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
-# tightened by what was missing and a little more, this often at most: the exact peak moves with the
+# With the paper's memory model (lever `exact` off) a plan may exceed the budget. The budget is then
+# reduced by the excess and a little more, at most this often, because the exact peak depends on the
 # plan. Chosen by hand.
 EXACT_TRIES = 3
 TIGHTENED_MORE = 1.02
-# Retry with more effort, up to EFFORT, where memory is tight, while the plan is more than 5% above
-# its lower bound. With 16, 512 documents of 13B on devices of 40 GiB took 0.2% less, and 0.9% with
+# With tight memory, retry with more effort, up to EFFORT, while the plan is more than 5% above its
+# lower bound. With 16, 512 documents of 13B on devices of 40 GiB took 0.2% less, and 0.9% with
 # vocabulary parallelism, for two to four times the planning.
 FAR = 1.05
-# Times the host time that is assumed. Of 1.4 to 1.7 the least loss at half and twice that time, on
-# the even jobs of scripts/bench/study_jobs.py: at most 6% there where it is 23% without, and 3%
-# where the assumption holds; a pipeline of 16 stages with few documents loses 16%, 4% and 2%.
+# Factor on the assumed host time. Of 1.4 to 1.7 it loses least at half and twice that time, on the
+# even jobs of scripts/bench/study_jobs.py: at most 6%, against 23% without it, and 3% where the
+# assumption holds. A pipeline of 16 stages with few documents loses 16%, 4% and 2%.
 HEDGE = 1.6
 # Skip the split-backward search of a variant that is more than 1% slower without it.
 FAR_SLOWER = 1.01
@@ -55,19 +58,21 @@ FAR_SLOWER = 1.01
 class SharedChunkings(
     defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings]
 ):
-    """What tables of a search rest on, within one batch, by whether it offloads, layers of the
-    stages and bytes of headroom. ``split``: whether any search splits backwards."""
+    """Prepared chunkings within one batch, by offloading, layers per stage and bytes of headroom.
+
+    ``split`` says whether any search splits backwards.
+    """
 
     def __init__(self, split: bool):
-        """Begin without any."""
         super().__init__(dict)
         self.split = split
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """The fastest plan found within the budget; see the levers in :mod:`.options`.
+    """Return the fastest plan found within the budget; the levers are in :mod:`.options`.
 
-    A PlanError where the batch as a whole fits no plan.
+    Raises:
+        PlanError: if no plan of the batch fits.
     """
     hedged = _with_slower_hosts(cost) if "hedge" in options.levers else cost
     best = _fastest(batch, hedged, options)
@@ -75,8 +80,10 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _with_slower_hosts(cost: Cost) -> Cost:
-    """``cost`` for choosing by: with HEDGE times the host time of an analytic model. Too many
-    chunks cost much where hosts are slower than assumed, too few little where they are not."""
+    """Return ``cost`` with HEDGE times the host time, if it is an analytic model.
+
+    Too many chunks cost much if hosts are slower than assumed; too few cost little if they are not.
+    """
     if cost.layout.profile.provenance.kind != ANALYTIC or not cost.seconds.host[Kind.FORWARD].any():
         return cost
     return cost.with_coefficients_times({"host_seconds": HEDGE})
@@ -89,7 +96,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
-    # With the layers of the stages as they are, and as the best has them.
+    # With the layers per stage as they are, and as the best draft has them.
     moved = min(candidates, key=lambda candidate: candidate.rank, default=None)
     costs = [cost] if moved is None or moved.cost is cost else [cost, moved.cost]
     for layers, other in product(costs, _others(cost, options)):
@@ -105,7 +112,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         and "persist" in options.levers
         and EFFORT <= effort < MANY_EFFORT
     ):
-        # Memory is tight, and a published schedule beats our own search: it missed what fits well.
+        # Memory is tight and a published schedule beats our search, which missed what fits well.
         more = _searched(batch, cost, dataclasses.replace(options, effort=MANY_EFFORT))
         best = min([best, *more], key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
@@ -116,7 +123,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | None]]:
-    """Published schedules that the levers allow on these stages; they skip what cannot win."""
+    """Return the published schedules that the levers allow; they skip what cannot win."""
     place, halves = cost.layout.placement.place, "wsplit" in options.levers
     splits = (True, False) if halves else (False,)
     others: list[Callable[..., ScoredDraft | None]] = [
@@ -133,16 +140,17 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
 
 
 def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:
-    """Drafts that our own searches find.
+    """Return the drafts of our own searches.
 
-    Whole backwards are searched first and for themselves, so that a plan that splits them has a
-    whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
-    plan that offloads one that does not; it is looked for where memory made a plan recompute.
-    Plans with documents local to context-parallel ranks are searched for first. Where the best is
-    below what any plan without can take, that is all; else those are searched for, too, and given
-    up where they are FAR_SLOWER with whole backwards.
+    Unsplit backwards are searched first, so that a plan that splits them must beat one that does
+    not: I and W take longer than B on some machines, and hold more on all. Likewise, a plan that
+    offloads must beat one that does not; offloading is tried if memory made a plan recompute.
+
+    Plans with documents on one context-parallel rank are searched first. If the best is below the
+    lower bound of plans without, the search ends. Otherwise those are searched too, until they are
+    FAR_SLOWER with unsplit backwards.
     """
-    # The paper's ledger charges what I leaves for W, whether backwards are split or not.
+    # The paper's memory model charges what I leaves for W, whether backwards are split or not.
     tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
     if "local" not in options.levers or not can_be_local(cost, options):
@@ -164,7 +172,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
 def _by_set(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[list[ScoredDraft]]:
-    """Drafts found with one set of the levers after the other, whole backwards first."""
+    """Yield the drafts of one set of levers after the other, unsplit backwards first."""
     tight = False
     for levers in _sets(options.levers, cost):
         if "offload" in levers and not tight:
@@ -176,13 +184,15 @@ def _by_set(
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
-    """Whether a document that one context-parallel rank computes alone saves anything; replicas in
-    lockstep have all of theirs spread."""
+    """Return whether computing a document on one context-parallel rank can save anything.
+
+    Replicas in lockstep shard all documents.
+    """
     return options.lockstep == 1 and bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
-    """Sets of ``levers`` that are searched with, one after the other."""
+    """Return the sets of ``levers`` to search with, in order."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.layout.profile.host_bytes_per_second > 0:
@@ -193,11 +203,11 @@ def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
 def _even_and_moved(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[ScoredDraft | None]:
-    """The best with the layers of the stages as they are, and with layers moved between them."""
+    """Yield the best draft with the layers as they are, and with layers moved between stages."""
     best = _persistent(batch, cost, options, tables)
     yield best
     if options.open_layers and "uneven" in options.levers:
-        # As many chunks as the plan with even layers turned out to have.
+        # With as many chunks as the plan with even layers has.
         chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.layout.stages
         layers = fastest_layers(cost, cost.layout.batch_features(batch.lengths, chunks))
         moved = None if layers in (None, cost.layout.layers) else with_layers(cost, layers)
@@ -210,9 +220,12 @@ def _even_and_moved(
 def _persistent(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """The best of our own; where memory makes it recompute, or nothing fits, and the effort was
-    less than EFFORT, of searches with more as long as it is FAR above the bound. A search that
-    ends early can miss every chunking that fits well, and then be several times too slow."""
+    """Return the best draft of our search, with more effort if memory is tight.
+
+    If memory makes it recompute, or nothing fits, the effort rises up to EFFORT while the draft is
+    FAR above the bound. A search that ends early can miss every chunking that fits well, and then
+    be several times too slow.
+    """
     best = _own(batch, cost, options, tables)
     if "persist" not in options.levers:
         return best
@@ -231,8 +244,7 @@ def _persistent(
 def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """The draft of our own search whose offloaded layers the host has room for; None where nothing
-    fits."""
+    """Return the draft of our search whose offloaded layers fit host memory, or None."""
     host = HostHeadroom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)

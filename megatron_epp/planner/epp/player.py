@@ -1,4 +1,4 @@
-"""Prepared chunkings played by policies of the list scheduler."""
+"""Simulation of prepared chunkings with policies of the list scheduler."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ STRICT = PolicyParams(strict=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A prepared chunking played by one policy."""
+    """A prepared chunking simulated with one policy."""
 
     seconds: float
     over_bytes: float
@@ -28,9 +28,11 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, float]:
+        """Sort key: bytes over the budget, then seconds."""
         return self.over_bytes, self.seconds
 
     def draft(self) -> Draft:
+        """Return the plan as arrays."""
         kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
             kinds = merge_iw(self.schedule, self.prepared.work)
@@ -46,15 +48,15 @@ class Candidate:
 
 
 class Player(Preparation):
-    """A preparation, and the orders that policies lead to; each is charged to the effort."""
+    """Preparation of chunkings, and their simulation with policies, charged to the effort."""
 
     @property
     def split(self) -> bool:
+        """Whether backwards may be split into I and W."""
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """``candidate`` with other recompute choices, in its policy or in the very orders that it
-        has, what is better; None where the effort is spent."""
+        """Return ``candidate`` with ``counts``, by its policy or in its orders, or None."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None
@@ -62,7 +64,7 @@ class Player(Preparation):
         return min(anew, self.replay(prepared, candidate), key=lambda option: option.rank)
 
     def replay(self, prepared: PreparedChunking, candidate: Candidate) -> Candidate:
-        """``prepared``, of the same chunks, in the orders of ``candidate``."""
+        """Return ``prepared``, which has the same chunks, in the orders of ``candidate``."""
         self._spend_play(prepared, candidate.policy)
         schedule = replayed(prepared.work, candidate.schedule)
         return dataclasses.replace(
@@ -74,6 +76,7 @@ class Player(Preparation):
         )
 
     def play(self, prepared: PreparedChunking, policy: PolicyParams, name: str) -> Candidate:
+        """Return the chunking scheduled by ``policy``."""
         self._spend_play(prepared, policy)
         sizes = prepared.chunking.sizes
         schedule = list_schedule(
@@ -82,13 +85,14 @@ class Player(Preparation):
         return Candidate(schedule.seconds, schedule.over_bytes, prepared, policy, schedule, name)
 
     def _spend_play(self, prepared: PreparedChunking, policy: PolicyParams) -> None:
-        # H and G, where there are any, are no choice of the policy and are not counted.
+        # H and G are no choice of the policy, and not charged.
         work = prepared.work
         self.effort.spend(work.stages * work.chunks * (3 if policy.split else 2))
 
     def best_policy(
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
+        """Return the best of a few policies, or of ``many``, as far as the effort allows."""
         best: Candidate | None = None
         for policy in self._policies(bool(prepared.counts), many=many):
             if best is not None and self.effort.spent:
@@ -100,7 +104,7 @@ class Player(Preparation):
         return best
 
     def _spend_policies(self, prepared: PreparedChunking) -> None:
-        """Charge for :meth:`best_policy` where memory is tight, without playing any."""
+        """Charge for :meth:`best_policy` with tight memory, without simulating."""
         for number, policy in enumerate(self._policies(tight=True)):
             if number and self.effort.spent:
                 break
@@ -110,14 +114,12 @@ class Player(Preparation):
         strict, placed = "window" not in self.levers, bool(self.cost.layout.place)
         chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
         if self.cost.layout.vocabulary_parallel:
-            # 1F1B as it stands has no slack for the way of an H.
+            # Pure 1F1B leaves no slack for an H, so it goes last.
             return [*chosen[1:], chosen[0]]
         return chosen
 
     def unbounded(self, kept: PreparedChunking, name: str) -> Candidate:
-        """``kept``, of which nothing is recomputed, by the best policy of devices without a budget:
-        about the least that a plan of these chunks takes. It counts as one that fits nowhere, and
-        is not charged."""
+        """Return the best schedule of ``kept`` for unlimited memory; it counts as not fitting."""
         ample = np.full_like(kept.work.headroom_bytes, np.inf)
         work = dataclasses.replace(kept.work, headroom_bytes=ample)
         ample_kept, left = dataclasses.replace(kept, work=work), self.effort.left

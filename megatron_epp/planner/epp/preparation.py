@@ -1,4 +1,4 @@
-"""Chunkings made ready to be played: with seconds, bytes and recompute choices as arrays."""
+"""Preparation of chunkings for simulation: seconds, bytes and recompute choices as arrays."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -40,40 +40,51 @@ from megatron_epp.planner.recompute.choices import (
 )
 from megatron_epp.planner.recompute.ilp import Solver
 
-# Effort charged for building a chunking and its arrays, in simulated ops: fixed, and per array
-# element; and for solving a recompute program. Chosen by hand: they need only be of the right size.
+# Effort charged in simulated ops: for a chunking and its arrays, fixed and per array element, and
+# for solving a recompute program. Chosen by hand; only the magnitude matters.
 CHUNKING_OPS = 15_000
 OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
-# Numbers of an array over stages, and chunks or documents, of tables that are made at once: more
-# would save little time and take memory.
+# Array elements (stages times chunks or documents) of tables that are made together. More would
+# save little time and take memory.
 NUMBERS_AT_ONCE = 100_000
-# Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second, so
-# that a unit is worth about a tenth of a second.
+# Simulated ops per unit of --epp-effort. A core does 15 to 20 million per second, so a unit takes
+# about a tenth of a second.
 OPS_PER_EFFORT = 1_500_000
 
 
 class Effort:
-    """The ops that a search may still simulate, and never time, so that plans repeat; all else it
-    does is charged in ops, too."""
+    """Number of ops that a search may still simulate; other work is charged in ops too.
+
+    Time is not measured, so that plans are reproducible.
+    """
 
     def __init__(self, effort: int):
         self.left = float(effort * OPS_PER_EFFORT)
 
     def spend(self, ops: float) -> None:
+        """Charge a number of ops."""
         self.left -= ops
 
     @property
     def spent(self) -> bool:
+        """Whether no ops are left."""
         return self.left <= 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedChunking:
-    """A chunking with its recompute choices, ready to be played.
+    """A chunking with its recompute choices, ready for simulation.
 
-    min_in_flight   [stages, chunks] forwards before each backward (planner.order.warmup), or
-                    [ranks, backwards] where ranks have several stages
+    Attributes:
+        chunking: the chunks.
+        loads: their loads.
+        counts: recompute counts.
+        problems: scheduling problems by recompute counts.
+        work: the scheduling problem for ``counts``.
+        min_in_flight: [stages, chunks] forwards before each backward (planner.order.warmup), or
+            [ranks, backwards] if ranks have several stages.
+        pipelines: number of pipelines that run one after another.
     """
 
     chunking: Chunking
@@ -85,16 +96,17 @@ class PreparedChunking:
     pipelines: int
 
 
-# With the effort that making each is worth.
+# With the effort that each one costs.
 PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 
 
 class Preparation:
-    """One batch on one machine, with the levers that are on.
+    """Preparation of chunkings for one batch on one machine, with the levers that are on.
 
-    halves           whether what is prepared has I and W
-    headroom_bytes   per rank next to residents, if less than all of it
-    host         for what is offloaded, if less than all of it
+    Args:
+        halves: whether chunkings are prepared with I and W.
+        headroom_bytes: bytes per rank beyond the states, if less than all of them.
+        host: host memory for offloading, if less than all of it.
     """
 
     def __init__(
@@ -114,6 +126,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, problems: ChunkProblems, counts: Counts) -> ScheduleProblem:
+        """Return the scheduling problem for ``counts``."""
         self._spend_work(problems.chunking.count)
         work = problems.of(counts)
         if "exact" not in self.levers:
@@ -126,7 +139,7 @@ class Preparation:
         self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunks)
 
     def problems(self, chunkings: Sequence[Chunking]) -> list[ChunkProblems]:
-        """Make the work of each of some chunkings."""
+        """Return the scheduling problems of several chunkings, prepared together."""
         lengths, multiple = self.batch.lengths, self.cost.multiple
         loads = [loads_of(each, lengths, multiple) for each in chunkings]
         numbers = self.cost.layout.stages * (len(lengths) + max(each.count for each in chunkings))
@@ -147,12 +160,15 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """``chunking`` with just enough recompute for its window law; where ``bare``, or where
-        none is enough, for one document at a time; where that is too little too, all of it.
+        """Prepare a chunking with the least recompute for its in-flight limit; None if hopeless.
 
-        None where something must be recomputed and ``hopeless`` says, of the chunking with nothing
-        recomputed, that no plan of it is of interest: finding out what costs more than all else.
-        ``problems`` of the chunking, where they are made already.
+        If none suffices, the limit of one document at a time is tried, and then full recompute.
+
+        Args:
+            chunking: the chunks.
+            bare: whether to start with the limit of one document at a time.
+            hopeless: tells from the chunking without recompute that no plan of it is of interest.
+            problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]
         loads = problems.loads
@@ -161,14 +177,14 @@ class Preparation:
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
             bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
-            # Of several stages on a rank: as few forwards as run before any backward.
+            # With several stages per rank: no forwards beyond those that a backward needs.
             laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
         kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
-        # What offloading would have been charged is not known; orders of ranks with several stages
-        # are at times the faster for having little memory.
+        # The cost of offloading is unknown at this point. Orders of ranks with several stages are
+        # sometimes faster with little memory.
         asked = "offload" not in self.levers and not self.cost.layout.place
         if asked and laws and not _within(work, laws[0]).all() and hopeless(kept):
-            self.effort.spend(PROGRAM_OPS)  # as if it had been found out
+            self.effort.spend(PROGRAM_OPS)  # charged as if it had been prepared
             self._spend_work(chunking.count)
             return None
         counts: Counts | None = None
@@ -186,8 +202,7 @@ class Preparation:
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
-        """Recompute counts of the diagonal program for the law ``least``; where keeping everything
-        does not fit, of what is left when all layers are offloaded whose copies hide."""
+        """Return the recompute for an in-flight limit, offloading layers whose copies hide."""
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
@@ -215,8 +230,8 @@ class Preparation:
                 self.cost, loads, self.host, least, kept.backward_order
             )
             left = left_layers(self.cost, offloaded, chunking.count)
-            # Where even recomputing the rest leaves no room for what is on its way to or from the
-            # host, the stage keeps off it; the last one does at times, for its logits.
+            # A stage does not offload if layers in transfer leave no headroom even with the rest
+            # recomputed. The last stage is sometimes one, because of its logits.
             smallest = self.work(problems, {**offloaded, **every_layer(FULL, left)})
             there = _within(smallest, least)[:, None]
             offloaded = {choice: grid * there for choice, grid in offloaded.items()}
@@ -231,9 +246,7 @@ class Preparation:
     def _fewest_layers(
         self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
-        """Recompute of the fewest layers, the same number of every stage and chunk but those that
-        are ``offloaded``, with which the law ``least`` fits; None where none does. Diagonals of the
-        program are those of pipelines whose ranks have one stage."""
+        """Return the least uniform recompute for a limit, of layers not offloaded; None if none."""
         left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
@@ -247,13 +260,13 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """``mode`` for the first ``layers`` layers of every stage and chunk, whatever their
-        kinds, as far as they are ``left``."""
+        """Return ``mode`` for the first ``layers`` of every stage, as far as they are ``left``."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
     def ladders(self, loads: Loads) -> Ladders:
+        """Return the recompute steps of every layer kind."""
         if "selective" in self.levers:
             return ladders(self.cost, loads)
         return full_layers(self.cost)
@@ -261,7 +274,7 @@ class Preparation:
     def _min_in_flight(
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
     ) -> tuple[np.ndarray, int]:
-        """Forwards before each backward, and the number of pipelines."""
+        """Return the forwards before each backward, and the number of pipelines."""
         if self.cost.layout.place:
             return placed_window(chunking.sizes, self.cost.layout.place), 1
         if "window" in self.levers:
@@ -274,7 +287,7 @@ class Preparation:
         return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
-        """``prepared`` with other recompute choices; None where the effort is spent."""
+        """Return ``prepared`` with other recompute choices; None if no effort is left."""
         if self.effort.spent:
             return None
         counts = {mode: grid for mode, grid in counts.items() if grid.any()}
@@ -283,8 +296,10 @@ class Preparation:
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
-    """[stages]: whether ``work`` fits under the window law ``least``; of ranks with several stages
-    where memory holds forwards of that law back."""
+    """Return [stages] whether ``work`` fits with the in-flight limit ``least``.
+
+    With several stages per rank the limit may be lower where memory requires it.
+    """
     if work.place:
         everything = np.full_like(least, work.stages * work.chunks)
         peaks = list_schedule(work, Policy(np.zeros_like(least), least, everything)).peak_bytes

@@ -1,4 +1,4 @@
-"""The search of `epp`: chunkings by a few parameters, played by several policies, improved."""
+"""Search of the ``epp`` planner: chunkings by a few parameters, scheduled by several policies."""
 
 import dataclasses
 import itertools
@@ -25,30 +25,30 @@ from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.hill_climbing import trimmed
 
-# The numbers from here to CLIMB_FRACTION, and those of policies() and neighbours(), were chosen by
-# hand when the search was written; which batches they were tried on is not recorded, and no sweep
-# says how flat they are. The exact simulation judges whatever they propose.
-# Numbers of chunks that are tried, as shares of the ideal one.
+# The numbers down to CLIMB_FRACTION, and those of policies() and neighbours(), were chosen by hand.
+# The batches used for that are not recorded, and no sweep shows how sensitive they are. The exact
+# simulation decides between all proposals.
+# Numbers of chunks tried, as fractions of the ideal one.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
-FULL_GRID_EFFORT = (0.35, 0.6, 1.0)  # the same, with documents left whole
-# Of the seeds where no stage waits for the last one's output layer.
-RAMP = 20  # packs of a ramp
-RAMP_MEAN = 0.3  # of a full pack: an average one of a ramp
-SEED_CUT = 1.4  # slices, as shares of a chunk, where short documents come first
-SEED_LOCAL = (1.0, 2.0)  # times LOCAL
-CLIMBERS = 2  # of the grid's best that are improved
-TIE = 0.005  # of the time: no cost model is that exact
+FULL_GRID_EFFORT = (0.35, 0.6, 1.0)  # the same for unsliced documents
+# For seeds with vocabulary parallelism, where no stage waits for the last one's LM head:
+RAMP = 20  # number of packs of a ramp
+RAMP_MEAN = 0.3  # mean size of a ramp's pack, as a fraction of a full one
+SEED_CUT = 1.4  # time of a slice as a fraction of a chunk's, if short documents come first
+SEED_LOCAL = (1.0, 2.0)  # factors on LOCAL
+CLIMBERS = 2  # number of best grid points that are improved
+TIE = 0.005  # fraction of the time within which plans are equal; no cost model is more exact
 GRID_FRACTION = 0.35  # of the effort, for the grid
 CLIMB_FRACTION = 0.7  # of the effort, for grid and climbing
-LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
-LOCAL = 1.0  # of a chunk's time, that one rank may take for a document at first
+LIKELY = 0.85  # factor on the ideal number of chunks at which the grid begins
+LOCAL = 1.0  # initial ``ChunkingParams.local``
 
 
 class Search(Player):
-    """The search of one batch on one machine.
+    """Search for the best plan of one batch on one machine.
 
-    shared   chunkings prepared by an earlier search of the same batch, machine, levers but wsplit,
-             and room: their effort is charged again, so that results do not depend on them
+    ``shared`` has chunkings prepared by an earlier search with the same batch, machine, headroom
+    and levers (except `wsplit`). Their effort is charged again, so results do not depend on them.
     """
 
     def __init__(
@@ -65,16 +65,17 @@ class Search(Player):
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
-        if options.whole:  # where the longest does not fit, no plan will
+        if options.whole:  # if the longest document does not fit, no plan will
             self.most = max(self.most, int(batch.lengths[0]))
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.shared: PreparedChunkings = {} if shared is None else shared
         self.built: dict[ChunkingParams, tuple[Chunking, ChunkProblems]] = {}
-        self.alike: dict[Hashable, tuple[PreparedChunking, float]] = {}  # by what chunks hold
+        self.alike: dict[Hashable, tuple[PreparedChunking, float]] = {}  # by contents of the chunks
         self.cutter = remembered()
 
     def try_params(self, params: ChunkingParams) -> Candidate:
+        """Return the best schedule of the chunking of ``params``."""
         if params not in self.known:
             hopeless: list[Candidate] = []
 
@@ -91,8 +92,7 @@ class Search(Player):
         return self.known[params]
 
     def _of_interest(self) -> float:
-        """Seconds above which a chunking is never looked at again, whatever it recomputes: it is
-        none of the best CLIMBERS of other chunks, and no tie (least_memory)."""
+        """Return the time above which a chunking is neither a tie nor among the CLIMBERS best."""
         fitting = [each for each in self.known.values() if each.over_bytes <= 0]
         fitting.sort(key=lambda each: each.seconds)
         if not fitting:
@@ -104,6 +104,7 @@ class Search(Player):
     def prepared_of(
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
     ) -> PreparedChunking | None:
+        """Return the prepared chunking of ``params``; None if it is ``hopeless``."""
         if params not in self.shared and params not in self.built:
             self.build([params])
         if params not in self.shared:
@@ -124,8 +125,10 @@ class Search(Player):
         return prepared
 
     def build(self, several: Iterable[ChunkingParams]) -> None:
-        """Build the chunks that will be tried, and their work, at once: it takes little longer than
-        of one. It is charged when they are tried."""
+        """Build the chunks of ``several`` parameters together.
+
+        They are charged when they are tried.
+        """
         lengths, layout = self.batch.lengths, self.cost.layout
         chunkings: dict[ChunkingParams, Chunking] = {}
         for params in several:
@@ -144,7 +147,7 @@ class Search(Player):
             }
 
     def run(self) -> Candidate:
-        """The best plan of our own; it may not fit."""
+        """Return the best candidate found, which may not fit."""
         binned = "bins" in self.levers or self.options.whole
         candidate = self._grid() if binned else self._alg1()
         best, start = self._best_of_many(candidate), None
@@ -163,7 +166,7 @@ class Search(Player):
         return min(candidate, many, key=lambda option: option.rank)
 
     def _others(self, best: Candidate) -> list[Candidate]:
-        """Return the best of other chunks than ``best`` has."""
+        """Return the best candidates with other chunks than those of ``best``."""
         others = _of_other_chunks(self.known.values(), best)
         return sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]
 
@@ -181,7 +184,7 @@ class Search(Player):
         )
 
     def _alg1(self) -> Candidate:
-        """Alg. 1's chunkings; all are played where K is chosen by simulation."""
+        """Return the best chunking of InfiniPipe's Alg. 1; lever `chunks` simulates every K."""
         options = [
             (prepared, note)
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
@@ -197,13 +200,13 @@ class Search(Player):
         ideal = ideal_chunks(self.total, self.rates, self.cost.layout.placement.ranks)
         factors = GRID if "chunks" in self.levers else (1.0,)
         effort_left = self.effort.left
-        # From the middle outwards, so that a small effort sees the likely ones.
+        # From the middle outwards, so that a small effort tries the likely ones.
         outwards = sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY)))
         seeds = [list(self._seeds(max(1.0, ideal * factor))) for factor in outwards]
         if self.options.whole:
             seeds = [[dataclasses.replace(each, cut=UNCUT) for each in some] for some in seeds]
         for number, some in enumerate(seeds):
-            # One alone, as little effort ends there; then more and more at once.
+            # The first one alone, because a small effort ends there; then more and more together.
             if number & (number - 1) == 0:
                 self.build(itertools.chain(*seeds[number : max(1, 2 * number)]))
             for params in some:
@@ -211,7 +214,7 @@ class Search(Player):
             if self.effort.left < effort_left * (1 - GRID_FRACTION):
                 break
         if self._best()[1].prepared.counts:
-            # Memory is tight: K and V of cut documents may cost more than cutting saves.
+            # Memory is tight: K/V of sliced documents may cost more than slicing saves.
             for factor in FULL_GRID_EFFORT:
                 params = ChunkingParams(max(1.0, ideal * factor), cut=UNCUT, local=self.local)
                 self.try_params(params)
@@ -220,9 +223,10 @@ class Search(Player):
         return self._best()[1]
 
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
-        """With how the search begins for about so many chunks. Where no stage waits for the last
-        one's output layer, filling the pipeline and draining it is what is left; but a small pack
-        of a ramp takes the host as long as a large one."""
+        """Yield the parameters to start from for about ``chunks`` chunks.
+
+        With vocabulary parallelism ramps shorten warm-up and cool-down, unless hosts are too slow.
+        """
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
             yield ChunkingParams(chunks, local=self.local)
@@ -240,7 +244,7 @@ class Search(Player):
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
     def _climb(self, effort_left: float) -> None:
-        """From the best of the grid's best, the best neighbour, and so on."""
+        """Go from each of the grid's best to its best neighbour, repeatedly."""
         ranked = sorted(self.known, key=lambda params: self.known[params].rank)
         for params in ranked[:CLIMBERS]:
             at: ChunkingParams | None = params
@@ -263,7 +267,7 @@ class Search(Player):
 
 
 def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterator[Candidate]:
-    """Yield those whose chunks hold other numbers of tokens."""
+    """Yield the candidates whose chunks have other numbers of tokens."""
     tokens = than.prepared.chunking.tokens
     return (
         each for each in candidates if not np.array_equal(each.prepared.chunking.tokens, tokens)
@@ -271,7 +275,7 @@ def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterat
 
 
 def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
-    """Seconds by equation 13 with the work itself: what the paper chooses K by."""
+    """Return the seconds by InfiniPipe's equation 13, by which the paper chooses K."""
     work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
     return float(work.mean(axis=0).sum()) * (1 + (stages - 1) / prepared.work.chunks)
 
@@ -279,9 +283,14 @@ def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
 def neighbours(
     params: ChunkingParams, *, tight: bool, fixed_count: bool
 ) -> Iterator[ChunkingParams]:
-    """Parameters that differ in one number; ``tight``: something is recomputed.
+    """Yield parameters that differ in one number.
 
-    The factors are near (x 1.08) and far (x 1.2) steps; see GRID for where they come from.
+    Factors are small (x 1.08) and large (x 1.2) steps, chosen by hand as GRID.
+
+    Args:
+        params: the parameters to start from.
+        tight: whether the plan recomputes something.
+        fixed_count: whether the number of chunks stays.
     """
 
     def changed(**fields: Any) -> ChunkingParams:

@@ -1,4 +1,4 @@
-"""Uniform recompute: one letter for as many layers of every stage and chunk."""
+"""Uniform recompute: one recompute mode for equally many layers of every stage and chunk."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from megatron_epp.planner.epp.preparation import PreparedChunking
 from megatron_epp.planner.order.problem import left_layers
 from megatron_epp.planner.recompute import offload
 
-ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
+ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the layers that uniform recompute needs
 
 
 def uniform_recompute(
@@ -20,8 +20,9 @@ def uniform_recompute(
 ) -> Iterator[Candidate]:
     """Yield the chunkings of ``best`` and ``others`` with uniform recompute.
 
-    As far as layers are not offloaded: of as few layers as the limit of chunks in flight needs, or
-    the orders of each; and fewer, where forwards wait for memory. Ends where the effort is spent.
+    It applies to layers that are not offloaded. The number of layers is the least that the
+    in-flight limit, or the candidate's own order, needs; and less, if forwards may wait for memory.
+    The iterator ends when no effort is left.
     """
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in player.ladders(candidate.prepared.loads))
@@ -49,9 +50,9 @@ def _least_uniform(
     mode: str,
     play: Callable[[PreparedChunking, Candidate], Candidate],
 ) -> Candidate | None:
-    """Return ``candidate`` with ``mode`` for the fewest layers that fit when played so.
+    """Return ``candidate`` with ``mode`` for the fewest layers that fit when scheduled by ``play``.
 
-    For all layers where none does; None where the effort is spent.
+    All layers have the mode if none fits. None means that no effort is left.
     """
     low, high = 1, max(player.cost.layout.layers)
     best: Candidate | None = None
@@ -78,6 +79,6 @@ def _uniform(player: Player, candidate: Candidate, mode: str, layers: int) -> Co
 
 
 def _most_layers(counts: Counts, mode: str) -> int:
-    """With that letter, of all kinds, in any stage and chunk."""
+    """Return the largest number of layers with ``mode`` in any stage and chunk."""
     grids = [grid for choice, grid in counts.items() if choice[1] == mode]
     return int(np.max(np.sum(grids, axis=0))) if grids else 0

@@ -1,7 +1,7 @@
-"""The loops of list scheduling and of replaying, compiled: what runs next, when, and what it holds.
+"""Compiled loops of list scheduling and of replaying orders.
 
-They stand in one file because compiled code is kept on disk, and what is kept notices changes of
-its own file only. For the same reason the codes of ir.KIND_CODE and ir.Payload are written here.
+They are in one file because numba's disk cache notices changes of the function's own file only. For
+the same reason the codes of ir.KIND_CODE and ir.Payload are repeated here.
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +14,10 @@ from megatron_epp.sim.jit import njit
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(code)] for code in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
-FORWARD_DONE = 3  # beside payloads: an input that a B has on its own stage
-BLOCK = 8  # ranks looked at together
-# LLVM inlines these functions. They allocate nothing, so that numba need not count references to
-# the arrays in their arguments, which would take as long as all else that they do; and nobody calls
-# them from Python.
+FORWARD_DONE = 3  # next to payloads: the F of the same stage, which a B needs
+BLOCK = 8  # ranks that _first_to_wake groups
+# LLVM inlines these functions. They allocate nothing, so numba need not count references to their
+# array arguments, which would take as long as their work. Python code does not call them.
 UNCOUNTED: dict[str, Any] = {
     "_nrt": False,
     "no_cpython_wrapper": True,
@@ -29,8 +28,10 @@ INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 @njit(inline="always")
 def _message(kind, s, stages, head):
-    """(payload, row of link_seconds, receiving stage) of what an op of stage ``s`` hands on; the
-    stage itself where what it made lies there at once, -1 where it hands nothing on."""
+    """Return (payload, row of link_seconds, receiving stage) of an op's output on stage ``s``.
+
+    The receiving stage is ``s`` if the output stays there, and -1 if there is none.
+    """
     if kind == F and s + 1 < stages:
         return ACTIVATION, s, s + 1
     if kind == F and head:
@@ -46,7 +47,7 @@ def _message(kind, s, stages, head):
 
 @njit()
 def _arrivals(stages, count, head):
-    """[payloads, stages, chunks] seconds at which what an F, a B (or I), an H needs has come."""
+    """Return [payloads, stages, chunks] arrival times of the inputs of F, B (or I), and H."""
     arrival = np.full((3 if head else 2, stages, count), np.inf)
     arrival[ACTIVATION, 0, :] = 0.0
     if not head:
@@ -56,10 +57,10 @@ def _arrivals(stages, count, head):
 
 @njit()
 def _rise(moves, split, head):
-    """[stages]: a bound on the same that holds whatever is alive, or infinity where none does.
+    """Return [stages] a bound on :func:`_drain_peak` for any set of live chunks, or infinity.
 
-    As long as every backward frees no less than it makes, draining never rises above what is held
-    by more than one backward makes.
+    If every backward frees at least what it allocates, draining never exceeds what is held by more
+    than one backward allocates.
     """
     stages, count = moves.shape[2], moves.shape[3]
     rise = np.zeros(stages)
@@ -80,7 +81,7 @@ def _rise(moves, split, head):
 
 @njit(inline="always")
 def _first_to_wake(wake, firsts, stale):
-    """The rank, the first among equals; brings ``firsts`` of the ``stale`` blocks up to date."""
+    """Return the rank that wakes first, and update ``firsts`` of the ``stale`` blocks."""
     r = 0
     for b in range(len(firsts)):
         if stale[b]:
@@ -97,10 +98,17 @@ def _first_to_wake(wake, firsts, stale):
 class Problem(NamedTuple):
     """problem.ScheduleProblem as arrays; shapes as in sim.engine.OpArrays.
 
-    budget[r]    bytes of a rank
-    rank_of[s]   int64: the rank of a stage
-    by_rank      the stages, sorted by rank
-    placed       whether stages need not lie on the ranks of their numbers
+    Attributes:
+        seconds: seconds of every op.
+        link_seconds: seconds of every message.
+        latency: latency of a link in seconds.
+        moves: bytes that every op allocates and frees.
+        backward_order: chunks in the order of their backwards.
+        last_of_group: last chunk of each chunk's group.
+        budget: bytes of every rank.
+        rank_of: int64, rank of every stage.
+        by_rank: stages sorted by rank.
+        placed: whether a stage may be on another rank than that of its number.
     """
 
     seconds: np.ndarray
@@ -116,7 +124,7 @@ class Problem(NamedTuple):
 
 
 class PolicyArrays(NamedTuple):
-    """list_scheduler.Policy; head: whether there are H and G, as vocabulary parallelism has."""
+    """list_scheduler.Policy as arrays; ``head`` says whether there are H and G."""
 
     least: np.ndarray
     first: np.ndarray
@@ -134,22 +142,22 @@ RANK = np.dtype(
         ("end_stage", np.int64),
         ("all_ops", np.int64),
         ("head_reserve", np.float64),  # bytes that its largest H or G needs while it runs
-        # What follows changes.
-        ("ops", np.int64),  # that have run, of all its stages; likewise
+        # The fields below change.
+        ("ops", np.int64),  # number of ops run, over all its stages
         ("forwards", np.int64),
         ("backwards", np.int64),
         ("free_at", np.float64),
         ("held", np.float64),  # bytes
         ("peak", np.float64),
-        ("deferred_seconds", np.float64),  # of the W and G that could run
-        ("deferred_bytes", np.float64),  # that they would free
-        ("head_bytes", np.float64),  # that the H of chunks whose F has run will make
+        ("deferred_seconds", np.float64),  # of the W and G that can run
+        ("deferred_bytes", np.float64),  # bytes that these would free
+        ("head_bytes", np.float64),  # bytes that the H of chunks will allocate whose F has run
     ]
 )
 STAGE = np.dtype(
     [
-        ("rise", np.float64),  # _rise
-        # How many have run of its F, B or I, W, H, G.
+        ("rise", np.float64),  # result of _rise
+        # Numbers of ops run: F, B or I, W, H, G.
         ("forwards", np.int64),
         ("backwards", np.int64),
         ("weights", np.int64),
@@ -157,18 +165,20 @@ STAGE = np.dtype(
         ("head_weights", np.int64),
     ]
 )
-# Attributes also where nothing is compiled (NUMBA_DISABLE_JIT).
+# np.record: attribute access also without compilation (NUMBA_DISABLE_JIT).
 RANK, STAGE = (np.dtype((np.record, fields)) for fields in (RANK, STAGE))
 
 
 class State(NamedTuple):
-    """The ranks and stages while a schedule is made, and the messages between them.
+    """Ranks, stages and messages while a schedule is computed.
 
-    ranks, stages              RANK, STAGE of each
-    wake[r]                    seconds at which a rank looks for its next op
-    arrival[input, s, c]       seconds at which an input of an op is there: ACTIVATION, GRADIENT,
-                               HEAD, and FORWARD_DONE of the stage's own F
-    link_free[r, r']           seconds until which the link from one rank to the other is busy
+    Attributes:
+        ranks: RANK of every rank.
+        stages: STAGE of every stage.
+        wake: [ranks] time at which a rank looks for its next op.
+        arrival: [inputs, stages, chunks] time at which an input is there: ACTIVATION, GRADIENT,
+            HEAD, and FORWARD_DONE of the stage's own F.
+        link_free: [ranks, ranks] time until which a link is busy.
     """
 
     ranks: np.ndarray
@@ -179,11 +189,17 @@ class State(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The stages of a rank that can run an op of a kind now, -1 where none can.
+    """For each op kind the stage of a rank that can run it now, or -1.
 
-    memory_blocks    an F has its input, but no memory
-    b_lacks_memory   so does a B (or I), whether or not it has its input
-    next_input       seconds at which the next awaited input is known to arrive
+    Attributes:
+        forward: stage of an F.
+        backward: stage of a B or I.
+        weight: stage of a W.
+        head: stage of an H.
+        head_weight: stage of a G.
+        memory_blocks: whether an F has its input but lacks memory.
+        b_lacks_memory: whether a B or I lacks memory, with or without its input.
+        next_input: time at which the next awaited input is known to arrive.
     """
 
     forward: int
@@ -224,10 +240,10 @@ def _initial(problem, limits):
 
 @njit(**UNCOUNTED)
 def _drain_peak(problem, limits, stage, chunk, back):
-    """Return how far memory would rise above what is held in backwards up to ``chunk``.
+    """Return how far memory would rise above what is held, in backwards up to ``chunk``.
 
-    All whole groups' backwards run at once. back: the stage's next backward. A W or G runs right
-    after its I, as it would if memory asked.
+    The backwards of all complete groups run at once, from the stage's next backward ``back`` on. A
+    W or G runs right after its I, as it would under memory pressure.
     """
     moves, order = problem.moves, problem.backward_order
     held, peak = 0.0, 0.0
@@ -248,7 +264,7 @@ def _drain_peak(problem, limits, stage, chunk, back):
 
 @njit(**INLINED)
 def _candidates(problem, limits, state, r, now):
-    """Return what rank ``r`` can run ``now``. Where an H can run, look for nothing else."""
+    """Return what rank ``r`` can run ``now``; if an H can run, only that."""
     moves, arrival, budget = problem.moves, state.arrival, problem.budget[r]
     rank, count, counted = state.ranks[r], moves.shape[3], limits.least.shape[1]
     forward, backward, weight, head_weight = -1, -1, -1, -1
@@ -267,7 +283,7 @@ def _candidates(problem, limits, state, r, now):
         stage = state.stages[s]
         f, b = stage.forwards, stage.backwards
         if f < count and rank.forwards < limits.most[r, b_done]:
-            # Memory for the F itself, and to drain from there.
+            # Memory for the F itself, and for draining from there.
             held = rank.held + moves[F, 0, s, f]
             if limits.head:
                 held += rank.head_bytes + moves[H, 0, s, f] - moves[H, 1, s, f] + rank.head_reserve
@@ -304,7 +320,7 @@ def _candidates(problem, limits, state, r, now):
 
 @njit(**INLINED)
 def _choice(can, problem, limits, state, r, now):
-    """Return (kind, stage) of the op that rank ``r`` runs ``now``; (-1, -1): it waits."""
+    """Return (kind, stage) of the op that rank ``r`` runs ``now``; (-1, -1) if it waits."""
     if can.head >= 0:
         return H, can.head
     rank, stages, order = state.ranks[r], state.stages, problem.backward_order
@@ -340,7 +356,7 @@ def _choice(can, problem, limits, state, r, now):
 def _forced_forward(state, rank_of, deep):
     """Return the first stage whose next F has its input, or -1.
 
-    ``deep``: the last such stage of its rank.
+    With ``deep`` it is the last such stage of that rank.
     """
     first, arrival = -1, state.arrival
     for s in range(len(rank_of)):
@@ -353,7 +369,7 @@ def _forced_forward(state, rank_of, deep):
 
 @njit(**INLINED)
 def _run(kind, s, problem, limits, state, now):
-    """Run the next op of ``kind`` on stage ``s``; return (chunk, when it is done)."""
+    """Run the next op of ``kind`` on stage ``s``; return (chunk, end time)."""
     seconds, moves, order = problem.seconds, problem.moves, problem.backward_order
     rank, stage = state.ranks[problem.rank_of[s]], state.stages[s]
     if kind == F:
@@ -400,7 +416,7 @@ def _run(kind, s, problem, limits, state, now):
 
 @njit(**INLINED)
 def _send(kind, s, c, done, problem, limits, state):
-    """Send what an op made to the op that needs it; return the rank that may wake earlier."""
+    """Send an op's output to the op that needs it; return the rank that may wake earlier."""
     r = problem.rank_of[s]
     payload, row, to = _message(kind, s, len(state.stages), limits.head)
     if to < 0:
@@ -421,9 +437,9 @@ def _send(kind, s, c, done, problem, limits, state):
 
 @njit()
 def schedule_with(problem, limits):
-    """Return the fields of list_scheduler.Schedule but ``over_bytes``.
+    """Return the fields of list_scheduler.Schedule except ``over_bytes``.
 
-    Seconds are infinite where no rank can go on.
+    Seconds are infinite if no rank can go on.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake = state.ranks, state.wake
@@ -432,11 +448,11 @@ def schedule_with(problem, limits):
         left += ranks[r].all_ops
         width = max(width, ranks[r].all_ops)
     shape = len(ranks), width
-    kinds = np.full(shape, -1, dtype=np.int8)  # of no kind after a rank's last op
+    kinds = np.full(shape, -1, dtype=np.int8)  # -1 after a rank's last op
     chunks = np.zeros(shape, dtype=np.int32)
     on_stage = np.zeros((shape[0], shape[1] if problem.placed else 0), dtype=np.int32)
     start, stop = np.zeros(shape), np.zeros(shape)
-    # The first rank to wake of every block, and the blocks that must be looked through again.
+    # First rank to wake of every block, and the blocks that must be searched again.
     blocks = (len(ranks) + BLOCK - 1) // BLOCK
     firsts = np.arange(blocks) * BLOCK
     stale = np.zeros(blocks, dtype=np.bool_)
@@ -451,7 +467,7 @@ def schedule_with(problem, limits):
                 wake[r] = can.next_input
                 continue
         else:
-            # No rank can go on within its budget: the first stage whose F has its input runs it.
+            # No rank can go on within its budget: force the first F that has its input.
             kind, s = F, _forced_forward(state, rank_of, limits.deep)
             if s < 0:
                 break
@@ -474,8 +490,10 @@ def schedule_with(problem, limits):
 
 @njit()
 def strict_orders(limit, backward_order, last_of_group):
-    """Return [stages, ops] kinds and chunks where every backward k follows exactly ``limit[s, k]``
-    forwards, and whether each has the forwards then that it needs."""
+    """Return [stages, ops] kinds and chunks in which backward k follows ``limit[s, k]`` forwards.
+
+    The third value says whether every backward then has the forwards that it needs.
+    """
     stages, count = limit.shape
     kinds = np.empty((stages, 2 * count), dtype=np.int8)
     chunks = np.empty((stages, 2 * count), dtype=np.int32)
@@ -494,15 +512,22 @@ def strict_orders(limit, backward_order, last_of_group):
 
 @njit()
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
-    """As replay.replayed says, of arrays: seconds, peaks, start, stop.
+    """Replay given orders on arrays (replay.replayed); return seconds, peaks, start and stop.
 
-    An order that ran once runs again, so what a stage needs of itself lies behind it: only messages
-    have to be waited for.
+    The order is valid, so a stage's own dependencies are satisfied: only messages are waited for.
+
+    Args:
+        seconds: seconds of every op.
+        link_seconds: seconds of every message.
+        latency: latency of a link in seconds.
+        moves: bytes that every op allocates and frees.
+        kinds: [stages, ops] kinds.
+        chunks: [stages, ops] chunks.
     """
     stages, count = seconds.shape[1:]
     per_stage = kinds.shape[1]
     start, stop = np.zeros((stages, per_stage)), np.zeros((stages, per_stage))
-    head = len(link_seconds) > HEAD  # as vocabulary parallelism has
+    head = len(link_seconds) > HEAD  # vocabulary parallelism
     arrival = _arrivals(stages, count, head)
     links = np.zeros((stages, stages))
     free, held, peak = np.zeros(stages), np.zeros(stages), np.zeros(stages)

@@ -1,4 +1,4 @@
-"""A plan from arrays, and what playing it told: the end of every pipeline planner."""
+"""Plans from arrays and their simulation, as all pipeline planners emit them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,26 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import Simulation
 
-NOTHING = -1  # in the place of a kind
+NOTHING = -1  # no op
 
 
 @dataclass(frozen=True, slots=True)
 class SortedBatch:
-    """Lengths as planners see them: sorted, longest first, and their names outside.
+    """Documents as planners see them: in descending length.
 
-    names[d]   the document of the caller that is document d here
+    Attributes:
+        lengths: lengths in descending order.
+        names: the caller's number of every document.
+        documents: lengths in the caller's order.
     """
 
     lengths: np.ndarray
     names: tuple[int, ...]
-    documents: tuple[int, ...]  # as the caller gave them
+    documents: tuple[int, ...]
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "SortedBatch":
+        """Sort the caller's documents; raise a ValueError if there are none or one is empty."""
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")
@@ -45,7 +49,7 @@ class SortedBatch:
         return cls(np.array([documents[d] for d in names], dtype=np.int64), tuple(names), documents)
 
     def named(self, loads: Loads) -> Loads:
-        """``loads`` with the caller's numbers for documents."""
+        """Return ``loads`` with the caller's document numbers."""
         names = np.array(self.names)
         return dataclasses.replace(
             loads,
@@ -58,11 +62,16 @@ class SortedBatch:
 class Draft:
     """A plan as arrays.
 
-    counts           [stages, chunks] layers with each recompute choice; the rest is kept
-    kinds, chunks    [stages, ops] the orders: codes of kinds (ir.KIND_CODE) or NOTHING, and chunks
-    stages           where ranks have several stages: [ranks, ops] the stage of each, and the orders
-                     are those of ranks
-    packing_tokens   that chunks are packed to, where one length was chosen for all; otherwise 0
+    Attributes:
+        chunking: the chunks.
+        counts: [stages, chunks] layers with each recompute mode; the others are saved.
+        kinds: [stages, ops] orders: codes of kinds (ir.KIND_CODE) or NOTHING.
+        chunks: [stages, ops] chunks of the ops.
+        pipelines: number of pipelines that run one after another.
+        note: description of how the plan was found.
+        stages: [ranks, ops] stage of each op, if ranks have several. The orders are then those of
+            ranks.
+        packing_tokens: packing length if one was chosen for all chunks, else 0.
     """
 
     chunking: Chunking
@@ -76,6 +85,7 @@ class Draft:
 
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
+    """Return the plan of a draft, without predictions."""
     place: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     if draft.stages is None:
@@ -95,11 +105,10 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
 
 
 def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
-    """Kinds of split orders with a B where the first stage runs W right behind I and B takes
-    no longer.
+    """Return the op kinds, with B for adjacent I and W of the first stage if B is no slower.
 
-    Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
-    nothing for its W. On other stages an I hands its gradient on before its W.
+    No stage waits for the gradient of the first stage's input, so a B delays nothing, and it holds
+    nothing for its W. On other stages an I sends its gradient before its W.
     """
     rank = work.place[0] if work.place else 0
     ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
@@ -108,7 +117,7 @@ def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
         follows &= (stages[:-1] == 0) & (stages[1:] == 0)
     seconds = work.ops.seconds[:, 0]
     halves = seconds[I] + seconds[W]
-    pays = seconds[B] <= halves * (1 + 1e-9)  # alike but for rounding
+    pays = seconds[B] <= halves * (1 + 1e-9)  # equal except for rounding
     at = np.flatnonzero(follows & pays[of[:-1]])
     kinds = schedule.kinds.copy()
     kinds[rank, at], kinds[rank, at + 1] = B, NOTHING
@@ -124,7 +133,17 @@ def as_planned(
     cost: Cost,
     options: Options,
 ) -> PlannedReplica:
-    """``plan``, made of ``draft`` by ``planner``, with what playing it told."""
+    """Return the planned replica of ``plan``, with the results of its simulation.
+
+    Args:
+        planner: name of the planner.
+        plan: the plan.
+        draft: the draft of the plan.
+        played: its simulation.
+        bound_seconds: lower bound of any plan.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)
     predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
@@ -147,7 +166,7 @@ def as_planned(
 
 
 def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, ...], ...]:
-    """The order of every stage, from [stages, ops] codes of kinds or NOTHING, and chunks."""
+    """Return the order of every stage, from [stages, ops] kind codes or NOTHING, and chunks."""
     ops = [[Op(kind, c) for c in range(int(chunks.max()) + 1)] for kind in COMPUTE]
     return tuple(
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
@@ -158,7 +177,7 @@ def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, .
 def ops_of_ranks(
     kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray
 ) -> list[list[tuple[int, int, int]]]:
-    """Ops of every rank, from [ranks, ops] codes of kinds or NOTHING, chunks and stages."""
+    """Return (kind code, chunk, stage) of the ops of every rank, from [ranks, ops] arrays."""
     return [
         [ran for ran in zip(*row, strict=True) if ran[0] != NOTHING]
         for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True)
@@ -168,8 +187,10 @@ def ops_of_ranks(
 def orders_of_ranks(
     ran: Sequence[Sequence[tuple[int, int, int]]], count: int
 ) -> tuple[tuple[tuple[Op, ...], ...], tuple[tuple[int, ...], ...]]:
-    """The order of each of ``count`` stages, and whose turn it is on every rank, from the (code of
-    a kind, chunk, stage) that each rank runs."""
+    """Return the order of each of ``count`` stages, and the stages of every rank's ops.
+
+    ``ran`` has (kind code, chunk, stage) of the ops of every rank.
+    """
     orders: list[list[Op]] = [[] for _ in range(count)]
     for row in ran:
         for kind, chunk, stage in row:
@@ -179,8 +200,11 @@ def orders_of_ranks(
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
-    """Letters per layer. Of the layers of every kind those of ``counts`` first, in its order; then
-    what is kept; what is offloaded evenly among them."""
+    """Return the recompute modes of every stage and chunk, one letter per layer.
+
+    Per layer kind, the modes of ``counts`` come first, in their order, then saved layers. Offloaded
+    layers are distributed evenly among these.
+    """
     rows = []
     for stage, word in enumerate(cost.layout.kinds.words):
         of_kinds = [
@@ -201,7 +225,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
 
 
 def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
-    """The letters of every kind's layers, in the places that they have in the stage."""
+    """Return the modes of all kinds' layers, in the order of the stage's layers."""
     waiting = [iter(each) for each in modes]
     return "".join(next(waiting[kind]) for kind in word)
 
@@ -209,7 +233,7 @@ def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
 def _modes(
     counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
 ) -> tuple[str, ...]:
-    """Letters of ``layers`` of a stage, for every chunk."""
+    """Return the modes of a stage's ``layers`` layers of one kind, for every chunk."""
     per_mode = [
         (mode, grid[stage].tolist()) for mode, grid in counts.items() if mode not in (KEEP, OFFLOAD)
     ]

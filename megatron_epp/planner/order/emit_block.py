@@ -1,5 +1,8 @@
-"""Emit the plans of a block from one draft, checked and played: one order and one recompute choice,
-own documents. The one way out of every pipeline planner: a replica alone is a block of one."""
+"""Plans of a block from one draft, checked and simulated.
+
+The plans have one order and one recompute choice, but their own documents. All pipeline planners
+emit through this module; a single replica is a block of one.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -22,8 +25,12 @@ from megatron_epp.sim.play import play
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """deals[r]: documents of the batch, in its order, that replica r of the block computes by
-    planned[r]. They run in lockstep, so the seconds of all are the block's."""
+    """Plans of a block in lockstep; all have the block's seconds.
+
+    Attributes:
+        assignments: documents of the batch, in its order, of every replica.
+        planned: plan of every replica.
+    """
 
     assignments: tuple[tuple[int, ...], ...]
     planned: tuple[PlannedReplica, ...]
@@ -31,7 +38,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
-    """A replica's: its documents, their plan, and its loads with its own numbers for them."""
+    """Documents of a replica, their plan, and its loads with the replica's document numbers."""
 
     assignment: tuple[int, ...]
     plan: Plan
@@ -41,7 +48,14 @@ class MemberPlan:
 def member_plans(
     batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> tuple[MemberPlan, ...]:
-    """Plans of every replica of the block that ``draft`` is for; one where it is for one."""
+    """Return the plan of every replica of the draft's block.
+
+    Args:
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
     return tuple(_member_plan(batch, draft, member, cost, options) for member in members)
@@ -52,7 +66,7 @@ def _member_plan(
 ) -> MemberPlan:
     assignment = tuple(sorted(batch.names[d] for d in np.unique(member.spans.document)))
     local = {document: number for number, document in enumerate(assignment)}
-    # Of documents that another replica has nothing is asked.
+    # -1: document of another replica, which is not used.
     names = tuple(local.get(document, -1) for document in batch.names)
     documents = tuple(batch.documents[document] for document in assignment)
     member_batch = SortedBatch(batch.lengths, names, documents)
@@ -63,7 +77,7 @@ def _member_plan(
 
 
 def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Tables of every replica: its bytes, and the seconds of the slowest."""
+    """Return the table of every replica: its own bytes, and the seconds of the slowest."""
     counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(member.loads, counts) for member in members])
 
@@ -71,8 +85,17 @@ def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) ->
 def emit_block(
     planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> PlannedBlock:
-    """The plans of ``draft``, played: which proves all that ``check`` does, by the same rules, and
-    is compiled."""
+    """Return the plans of ``draft`` with their simulation.
+
+    The simulation is compiled, and verifies the same rules as ``check``.
+
+    Args:
+        planner: name of the planner.
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     members = member_plans(batch, draft, cost, options)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
     bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
@@ -84,7 +107,14 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """[stages]: bytes, residents included, by the simulator's ledger; the most of any replica."""
+    """Return [stages] simulated peak bytes, states included: the maximum over the replicas.
+
+    Args:
+        batch: the documents.
+        draft: the draft.
+        cost: cost of the layout.
+        options: options of the planner.
+    """
     members = member_plans(batch, draft, cost, options)
     tables = tables_in_step(members, draft, cost)
     return np.max(

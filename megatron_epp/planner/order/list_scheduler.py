@@ -1,14 +1,14 @@
-"""List scheduling: every rank, whenever it is free, takes the op that its policy likes best.
+"""List scheduling: whenever a rank is free, it runs the op that its policy prefers.
 
-Forwards run in chunk order and backwards in theirs on every stage, so a policy only says which of
-three is next: the next F, the next B (or I), the oldest waiting W. Where a rank has several stages,
-it takes them in turn: an F of its last one that can run one, or of its first (``deep``); a B, H, W
-or G of its first. Memory is charged as the rule table says, to the rank; an F that would leave it
-without room to run its backwards waits.
+Forwards run in chunk order and backwards in theirs on every stage. A policy therefore chooses
+between three ops: the next F, the next B (or I), and the oldest waiting W. A rank with several
+stages takes the F of its last stage that can run one, or of its first (without ``deep``). It takes
+B, H, W or G of its first such stage. Memory is charged to the rank by the rule table. An F waits if
+the rank could not run its backwards afterwards.
 
-With vocabulary parallelism an H runs as soon as its stage is free and what it needs has come: the
-other stages' H of that chunk wait for it, and the last stage's B for all of them. G waits for a
-gap, as W does, and goes first where W does.
+With vocabulary parallelism an H runs as soon as its stage is free and its input is there. The other
+stages' H of that chunk wait for it, and the last stage's B for all of them. G fills gaps as W does,
+and has priority when W has.
 """
 
 from dataclasses import dataclass
@@ -25,27 +25,29 @@ from megatron_epp.planner.order.compiled import (
 )
 from megatron_epp.planner.order.problem import ScheduleProblem
 
-# Where backwards are whole, G alone fills gaps: so many wait at most, in the mean seconds of one,
-# and a gap may be overrun by that share of one. By hand.
+# With unsplit backwards only G fills gaps. At most this many wait, in mean seconds of one G, and a
+# gap may be overrun by this fraction of one. Chosen by hand.
 HELD_HEADS = 4
 HEAD_PATIENCE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of a rank, by the forwards and backwards of all its stages together.
+    """Preferences of a rank, in terms of the forwards and backwards of all its stages.
 
-    least[rank][k]    forwards that must have run before backward k of that rank
-    first[rank][k]    while k backwards have run, an F goes before a B below this many forwards
-    most[rank][k]     while k backwards have run, no F beyond this many forwards
-    split             run I and W instead of B
-    held_seconds      a W or G goes first where this much of their work already waits on the stage
-    patience          a W or G starts only if it ends at most this share of itself after the next
-                      awaited input
-    deep              of several stages' F the last stage's, else the first's
-    A strict order has least = first = most; without a split nothing is left to choose then, so
-    memory is measured and does not hold an op back. Where B is whole, what is said of W here is
-    HELD_HEADS and HEAD_PATIENCE of G.
+    A strict order has least = first = most. Without a split nothing is left to choose then, so
+    memory is only measured, and holds no op back. With unsplit backwards, HELD_HEADS and
+    HEAD_PATIENCE apply to G in place of ``held_seconds`` and ``patience``.
+
+    Attributes:
+        least: [ranks, k] forwards that must precede backward k of the rank.
+        first: [ranks, k] after k backwards, an F precedes a B up to this many forwards.
+        most: [ranks, k] after k backwards, no F runs beyond this many forwards.
+        split: whether to run I and W instead of B.
+        held_seconds: a W or G has priority if this much of their work waits on the stage.
+        patience: a W or G starts only if it ends at most this fraction of itself after the next
+            awaited input.
+        deep: whether to prefer the F of the last stage of a rank to that of the first.
     """
 
     least: np.ndarray
@@ -59,17 +61,22 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops of each rank, and when they run; ranks of fewer stages have empty places at the end.
+    """Ops of each rank and their times; ranks with fewer stages have padding at the end.
 
-    kinds, chunks   [ranks, ops] codes of kinds (ir.KIND_CODE), and chunks
-    stages          [ranks, ops] the stage of each; no columns where stage i lies on rank i
-    start, stop     [ranks, ops] seconds
-    peak_bytes      [ranks] beside residents
+    Attributes:
+        seconds: time of the iteration.
+        peak_bytes: [ranks] bytes beyond the states.
+        over_bytes: most bytes of any rank above its budget, at least 0.
+        kinds: [ranks, ops] codes of kinds (ir.KIND_CODE).
+        chunks: [ranks, ops] chunks.
+        stages: [ranks, ops] stages; no columns if stage i is on rank i.
+        start: [ranks, ops] start times in seconds.
+        stop: [ranks, ops] end times in seconds.
     """
 
     seconds: float
     peak_bytes: np.ndarray
-    over_bytes: float  # the most that any rank is above its budget, 0 if none
+    over_bytes: float
     kinds: np.ndarray
     chunks: np.ndarray
     stages: np.ndarray
@@ -78,10 +85,10 @@ class Schedule:
 
 
 def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
-    """The orders that ``policy`` leads to, and what playing them takes."""
+    """Return the schedule of ``policy``, with its times and memory peaks."""
     fixed = policy.least is policy.most and not policy.split
     if fixed and not work.vocabulary_parallel and not work.place:
-        # Nothing is left to choose, and replaying takes a fraction of the loop below.
+        # Nothing is left to choose, and replaying is several times faster than the loop below.
         kinds, chunks, complete = strict_orders(
             policy.least, work.backward_order, work.last_of_group
         )

@@ -1,4 +1,4 @@
-"""Scheduling policies: which of them `epp` plays a chunking with, and those of warm-ups alone."""
+"""Scheduling policies that `epp` tries for a chunking, and policies by warm-up length."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,27 +10,25 @@ from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import filling_forwards, group_by_group
 
-# Of ranks with several stages: times the forwards that fill the pipeline once; which forward goes
-# first (``deep``), and whether no more forwards are taken (``strict``). By hand.
+# For several stages per rank: factors on the forwards that fill the pipeline once, and (``deep``,
+# ``strict``). Chosen by hand.
 WARMER = (0.75, 1.0, 1.5, 2.5)
 TURNS = ((True, False), (False, False), (True, True))
-PATIENCE = 0.5  # of Policy
+PATIENCE = 0.5  # Policy.patience
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams:
-    """A policy in numbers that hold for any chunking.
+    """A policy in numbers that apply to any chunking.
 
-    strict     keep to the window law; else memory alone bounds the forwards
-    split      run I and W
-    held       W that may wait, in mean W seconds of the stage's chunks
-    patience   as in Policy
-    lead       forwards beyond the window law that go before a backward
-
-    and where a rank has several stages:
-
-    warm       times the forwards of the window law
-    deep       as in Policy
+    Attributes:
+        strict: whether to keep the in-flight limit; otherwise only memory limits the forwards.
+        split: whether to run I and W.
+        held: number of W that may wait, in mean W seconds of the stage's chunks.
+        patience: as in Policy.
+        lead: number of forwards beyond the in-flight limit that precede a backward.
+        warm: factor on the forwards of the in-flight limit, for several stages per rank.
+        deep: as in Policy, for several stages per rank.
     """
 
     strict: bool
@@ -64,13 +62,17 @@ class PolicyParams:
 def policies(
     split: bool, *, many: bool, strict: bool = False, tight: bool = False, placed: bool = False
 ) -> Iterator[PolicyParams]:
-    """Those worth playing: a few for every chunking, or many for the best.
+    """Yield the policies to try: a few for every chunking, or many for the best one.
 
-    strict   only those that keep to the window law
-    tight    memory binds: then a whole B, which holds nothing for its W, may be better
-    placed   ranks have several stages
+    They were chosen by hand; the simulation decides between them (see epp.search.GRID).
 
-    Which ones was chosen by hand; simulation picks among them (epp.search.GRID says what is known).
+    Args:
+        split: whether backwards may be split.
+        many: whether to yield many.
+        strict: whether all must keep the in-flight limit.
+        tight: whether memory is tight. An unsplit B, which holds nothing for a W, may then be
+            better.
+        placed: whether ranks have several stages.
     """
     if placed:
         yield from _placed_policies(split, many=many, strict=strict, tight=tight)
@@ -122,6 +124,14 @@ def _placed_policies(
 def policy_of(
     style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, limit: np.ndarray
 ) -> Policy:
+    """Return the policy of ``style`` for a chunking.
+
+    Args:
+        style: the policy's numbers.
+        work: scheduling problem of the chunking.
+        sizes: number of chunks of every group.
+        limit: [stages, chunks] in-flight limit, or [ranks, backwards] if ranks have several stages.
+    """
     held = 0.0
     if style.held:
         fillers = (W, G) if work.vocabulary_parallel else (W,)
@@ -142,9 +152,13 @@ def policy_of(
 
 
 def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
-    """Return a policy with ``warm`` [ranks] forwards in flight on a rank before its backwards.
+    """Return a policy with ``warm`` [ranks] forwards in flight before a rank's backwards.
 
-    ``strict``: and never more forwards. ``split``, ``deep``: of Policy.
+    Args:
+        place: rank of every stage.
+        chunks: number of chunks.
+        warm: [ranks] number of forwards.
+        how: ``strict`` allows no more forwards than that; ``split`` and ``deep`` as in Policy.
     """
     backwards = np.arange(chunks * int(np.bincount(place).max()))
     first = backwards[None] + warm[:, None]
@@ -155,9 +169,9 @@ def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: b
 def warm_up_policies(
     place: Sequence[int], sizes: np.ndarray, splits: Sequence[bool]
 ) -> Iterator[tuple[Policy, str]]:
-    """Yield shorter and longer warm-ups for groups of ``sizes`` chunks, and a text on each.
+    """Yield shorter and longer warm-ups for groups of ``sizes`` chunks, with a description.
 
-    Backwards are whole and split as ``splits`` says.
+    ``splits`` says whether to try unsplit and split backwards.
     """
     own, fill = np.bincount(place), filling_forwards(sizes, place)
     for factor in WARMER:

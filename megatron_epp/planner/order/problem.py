@@ -1,4 +1,4 @@
-"""A chunking on a machine as arrays: what schedulers and searches compute with."""
+"""Scheduling problems: a chunking on a machine as arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +31,7 @@ _OPS_OF_CHUNK = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def rates_of(cost: Cost) -> Rates:
-    """Forward plus backward on the average stage, its part of the output layer included."""
+    """Return the rates of F plus B on an average stage, including its part of the LM head."""
     per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
     per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
     mean, layout = per.mean(axis=0).tolist(), cost.layout
@@ -51,8 +51,10 @@ def rates_of(cost: Cost) -> Rates:
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
-    """Loads of ``chunking``; the tokens that a chunk is padded by count as a short document.
-    Of a block's chunking, the block's with those of its replicas (planner.block_table)."""
+    """Return the loads of ``chunking``; padding tokens of a chunk count as a short document.
+
+    The loads of a block's chunking include those of its replicas (planner.block_table).
+    """
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
         groups = np.maximum(chunking.document, 0)
@@ -93,13 +95,14 @@ def _loads(chunking: Chunking, lengths: np.ndarray, multiple: int) -> Loads:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """A chunking's ops on a machine, with the orders of its chunks.
+    """Ops of a chunking on a machine, and the orders of its chunks.
 
-    ops              seconds and bytes of every op, as the simulator plays them
-    backward_order   chunks in the order of their backwards
-    last_of_group    [chunks] the last chunk of each one's group
-    headroom_bytes   [ranks] what the budget of a device leaves next to the residents
-    place            the rank of every stage; () where stage i lies on rank i
+    Attributes:
+        ops: seconds and bytes of every op, as the simulator uses them.
+        backward_order: chunks in the order of their backwards.
+        last_of_group: [chunks] last chunk of each chunk's group.
+        headroom_bytes: [ranks] budget of a device minus its states.
+        place: rank of every stage; () if stage i is on rank i.
     """
 
     ops: OpArrays
@@ -110,20 +113,26 @@ class ScheduleProblem:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return self.ops.seconds.shape[1]
 
     @property
     def chunks(self) -> int:
+        """Number of chunks."""
         return self.ops.seconds.shape[2]
 
     @property
     def vocabulary_parallel(self) -> bool:
+        """Whether there are H and G."""
         return len(self.ops.link_seconds) == len(Payload)
 
     @property
     def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``headroom_bytes`` where only F to B is counted: what H leaves for G
-        is held from F on, and the most that an H or G needs while it runs is set aside."""
+        """``moved_bytes`` and ``headroom_bytes`` if only memory between F and B counts.
+
+        What H leaves for G counts from F on. The most that an H or G needs while it runs is
+        subtracted from the headroom.
+        """
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
             return moves, self.headroom_bytes
@@ -138,12 +147,12 @@ class ScheduleProblem:
 
 
 def with_unrecomputed(cost: Cost, counts: Counts, chunks: int) -> Counts:
-    """``counts`` of what is recomputed, and of the layers that are left: kept."""
+    """Return ``counts`` completed by the layers that are saved."""
     return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
-    """By kind, [stages, chunks] layers that have none of the choices of ``counts``."""
+    """Return per kind [stages, chunks] layers that have no mode in ``counts``."""
     left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.layout.kinds.counts]
     for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
@@ -151,25 +160,28 @@ def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
 
 
 def every_layer(mode: str, left: list[np.ndarray]) -> Counts:
-    """The ``left`` layers of every kind, all with that letter."""
+    """Return counts with ``mode`` for the ``left`` layers of every kind."""
     return {(kind, mode): grid for kind, grid in enumerate(left)}
 
 
 class ChunkProblems:
-    """The work of ``chunking``, by what is recomputed.
+    """Scheduling problems of ``chunking`` by recompute counts.
 
-    split   whether the work has I and W; a search that never splits a backward does without
+    Args:
+        cost: cost of the layout.
+        chunking: the chunks.
+        loads: their loads.
+        split: whether there are I and W; a search without split backwards does not need them.
     """
 
     def __init__(self, cost: Cost, chunking: Chunking, loads: Loads, split: bool = True):
-        """Make what does not depend on recompute."""
         self.cost, self.chunking, self.loads = cost, chunking, loads
         kinds = OF_LAYERS if split else (Kind.FORWARD, Kind.BACKWARD)
         every = rules_for(cost.layout.vocabulary_parallel)
         self._rules = {k: rule for k, rule in every.items() if k in (*kinds, *OF_HEAD)}
         self._tables = tables_of(cost, loads, kinds)
         self._fixed_bytes: np.ndarray | None = None
-        self._kept: OpArrays | None = None  # the ops where nothing is recomputed, if known
+        self._kept: OpArrays | None = None  # the ops without recompute, if known
 
     @classmethod
     def of_each(
@@ -179,7 +191,14 @@ class ChunkProblems:
         loads: Sequence[Loads],
         split: bool = True,
     ) -> "list[ChunkProblems]":
-        """Make those of several chunkings at once, which takes little longer than one of them."""
+        """Build those of several chunkings together, which takes little longer than one of them.
+
+        Args:
+            cost: cost of the layout.
+            chunkings: the chunks of each.
+            loads: the loads of each.
+            split: whether there are I and W.
+        """
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
         if len(every) == 1 or any(isinstance(each, BlockLoads) for each in loads):
             return every
@@ -205,7 +224,7 @@ class ChunkProblems:
         return op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
 
     def of(self, counts: Counts) -> ScheduleProblem:
-        """Return the work where ``counts`` layers are recomputed."""
+        """Return the problem with ``counts`` layers recomputed."""
         kept = None if counts else self._kept
         return ScheduleProblem(
             ops=self._ops(counts) if kept is None else kept,
@@ -217,5 +236,12 @@ class ChunkProblems:
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-    """The work of ``chunking`` where ``counts`` layers are recomputed."""
+    """Return the problem of ``chunking`` with ``counts`` layers recomputed.
+
+    Args:
+        cost: cost of the layout.
+        chunking: the chunks.
+        loads: their loads.
+        counts: recompute counts.
+    """
     return ChunkProblems(cost, chunking, loads).of(counts)

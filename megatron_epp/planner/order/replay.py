@@ -1,12 +1,12 @@
-"""Orders kept while the work changes: what they take with other durations and bytes.
+"""Replay of a given order with other times and bytes.
 
-A list schedule answers every change of recompute with another order, and the order that an earlier
-one led to is at times the better for the new work as well.
+A list schedule reacts to every change of recompute with another order, although an earlier order is
+sometimes better for the new times too.
 
-The simulator's loop (sim.engine) tells the same and more, but takes three to eight times as long
-(4 to 32 stages; scripts/bench/replay_time.py), and a search plays thousands of orders. So this
-one stays; tests/planner/test_judges.py holds the two equal to the last bit of time. Where ranks
-have several stages, the simulator's is taken.
+The simulator's loop (sim.engine) computes the same and more, but takes three to eight times as long
+(4 to 32 stages; scripts/bench/replay_time.py), and a search replays thousands of orders. Tests
+require both to give exactly equal times (tests/planner/test_judges.py). Ranks with several stages
+use the simulator's loop.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
-    """The orders of ``schedule`` with ``work`` of the same chunks."""
+    """Return the orders of ``schedule`` replayed with ``work``, which has the same chunks."""
     seconds, peaks, start, stop = (
         _of_ranks(work, schedule)
         if work.place
@@ -40,7 +40,7 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
 def _of_ranks(
     work: ScheduleProblem, schedule: Schedule
 ) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
-    """As replay_of, of ranks with several stages."""
+    """Return the results of replay_of for ranks with several stages."""
     ran = schedule.kinds >= 0
     offset = np.concatenate(([0], np.cumsum(ran.sum(axis=1))))
     chunks, stages = (of[ran].astype(np.int64) for of in (schedule.chunks, schedule.stages))

@@ -1,8 +1,8 @@
-"""How many forwards a stage runs before each of its backwards: 1F1B's window law.
+"""In-flight limit of 1F1B: the forwards that a stage runs before each of its backwards.
 
-On a stage with d stages behind it, backward k follows k + d + N forwards, N being the chunks of
-the longest document of the pipeline (InfiniPipe eq. 7): d more than on the last stage, so one row
-for the last stage tells all.
+On a stage with d stages after it, backward k follows k + d + N forwards. N is the number of chunks
+of the pipeline's longest document (InfiniPipe eq. 7). This is d more than on the last stage, so the
+row of the last stage determines all.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,19 @@ import numpy as np
 
 
 def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """One pipeline, one window: [stages, chunks] forwards before each backward.
+    """Return [stages, chunks] forwards before each backward of one pipeline.
 
-    sizes   chunks of every group, in order
+    ``sizes`` are the numbers of chunks of every group, in order. The limit is constant.
     """
     count = int(sizes.sum())
     return _staged(np.arange(count) + int(sizes.max()), count, stages)
 
 
 def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
-    """Several pipelines one after another, each with its own window; ``cuts`` are group numbers
-    at which a new pipeline begins."""
+    """Return [stages, chunks] forwards before each backward, for pipelines that run one by one.
+
+    Each has its own limit; ``cuts`` are the groups with which a new pipeline begins.
+    """
     rows, before = [], 0
     for part in np.split(sizes, cuts):
         rows.append(constant(part, stages) + before)
@@ -30,10 +32,10 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
 
 
 def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """One pipeline whose window is that of the longest document still to come.
+    """Return [stages, chunks] forwards before each backward, by the longest document still to come.
 
-    Where documents come longest first, the window falls to 1 as the split documents run out, and
-    memory with it; no barrier is needed.
+    If documents come longest first, the limit falls to 1 when the sliced documents run out, and
+    memory with it. No barrier is needed.
     """
     count = int(sizes.sum())
     to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
@@ -42,12 +44,14 @@ def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return the forwards that fill a pipeline whose ranks have several stages, [ranks]: those of
-    one group on all stages of a rank, and twice what is in flight to the ranks after it.
+    """Return [ranks] forwards that fill a pipeline whose ranks have several stages.
+
+    These are one group's forwards on all stages of a rank, and twice those in flight to later
+    ranks.
 
     Args:
-        sizes: chunks of every group
-        place: the rank of every stage
+        sizes: number of chunks of every group.
+        place: rank of every stage.
     """
     own = np.bincount(place)
     ranks = len(own)
@@ -56,25 +60,26 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return the forwards of all stages of a rank before each backward of them,
-    [ranks, backwards]; arguments as in :func:`filling_forwards`."""
+    """Return [ranks, backwards] forwards of all stages of a rank before each of their backwards.
+
+    Arguments are those of :func:`filling_forwards`.
+    """
     backward = np.arange(int(sizes.sum()) * int(np.bincount(place).max()))
     return backward[None] + filling_forwards(sizes, place)[:, None]
 
 
 def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
-    """Return the forwards before the first pair of a forward and a backward, [ranks], as Megatron's
-    interleaved schedule has them."""
+    """Return [ranks] forwards before the first F-B pair of Megatron's interleaved schedule."""
     return 2 * (ranks - 1 - np.arange(ranks)) + stages - ranks
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """The least that dependencies ask for: a group's forwards before its first backward."""
+    """Return the least forwards that dependencies require: a group's before its backwards."""
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)
 
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
-    """``last``: the last stage's row."""
+    """Return the rows of all stages from the row ``last`` of the last stage."""
     after = np.arange(stages)[::-1]
     return np.minimum(count, last[None] + after[:, None])

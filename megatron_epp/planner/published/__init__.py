@@ -1,1 +1,1 @@
-"""Published schedules, each under its paper's name, as plans that a job's stages and ranks run."""
+"""Published schedules, each under its paper's name, as plans for a job's stages and ranks."""

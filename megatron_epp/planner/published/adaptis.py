@@ -1,7 +1,7 @@
-"""The schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
+"""Schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
 
-Whole documents packed to the context, backwards split or whole, the best of a few warm-ups. Its
-placement and its partition are those of the job.
+Unsliced documents packed to the context, backwards split or not, the best of a few warm-ups.
+Placement and layer partition are those of the job.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,17 @@ def draft(
     below: float = np.inf,
     splits: Sequence[bool] = (True, False),
 ) -> ScoredDraft | None:
-    """Return the best of its schedules, with backwards split or whole as ``splits`` says.
+    """Return the best draft over warm-ups, with unsplit and split backwards.
 
-    None if surely not under ``below`` seconds.
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+        splits: whether to split backwards, for each try.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, splits))

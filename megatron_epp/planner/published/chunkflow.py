@@ -1,8 +1,8 @@
-"""ChunkFlow: chunks of one size, and of a cut document only the last K chunks' activations kept.
+"""Schedule of ChunkFlow: chunks of one size, with saved activations for the last K of a document.
 
-The other chunks of the document run forward again before their backward: recompute of all their
-layers, here with every layer's input kept. Size and K come from a small grid, as its authors
-search one, here by simulation and batch by batch: in hindsight, so the baseline is a strong one.
+The earlier chunks of a sliced document recompute all their layers before their backward; here every
+layer's input is saved. Size and K come from a small grid, which its authors search too. Here the
+best is chosen per batch by simulation, in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -25,14 +25,23 @@ from megatron_epp.planner.recompute.uniform import (
     scored_draft,
 )
 
-KEPT = (1, 2, 4, 8, 16)  # K
+KEPT = (1, 2, 4, 8, 16)  # values of K
 
 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """The fastest of a grid of chunk sizes and K; None if surely not under ``below``
-    seconds."""
+    """Return the fastest draft of a grid of chunk sizes and K.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
+    """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
     for size in sizes(context, cost.multiple):
@@ -55,7 +64,7 @@ def draft(
 
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
-    """Every layer of all but the last ``kept`` chunks of each group."""
+    """Return counts that recompute every layer of a group's chunks before the last ``kept``."""
     early = chunking.last_of_group - np.arange(chunking.count) >= kept
     grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
     return cost.layout.kinds.first(FULL, grid)

@@ -1,7 +1,7 @@
-"""1F1B (`1f1b`, arXiv 2104.04473), interleaved where the stages are.
+"""Schedule 1F1B (`1f1b`, arXiv 2104.04473), interleaved if the stages are.
 
-Whole documents packed to the context, Megatron's warm-up. Where strict alternation would stop,
-because chunks differ, forwards go on.
+Unsliced documents packed to the context, with Megatron's warm-up. Where strict alternation would
+block because chunks differ, further forwards run.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,17 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return its schedule; None if surely not under ``below`` seconds."""
+    """Return the better draft of strict and relaxed 1F1B.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
+    """
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.layout.placement.ranks, cost.layout.stages
     alone = ranks - 1 - np.arange(ranks)
@@ -30,9 +40,15 @@ def draft(
 
 
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
-    """Yield policies with ``warm`` [ranks] forwards in flight.
+    """Yield two policies with ``warm`` forwards in flight, and their descriptions.
 
-    Never more, then more where nothing else can run.
+    The first never has more; the second has more if nothing else can run.
+
+    Args:
+        cost: cost of the layout.
+        chunks: number of chunks.
+        warm: [ranks] number of forwards.
+        split: whether backwards are split.
     """
     for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):
         flags = {"split": split, "deep": True, "strict": strict}
@@ -41,6 +57,6 @@ def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Ite
 
 
 def is_interleaved(place: tuple[int, ...]) -> bool:
-    """Return whether stages lie on the ranks in turn, once or more often."""
+    """Return whether stages are assigned to ranks round-robin."""
     ranks = max(place) + 1
     return place == tuple(range(ranks)) * (len(place) // ranks)

@@ -1,7 +1,7 @@
-"""Whole documents packed to the context, 1F1B, uniform recompute just enough to fit.
+"""Schedule of plain packing (`packing`): 1F1B with the least uniform recompute that fits.
 
-What a trainer does that packs without letting documents see each other: the plainest baseline,
-and the fallback where another planner failed.
+Unsliced documents are packed to the context without attending to each other. It is the simplest
+baseline, and the fallback if another planner fails.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, one_f_one_b, uni
 
 
 def packed(batch: SortedBatch, cost: Cost, options: Options) -> tuple[Chunking, str]:
-    """Whole documents by falling length, first fit, in chunks of the context; and a text on it."""
+    """Return chunks of unsliced documents, packed first-fit to the context, and a description."""
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     chunking = folded(packed_chunks(batch.lengths, context, rates), options.lockstep, rates)
     return chunking, f"context {context}"
@@ -30,9 +30,16 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> tuple[Chunking, 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Documents :func:`packed`; the window of plain 1F1B.
+    """Return the draft of :func:`packed` chunks with 1F1B's in-flight limit.
 
-    None if surely not under ``below`` seconds.
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     loads = loads_of(chunking, batch.lengths, cost.multiple)

@@ -1,8 +1,8 @@
-"""Whole documents packed to the length that suits the batch best, as a careful user may have it.
+"""Schedule of packing to the best length per batch (`packing-best`), as a careful user may choose.
 
-Packing to the context turns a batch that is shorter than a few contexts into one or two
-micro-batches, and the pipeline idles. Lengths from the longest document's to the context are tried
-in simulation, batch by batch: in hindsight, so the baseline is a strong one.
+Packing to the context turns a batch of a few contexts into one or two micro-batches, and the
+pipeline is idle. Lengths from the longest document to the context are tried in simulation. They are
+chosen per batch in hindsight, so this is a strong baseline.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.published import packing
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
-# Packing lengths grow by this factor; finer steps change little.
+# Factor between packing lengths; finer steps change little.
 GROWTH = 2**0.25
 
 
 def packing_lengths(longest: int, context: int) -> Iterator[int]:
-    """Yield the packing lengths to try, in tokens: from ``longest`` to ``context``."""
+    """Yield the packing lengths to try in tokens, from ``longest`` to ``context``."""
     tokens = float(longest)
     while tokens < context:
         yield int(tokens)
@@ -36,9 +36,17 @@ def draft(
     below: float = np.inf,
     planner: Callable[..., ScoredDraft | None] = packing.draft,
 ) -> ScoredDraft | None:
-    """Return the best plan of :mod:`packing`, or of ``planner``, over :func:`packing_lengths`.
+    """Return the best draft of ``planner`` over :func:`packing_lengths`.
 
-    None if surely not under ``below`` seconds.
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+        planner: draft function for one packing length.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
     """
     best: ScoredDraft | None = None
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):

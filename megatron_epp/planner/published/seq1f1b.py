@@ -1,8 +1,8 @@
-"""Seq1F1B as InfiniPipe's paper defines its baseline: fixed-size chunks, static recompute.
+"""Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
 
-The original cuts every sequence into the same number of slices, which does not suit lengths that
-vary; the baseline splits and packs to a fixed size instead. Which size is best is found by
-simulation, batch by batch: in hindsight, so the baseline is a strong one.
+The original slices every sequence into the same number of slices, which does not suit varying
+lengths; the baseline slices and packs to a fixed size. The best size is chosen per batch by
+simulation, in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -21,9 +21,16 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, better, one_f_on
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """The fastest of several chunk sizes, each with the fewest recomputed layers that fit.
+    """Return the fastest draft of several chunk sizes, each with the least recompute that fits.
 
-    None if surely not under ``below`` seconds.
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
     """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None

@@ -1,7 +1,8 @@
-"""SlimPipe (`slimpipe`, arXiv 2504.14519) without its exchange of contexts.
+"""Schedule of SlimPipe (`slimpipe`, arXiv 2504.14519) without its context exchange.
 
-Slices of one size, a multiple of the ranks for a document as long as the context; backwards whole;
-activations offloaded where memory is tight and the lever `offload` is on.
+Slices have one size; a document as long as the context has a multiple of the number of ranks of
+them. Backwards are not split. Activations are offloaded if memory is tight and the lever `offload`
+is on.
 """
 
 import numpy as np
@@ -16,14 +17,24 @@ from megatron_epp.planner.order.policies import warm_up_policies
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
-RANK_SLICES = (1, 2, 4)  # times the ranks
+RANK_SLICES = (1, 2, 4)  # factors on the number of ranks
 MOST_SLICES = 2048
 
 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest of a few numbers of slices; None if surely not under ``below`` seconds."""
+    """Return the fastest draft of a few slice sizes.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
+    """
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
     drafts: list[ScoredDraft] = []

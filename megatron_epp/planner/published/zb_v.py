@@ -1,7 +1,8 @@
-"""ZB-V (`zb-v`, arXiv 2401.10241), for a V placement alone.
+"""Schedule ZB-V (`zb-v`, arXiv 2401.10241), for V placements.
 
-Whole documents packed to the context, backwards split, as many forwards in flight as 1F1B holds;
-also in the paper's own order of ops, which is free of bubbles where F, I and W take as long.
+Unsliced documents packed to the context, split backwards, and as many forwards in flight as 1F1B
+has. The paper's own order of ops, which has no bubbles if F, I and W take equally long, is tried
+too.
 """
 
 from collections import Counter
@@ -22,19 +23,30 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return its schedule; None if surely not under ``below`` seconds."""
+    """Return the best draft of list scheduling and the paper's order.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if its lower bound is not below ``below`` seconds.
+    """
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
     policies: list[NotedPolicy] = list(held_policies(cost, chunking.count, warm, split=True))
-    if not cost.layout.vocabulary_parallel:  # of which the paper knows nothing
+    if not cost.layout.vocabulary_parallel:  # not covered by the paper
         policies.append((papers_order(chunking, cost.layout.place), "ZB-V's order"))
     return uniform_draft(batch, chunking, policies, cost, options, note, below=below)
 
 
 def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
-    """Return the paper's order of the ops of every rank of a V; its times are not computed.
+    """Return the paper's order of ops for every rank of a V, without times.
 
-    Source: arXiv 2401.10241, section 6. Fewer chunks than fill the V leave out what is missing.
+    Source: arXiv 2401.10241, section 6. With fewer chunks than fill the V, the ops of missing
+    chunks are left out.
     """
     ranks, count = len(place) // 2, chunking.count
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
@@ -59,6 +71,6 @@ def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
 
 
 def is_v(place: tuple[int, ...]) -> bool:
-    """Return whether the second half of the stages lies on the ranks of the first, backwards."""
+    """Return whether the second half of the stages is on the ranks of the first, in reverse."""
     half = len(place) // 2
     return half > 0 and sorted(place[:half]) == list(range(half)) and place == place[::-1]

@@ -1,1 +1,1 @@
-"""How many layers each stage recomputes for each chunk: ILP, local search, offload."""
+"""Number of layers that each stage recomputes per chunk: ILP, hill climbing, offload."""

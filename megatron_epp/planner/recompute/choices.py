@@ -1,4 +1,4 @@
-"""Recompute choices for a strict order, from the diagonal program."""
+"""Recompute counts for a strict order, by the diagonal program."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,25 +12,33 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.recompute import ilp
 
 FULL_LAYERS = KEEP + FULL
-# The letters worth using from KEEP up, of every kind of layer.
+# Useful recompute modes of every layer kind, from KEEP to FULL.
 Ladders = tuple[str, ...]
 
 
 def ladders(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE) -> Ladders:
-    """The :func:`ladder` of every kind of layer."""
+    """Return the :func:`ladder` of every layer kind."""
     modes = tuple(modes)
     return tuple(ladder(cost, loads, modes, kind) for kind in range(cost.layout.kinds.number))
 
 
 def full_layers(cost: Cost) -> Ladders:
-    """A layer of any kind is kept, or recomputed in full."""
+    """Return ladders that save or fully recompute a layer."""
     return (FULL_LAYERS,) * cost.layout.kinds.number
 
 
 def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
-    """The letters worth using for a layer of that kind, from keeping all to recomputing all: each
-    step frees its bytes at a lower price than the next one (the lower convex hull of seconds over
-    bytes)."""
+    """Return the useful recompute modes of a layer kind, from saving to recomputing everything.
+
+    Each step frees its bytes at a lower price than the next: the modes are the lower convex hull of
+    recompute seconds over freed bytes.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        modes: selective modes to consider.
+        kind: index of the layer kind.
+    """
     points = [(0.0, 0.0, KEEP)]
     kept = cost.memory.saved_bytes((kind, KEEP), loads)
     for mode in (*modes, FULL):
@@ -42,7 +50,7 @@ def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int
     hull: list[tuple[float, float, str]] = []
     for freed, seconds, mode in points:
         while hull and hull[-1][1] >= seconds and hull[-1][0] <= freed and hull[-1][2] != KEEP:
-            hull.pop()  # frees less and takes longer
+            hull.pop()  # frees less and is slower
         while len(hull) >= 2 and _price(hull[-2], hull[-1]) >= _price(
             hull[-2], (freed, seconds, mode)
         ):
@@ -57,8 +65,14 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """[steps, stages, chunks]: what one more layer of that kind on each step of a ladder frees from
-    F to B."""
+    """Return [steps, stages, chunks]: bytes that one more layer on a step of the ladder frees.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        steps: the ladder.
+        kind: index of the layer kind.
+    """
     saved = np.stack([cost.memory.saved_bytes((kind, mode), loads) for mode in steps])
     per_step = saved[:-1] - saved[1:]
     return np.ascontiguousarray(np.repeat(per_step[:, None], cost.layout.stages, axis=1))
@@ -76,32 +90,37 @@ def diagonal_counts(
     headroom_bytes: np.ndarray | None = None,
     layers: Sequence[np.ndarray] | None = None,
 ) -> Counts | None:
-    """The cheapest recompute that fits under the order ``least``; None where none does.
+    """Return the cheapest recompute counts that fit under an in-flight limit; None if none do.
 
-    kept           the work where nothing is recomputed
-    steps          of every kind of layer, letters from KEEP up; default: :func:`full_layers`
-    headroom_bytes per stage next to residents; default: all of it
-    layers         by kind, [stages, chunks] that are left to recompute, the others being offloaded;
-                   default: all of each stage
+    Args:
+        solver: solver of the program.
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        kept: the scheduling problem without recompute.
+        least: [stages, chunks] forwards before each backward.
+        integer: whether to solve the integer program instead of its relaxation.
+        steps: ladder of every layer kind; default: :func:`full_layers`.
+        headroom_bytes: bytes per stage beyond the states; default: all of them.
+        layers: per kind, [stages, chunks] layers that are not offloaded; default: all.
     """
     moves, headroom = kept.of_in_flight
     headroom = headroom if headroom_bytes is None else headroom_bytes
     steps = full_layers(cost) if steps is None else steps
-    parts = []  # of every kind: letters, bytes freed, most layers of a slot, layers that are left
+    parts = []  # per kind: modes, bytes freed, most layers of a slot, layers not offloaded
     for kind, modes in enumerate(steps):
         freed = freed_bytes(cost, loads, modes, kind)
         left = None if layers is None else layers[kind]
         if cost.layout.kinds.number > 1 and left is None:
             left = np.tile(cost.layout.kinds.counts[kind][:, None], (1, kept.chunks))
         if left is None:
-            # A slot reaches through all stages; its layers are at most those of the smallest.
+            # A slot spans all stages; the smallest stage limits its layers.
             every = np.tile(np.array(cost.layout.layers)[:, None], (1, kept.chunks))
             most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
         else:
-            # Of a slot's layers a chunk recomputes as many as it has left: a stage may have few of
-            # a kind, or none. What that frees grows to there and no further; the program reckons
-            # with the line below, which is exact at both ends, so that it finds something wherever
-            # recomputing all that is left would do.
+            # A chunk recomputes at most the layers that it has left; a stage may have few of a
+            # kind, or none. The bytes freed grow up to there. The program uses the line below,
+            # which is exact at both ends. It therefore finds a solution whenever recomputing
+            # everything left is one.
             most = ilp.reduce_diagonals(np.nanmax, left, kept.backward_order)
             reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.layout.stages)
             freed = freed * (left / np.maximum(reach, 1))
@@ -132,7 +151,7 @@ def diagonal_counts(
     row = 0
     for kind, (modes, _, _, left) in enumerate(parts):
         group_counts, row = solution[row : row + len(modes) - 1], row + len(modes) - 1
-        # A layer on a step has taken those below it.
+        # A layer on a step has taken the steps below.
         taken = np.maximum.accumulate(group_counts[::-1])[::-1]
         grids = [
             ilp.broadcast_diagonals(step, kept.backward_order, cost.layout.stages) for step in taken

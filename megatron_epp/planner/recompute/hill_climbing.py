@@ -1,7 +1,7 @@
-"""Recompute improved step by step: given back where memory has slack, shifted where it pays.
+"""Hill climbing over recompute counts: less recompute where memory has slack.
 
-The diagonal program speaks of the window law; a list schedule needs less here and more there. What
-is tried is judged by playing it.
+The diagonal program assumes the in-flight limit; a list schedule needs less in some places and more
+in others. Every change is decided by simulation.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron_epp.cost.layer_kinds import Choice, Counts
 
-# Chosen by hand, as are those of epp.search.GRID.
+# Chosen by hand, as epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
-UNDO_STEPS = (4, 2, 1)  # layers given back on a diagonal at once
+UNDO_STEPS = (4, 2, 1)  # numbers of layers per diagonal to stop recomputing at once
 
 
 def trimmed[T](
@@ -22,11 +22,17 @@ def trimmed[T](
     rank: Callable[[T], tuple[float, float]],
     slots: np.ndarray,
 ) -> T:
-    """The best that a sweep over diagonals finds from ``best``: first all scaled at once, then
-    some layers of one diagonal at a time, those that recompute most first.
+    """Return the best candidate of a sweep over diagonals, starting from ``best``.
 
-    play    what some counts lead to; None where the search's budget is spent
-    slots   [stages, chunks] the diagonal that each chunk lies on
+    First all counts are scaled, then some layers of one diagonal at a time are no longer
+    recomputed, starting with the diagonals that recompute most.
+
+    Args:
+        best: candidate to start from.
+        counts_of: returns the recompute counts of a candidate.
+        play: returns the candidate with other counts; None if no effort is left.
+        rank: sort key of candidates.
+        slots: [stages, chunks] diagonal of each chunk.
     """
     start = counts_of(best)
     for counts in (_scaled(start, scale) for scale in SCALES):

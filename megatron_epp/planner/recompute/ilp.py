@@ -1,9 +1,9 @@
-"""How many layers to recompute, by InfiniPipe's diagonal program (eqs 15 to 20).
+"""InfiniPipe's diagonal program (eqs 15 to 20): how many layers to recompute.
 
-Recompute on one stage delays all others by as much; the chunks that they work on in the same slot
-may recompute for free. Slots run diagonally through the stages: the k-th backward of stage s
-belongs to slot k + d, d being the stages behind s. One integer per slot is sought, the layers that
-each chunk on that diagonal recomputes, so that no stage exceeds its budget at any op.
+Recompute on one stage delays all others equally, so the chunks that they process in the same slot
+may recompute for free. Slots are diagonals through the stages: the k-th backward of stage s belongs
+to slot k + d, where d stages follow s. The program has one integer per slot: the layers that each
+chunk on that diagonal recomputes. They must keep every stage within its budget at every op.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ import numpy as np
 
 from megatron_epp.sim.jit import njit
 
-MIP_GAP = 0.02  # the paper's, relative
-# The solver's own work limit, in place of a clock. Real programs need a few dozen nodes at most.
+MIP_GAP = 0.02  # relative gap of the paper
+# Work limit of the solver, in place of a time limit. Real programs need a few dozen nodes.
 MIP_NODES = 400
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRows:
-    """freed @ layers >= missing_bytes: a row for every op at which memory would run out.
+    """Constraints freed @ layers >= missing_bytes, one row per op that would exceed memory.
 
-    Compressed by rows: entries starts[r] to starts[r + 1] hold columns and bytes freed per layer.
-    Column step * slots + slot stands for the layers of a slot that take a step of the ladder; in
-    the paper there is one step, from keeping a layer to recomputing it.
+    Rows are compressed: entries starts[r] to starts[r + 1] hold columns and bytes freed per layer.
+    Column step * slots + slot is the number of layers of a slot that take a step of the ladder. The
+    paper has one step, from saving to recomputing a layer.
     """
 
     slots: int
@@ -37,6 +37,7 @@ class MemoryRows:
 
     @property
     def columns(self) -> int:
+        """Number of variables."""
         return self.slots * self.steps
 
 
@@ -48,12 +49,15 @@ def memory_rows(
     budget: np.ndarray,
     wanted: np.ndarray | None = None,
 ) -> MemoryRows:
-    """The rows that the strict order ``least`` asks of the recompute choices.
+    """Return the constraints of the strict order ``least``.
 
-    least    [stages, chunks] forwards before each backward (planner.order.warmup)
-    moves    bytes of F and B where nothing is recomputed (OpArrays.moved_bytes)
-    freed    [steps, stages, chunks] bytes that one more layer on that step frees from F to B
-    wanted   [stages, chunks] which backwards (by their number) get a row; default all
+    Args:
+        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        backward_order: chunks in the order of their backwards.
+        moves: bytes of F and B without recompute (OpArrays.moved_bytes).
+        freed: [steps, stages, chunks] bytes that one more layer on a step frees from F to B.
+        budget: [stages] bytes.
+        wanted: [stages, chunks] backwards, by index, that get a row; default all.
     """
     steps, stages, count = freed.shape
     slot = np.empty(count, dtype=np.int64)
@@ -68,8 +72,11 @@ def memory_rows(
 
 @njit()
 def _missing(least, backward_order, moves, saved, budget):
-    """[stages, chunks]: bytes above the budget around each backward, where ``saved`` bytes of
-    every chunk are freed by recompute; negative where there is room. And the most chunks alive."""
+    """Return [stages, chunks] bytes above the budget, and the largest number of live chunks.
+
+    Bytes are the maximum around each backward. Recompute frees ``saved`` bytes of every chunk.
+    Negative values are headroom.
+    """
     stages, count = saved.shape
     missing = np.empty((stages, count))
     alive = 0
@@ -94,7 +101,7 @@ def _missing(least, backward_order, moves, saved, budget):
 def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
     steps, stages, count = freed.shape
     total = count + stages - 1
-    # Two passes: count, then fill. A backward is a row where it would exceed the budget.
+    # Two passes: count, then fill. A backward gets a row if it would exceed the budget.
     starts = np.zeros(1, dtype=np.int64)
     slots = np.zeros(0, dtype=np.int64)
     values = np.zeros(0)
@@ -107,7 +114,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
             for k in range(count):
                 tightest = -np.inf
                 at = 0
-                # Forwards only add, but for their workspace: the worst of a run is one row.
+                # Forwards only add memory, except for workspace: the worst of a run is one row.
                 while f < least[s, k]:
                     held += moves[0, 0, s, f]
                     if held - budget[s] > tightest:
@@ -146,15 +153,17 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """[stages]: whether the order ``least`` stays within the budget; arguments as in
-    :func:`memory_rows`."""
+    """Return [stages] whether the order ``least`` fits.
+
+    Arguments are those of :func:`memory_rows`.
+    """
     missing, _ = _missing(least, backward_order, moves, np.zeros(least.shape), budget)
     return (missing <= 0).all(axis=1)
 
 
-# Above this size, solve the ILP by row generation: begin with FIRST_ROWS rows a stage, and add
-# those that the solution breaks, in at most ROW_ROUNDS rounds. Deep pipelines have millions of
-# entries, and few of them bind. Chosen by hand, for the planning time of deep pipelines.
+# Above this size the program is solved by row generation: start with FIRST_ROWS rows per stage, and
+# add violated ones in at most ROW_ROUNDS rounds. Deep pipelines have millions of entries, few of
+# which bind. Chosen by hand for their planning time.
 MANY_ENTRIES = 60_000
 ROW_ROUNDS = 12
 FIRST_ROWS = 8
@@ -172,9 +181,21 @@ def solve_order(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Layers per step and slot [steps, slots] under the order ``least``, as :func:`solve_rows`.
+    """Return the layers per step and slot [steps, slots] for the order ``least``.
 
-    Arguments as in :func:`memory_rows`.
+    Args:
+        solver: the solver.
+        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        backward_order: chunks in the order of their backwards.
+        moves: bytes of F and B without recompute (OpArrays.moved_bytes).
+        freed: [steps, stages, chunks] bytes that one more layer on a step frees from F to B.
+        budget: [stages] bytes.
+        most: upper bounds of the columns.
+        weights: cost of a layer per column; default 1.
+        integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
+
+    Returns:
+        None if even the upper bounds do not suffice.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -204,7 +225,7 @@ def solve_order(
 
 
 def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
-    """Adds to ``wanted`` the worst backward of every run of backwards, where it lacks memory."""
+    """Mark in ``wanted`` the worst backward of every run of backwards that lacks memory."""
     stages, count = missing.shape
     width = max(1, count // FIRST_ROWS)
     for begin in range(0, count, width):
@@ -215,7 +236,10 @@ def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
 
 
 class Solver:
-    """One instance of HiGHS for many programs: setting it up takes longer than most of them."""
+    """An instance of HiGHS for many programs.
+
+    Its creation takes longer than the solution of most of them.
+    """
 
     def __init__(self) -> None:
         self.highs = highspy.Highs()
@@ -231,15 +255,21 @@ class Solver:
         weights: np.ndarray | None,
         integer: bool,
     ) -> np.ndarray:
-        """Return the cheapest columns; arguments as of :func:`solve_rows`. None of them where the
-        solver finds nothing."""
-        # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
+        """Return the optimal columns, or none if the solver finds nothing.
+
+        Args:
+            rows: the constraints.
+            most: upper bounds of the columns.
+            weights: cost per layer of each column; None for 1.
+            integer: whether columns are integers.
+        """
+        # Scale bytes so that the solver's absolute tolerances are far below one layer.
         scale, count = 1.0 / rows.missing_bytes.max(), len(rows.missing_bytes)
         kind = highspy.HighsVarType.kInteger if integer else highspy.HighsVarType.kContinuous
         self.highs.clearModel()
         # Relaxations are too small to gain from presolve; integer programs do gain.
         self.highs.setOptionValue("presolve", "on" if integer else "off")
-        # Arrays at once: setting the fields of a HighsLp takes about as long as solving it.
+        # Pass arrays: setting the fields of a HighsLp takes about as long as solving it.
         self.highs.passModel(
             rows.columns,
             count,
@@ -269,11 +299,17 @@ def solve_rows(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Layers per column, cheapest in sum; None where even the upper bounds are too little.
+    """Return the layers per column with the least cost.
 
-    most      [columns] upper bounds
-    weights   [columns] what a layer costs there; default 1 each, as in eq. 18
-    integer   whether to solve the integer program (2% gap) or its relaxation, rounded up
+    Args:
+        solver: the solver.
+        rows: the constraints.
+        most: [columns] upper bounds.
+        weights: [columns] cost of a layer; default 1, as in eq. 18.
+        integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
+
+    Returns:
+        None if even the upper bounds do not suffice.
     """
     if not len(rows.missing_bytes):
         return np.zeros(rows.columns, dtype=np.int64)
@@ -282,7 +318,7 @@ def solve_rows(
     solution = solver.run(rows, most, weights, integer)
     if len(solution) != rows.columns:
         return None
-    # A tolerance of the solver may leave a row short by a hair: then the rounding repairs it.
+    # The solver's tolerance may violate a row slightly; rounding up then repairs it.
     layers = np.minimum(np.ceil(solution - 1e-6), most).astype(np.int64)
     return layers if _enough(rows, layers) else np.minimum(np.ceil(solution), most).astype(np.int64)
 
@@ -298,7 +334,7 @@ def _enough(rows: MemoryRows, layers: np.ndarray) -> bool:
 def reduce_diagonals(
     choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
 ) -> np.ndarray:
-    """Reduce ``layers`` [stages, chunks] over each diagonal, by np.nanmin or np.nanmax: [slots]."""
+    """Return [slots]: ``layers`` [stages, chunks] reduced over each diagonal by ``choose``."""
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):
@@ -308,7 +344,7 @@ def reduce_diagonals(
 
 
 def broadcast_diagonals(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
-    """Layers [stages, chunks] from one number per diagonal ``layers`` [slots]: eq. 16."""
+    """Return layers [stages, chunks] from one number per diagonal [slots] (eq. 16)."""
     count = len(backward_order)
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)

@@ -1,4 +1,4 @@
-"""How many layers can lie in the host's memory: at no cost in time, and where there is room."""
+"""Number of layers to offload to host memory: as many as hide their copies and fit the host."""
 
 import dataclasses
 import math
@@ -13,11 +13,11 @@ from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
 
 
 def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
-    """[stages, chunks]: the most layers whose copies hide behind F, and behind B and I alike. Those
-    of the first kind first: a byte takes as long to copy whichever layer saved it.
+    """Return [stages, chunks] the most layers whose copies overlap with F, and with B and I.
 
-    Where it is only one or two, all of them are on the device while their chunk's ops run
-    (ir.IN_FLIGHT), and gone while other chunks' do.
+    Layers of the first kind come first, because a byte takes equally long whichever layer saved it.
+    If it is only one or two, all of them are on the device while their chunk's ops run
+    (ir.IN_FLIGHT), and off it otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
@@ -32,8 +32,10 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HostHeadroom:
-    """``budget_bytes`` of the host's memory for each stage's offloaded layers. ``at_once``: those
-    of all chunks must fit together, so that no order of the ops is too much."""
+    """Host memory for each stage's offloaded layers.
+
+    ``at_once`` requires that those of all chunks fit together, so that any order of ops fits.
+    """
 
     budget_bytes: float = math.inf
     at_once: bool = False
@@ -41,11 +43,13 @@ class HostHeadroom:
     def fitting(
         self, aside: np.ndarray, layer_bytes: np.ndarray, least: np.ndarray, backward: np.ndarray
     ) -> np.ndarray:
-        """``aside`` [stages, chunks] with fewer layers on the stages where they do not fit.
+        """Return ``aside`` with fewer layers on the stages where they do not fit.
 
-        layer_bytes   [chunks] of one layer
-        least         [stages, chunks] forwards before each backward (planner.order.warmup)
-        backward      chunks in the order of their backwards
+        Args:
+            aside: [stages, chunks] layers to offload.
+            layer_bytes: [chunks] bytes of one layer.
+            least: [stages, chunks] forwards before each backward (planner.order.warmup).
+            backward: chunks in the order of their backwards.
         """
         if math.isinf(self.budget_bytes):
             return aside
@@ -53,7 +57,8 @@ class HostHeadroom:
         for stage, layers in enumerate(aside):
             before = np.full_like(least[stage], len(layers)) if self.at_once else least[stage]
             for fraction in FRACTIONS:
-                # Rounded along the chunks, so that a small share of few layers is not none.
+                # Rounded cumulatively over the chunks, so that a fraction of few layers is not
+                # always 0.
                 some = np.diff(np.floor(fraction * np.cumsum(layers) + 1e-9), prepend=0.0)
                 if _host_peak(some * layer_bytes, before, backward) <= self.budget_bytes:
                     fits[stage] = some
@@ -61,8 +66,11 @@ class HostHeadroom:
         return fits
 
     def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostHeadroom":
-        """After a plan that took ``peak_bytes``, as it does more forwards than it must: room for as
-        much less; and when that was too much again, room for all chunks at once."""
+        """Return a smaller limit after a plan that took ``peak_bytes``.
+
+        A plan may run more forwards than it must, so the limit shrinks by the excess. If that did
+        not suffice, all chunks must fit at once.
+        """
         if self.budget_bytes == budget_bytes:
             return HostHeadroom(0.98 * budget_bytes * budget_bytes / peak_bytes)
         return HostHeadroom(budget_bytes, at_once=True)
@@ -71,8 +79,17 @@ class HostHeadroom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it, and
-    so has each stage of a rank that has several, whatever their order."""
+    """Return :func:`hidden_layers` as far as they fit host memory.
+
+    Each layer kind has an equal part of the memory, and so has each stage of a rank with several.
+
+    Args:
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        host: host memory.
+        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        backward: chunks in the order of their backwards.
+    """
     hidden = hidden_layers(cost, loads)
     parts = len(hidden)
     if cost.layout.place:
@@ -87,19 +104,24 @@ def layers_offloaded(
     }
 
 
-FRACTIONS = tuple(k / 20 for k in range(20, -1, -1))  # of the layers that would hide
+FRACTIONS = tuple(k / 20 for k in range(20, -1, -1))  # of the layers whose copies would be hidden
 
 
 def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> float:
-    """Bytes of one stage under the window law ``least``; ``moved`` [chunks] out by F, back by B."""
+    """Return the peak bytes of one stage under an in-flight limit.
+
+    ``moved`` [chunks] bytes leave the device in F and return in B.
+    """
     out = np.concatenate(([0.0], np.cumsum(moved)))
     back = np.concatenate(([0.0], np.cumsum(moved[backward])))[:-1]
     return float((out[least] - back).max(initial=0.0))
 
 
 def without_offload(counts: Counts) -> Counts:
+    """Return the counts of other modes than offloading."""
     return {choice: grid for choice, grid in counts.items() if choice[1] != OFFLOAD}
 
 
 def offload_of(counts: Counts) -> Counts:
+    """Return the counts of offloaded layers."""
     return {choice: grid for choice, grid in counts.items() if choice[1] == OFFLOAD}

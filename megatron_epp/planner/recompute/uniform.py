@@ -1,4 +1,4 @@
-"""Static recompute: the same number of layers for every chunk and stage, just enough to fit."""
+"""Uniform recompute: the same number of layers for every chunk and stage, the least that fits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,15 +16,18 @@ from megatron_epp.planner.order.policies import warm_up_policies
 from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of
 from megatron_epp.planner.order.replay import replayed
 
-NotedPolicy = tuple[Policy | Schedule, str]  # a policy, or an order; and a text on it
+NotedPolicy = tuple[Policy | Schedule, str]  # a policy or an order, and its description
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A draft and what playing it takes.
+    """A draft and its simulated time.
 
-    over_bytes   above the budget, 0 where it fits
-    cost         of the machine it was played on: its layers may be moved (lever `uneven`)
+    Attributes:
+        seconds: time of the iteration.
+        over_bytes: bytes above the budget; 0 if it fits.
+        draft: the plan as arrays.
+        cost: cost it was simulated with, whose layers may have moved (lever `uneven`).
     """
 
     seconds: float
@@ -34,26 +37,29 @@ class ScoredDraft:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Those that fit first, then the fastest."""
+        """Sort key: bytes over the budget, then seconds."""
         return self.over_bytes, self.seconds
 
 
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
-    """Whether a plan that takes at least ``bound_seconds`` could be the best, and of interest."""
+    """Return whether a plan of at least ``bound_seconds`` may be the best so far.
+
+    It must also be below ``below`` seconds.
+    """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
     )
 
 
 def strict(least: np.ndarray) -> Policy:
-    """Exactly ``least`` forwards before each backward."""
+    """Return the policy with exactly ``least`` forwards before each backward."""
     return Policy(least, least, least)
 
 
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
     """Return orders of 1F1B for groups of ``sizes`` chunks.
 
-    The window law ``least``, or, where ranks have several stages, shorter and longer warm-ups.
+    They have the in-flight limit ``least`` or, if ranks have several stages, several warm-ups.
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))
@@ -63,7 +69,7 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
 def best_schedule(
     problems: ChunkProblems, counts: Counts, policies: Sequence[NotedPolicy]
 ) -> tuple[Schedule, str]:
-    """Play ``policies``; return the best schedule, and the text on its policy."""
+    """Simulate ``policies``; return the best schedule and the description of its policy."""
     work = problems.of(counts)
     played = (
         (replayed(work, how) if isinstance(how, Schedule) else list_schedule(work, how), said)
@@ -75,7 +81,15 @@ def best_schedule(
 def scored_draft(
     chunking: Chunking, counts: Counts, schedule: Schedule, cost: Cost, *notes: str
 ) -> ScoredDraft:
-    """Return the draft of a schedule with its score and what ``notes`` say of it."""
+    """Return the draft of a schedule, with its score and notes.
+
+    Args:
+        chunking: the chunks.
+        counts: recompute counts.
+        schedule: the schedule.
+        cost: cost of the layout.
+        notes: descriptions; empty ones are left out.
+    """
     note = ", ".join(filter(None, notes))
     stages = schedule.stages if cost.layout.place else None
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)
@@ -92,11 +106,22 @@ def uniform_draft(
     modes: Sequence[str] = (FULL,),
     below: float = np.inf,
 ) -> ScoredDraft | None:
-    """The best of ``policies`` with the fewest recomputed layers that fit, alike on all stages.
+    """Return the best of ``policies`` with the least uniform recompute that fits.
 
-    Where nothing fits, everything is recomputed, and the plan says that it does not fit. Of several
-    ``modes`` the first one with which something fits is taken. None if surely not under ``below``
-    seconds.
+    If nothing fits, everything is recomputed, and the draft says that it does not fit.
+
+    Args:
+        batch: the documents.
+        chunking: the chunks.
+        policies: policies or orders to try.
+        cost: cost of the layout.
+        options: options of the planner.
+        note: description of the chunking.
+        modes: recompute modes; the first one with which something fits is used.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        None if the lower bound is not below ``below``.
     """
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
@@ -114,7 +139,7 @@ def uniform_draft(
     for mode in modes:
         if schedule.over_bytes <= 0:
             break
-        low, high = 1, max(cost.layout.layers)  # the fewest that fit lie in low..high
+        low, high = 1, max(cost.layout.layers)  # the least number that fits is in low..high
         while low < high:
             middle = (low + high) // 2
             if play(mode, middle)[1].over_bytes > 0:

@@ -1,1 +1,1 @@
-"""Search for the fastest layout of a job: degrees of parallelism, layers of stages, vocabulary."""
+"""Search for the fastest layout of a job: degrees, layers per stage, vocabulary parallelism."""

@@ -1,4 +1,4 @@
-"""What fits on a number of devices, whatever the documents: states, and the longest document."""
+"""Memory capacity of a number of devices: whether states fit, and the longest document."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from megatron_epp.ir import PlanError
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.tuning.layouts import Layout
 
-_MOST = 1 << 24  # tokens of a document that nobody asks for
-_STEP = 1.01  # a layout that holds this much more is a better one
+_MOST = 1 << 24  # upper bound of the search, in tokens; no job has longer documents
+_STEP = 1.01  # a later layout replaces the best one only if it holds this many times the tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits on a number of devices.
+    """Result of :func:`capacity` for one number of devices.
 
-    layouts        that were tried
-    fitting        of these, that hold the states
-    best           of these, the one that holds the longest document; None: none holds any
-    tokens         of that document, everything recomputed
-    states_bytes   of the fullest device of ``best``
+    Attributes:
+        layouts: number of layouts tried.
+        fitting: number of these whose devices hold the model states.
+        best: the layout that holds the longest document; None if none holds a document.
+        tokens: length of that document, with everything recomputed.
+        states_bytes: bytes of model states on the fullest device of ``best``.
     """
 
     layouts: int
@@ -31,7 +32,11 @@ class Capacity:
 
 
 def longest_document(cost: Cost, least: int = 1) -> int:
-    """Return the most tokens of a document that fits, 0 where one of ``least`` does not."""
+    """Return the length in tokens of the longest document that fits.
+
+    The result is 0 if a document of ``least`` tokens does not fit, and else within 1/256 of the
+    limit.
+    """
 
     def fits(tokens: int) -> bool:
         try:
@@ -52,7 +57,10 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return what fits; ``cost_for`` raises a ValueError where states do not."""
+    """Return how many layouts hold the model states, and which one holds the longest document.
+
+    ``cost_for`` returns the cost of a layout and raises a ValueError if its states do not fit.
+    """
     tried = fitting = tokens = 0
     best: Layout | None = None
     states = 0.0

@@ -1,4 +1,4 @@
-"""Every way to divide the devices of a job."""
+"""Enumeration of the layouts (parallel degrees) of a job."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,9 +8,10 @@ from megatron_epp.cost.catalogue.models import Model
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """Degrees whose product is the number of devices.
+    """Parallel degrees whose product (without ``ep``) is the number of devices.
 
-    ep: devices that share a layer's experts; 0: as many of tp * cp as divide them, or none.
+    ``ep`` is the number of devices over which a layer's experts are sharded. 0 means gcd(tp * cp,
+    number of experts).
     """
 
     tp: int
@@ -26,7 +27,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """Degrees that the user named; None: free. With an ``ep``, layouts leave theirs at 0."""
+    """Degrees that the user fixed; None means free.
+
+    If ``ep`` is fixed, the layouts keep ``ep`` 0 and the caller applies the fixed value.
+    """
 
     tp: int | None = None
     cp: int | None = None
@@ -35,12 +39,14 @@ class JobRequest:
     ep: int | None = None
 
     def allows(self, layout: Layout) -> bool:
+        """Return whether a layout has the fixed degrees."""
         named = (self.tp, self.cp, self.pp, self.dp)
         there = (layout.tp, layout.cp, layout.pp, layout.dp)
         return all(want in (None, has) for want, has in zip(named, there, strict=True))
 
 
 def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive integer in ascending order."""
     small = [degree for degree in range(1, int(number**0.5) + 1) if number % degree == 0]
     return sorted({*small, *(number // degree for degree in small)})
 
@@ -48,12 +54,19 @@ def divisors(number: int) -> list[int]:
 def layouts(
     model: Model, devices: int, node_devices: int, documents: int, wanted: JobRequest | None = None
 ) -> Iterator[Layout]:
-    """Those that Megatron takes for ``documents`` in a global batch.
+    """Yield the layouts that Megatron accepts for ``documents`` documents in a global batch.
 
-    Tensor parallelism stays inside a node and divides the groups of K and V; both it and context
-    parallelism divide the heads; every stage has a layer; every replica gets as many documents.
-    Experts are shared inside a replica's stage, and by each number of whole replicas that divides
-    them.
+    Tensor parallelism stays inside a node and divides the K/V groups and the MLP's columns. Tensor
+    and context parallelism together divide the heads. Every stage has at least one layer, and all
+    replicas have equally many documents. Experts are sharded within a replica's stage, or over a
+    number of replicas such that ``ep`` divides the number of experts.
+
+    Args:
+        model: shape of the model.
+        devices: number of devices of the job.
+        node_devices: number of devices of a node.
+        documents: number of documents of a global batch.
+        wanted: degrees that the user fixed; None leaves all free.
     """
     wanted = wanted or JobRequest()
     for tp in divisors(devices):

@@ -1,15 +1,16 @@
-"""Which node of a grid has which ranks, with groups whole and around what failed.
+"""Assignment of ranks to the nodes of a grid, avoiding failed nodes and links.
 
-Ranks are numbered tensor-parallel first, then context-parallel, replicas, stages; torchrun numbers
-those of node rank 0 first, then those of node rank 1. So the order of the nodes is the whole map.
-The nodes that a job takes form rows of one width, in which a *block* (the nodes of one replica's
-stage, or those that share a layer's experts) lies in one row:
+Ranks are numbered tensor-parallel first, then context-parallel, data-parallel and
+pipeline-parallel. torchrun numbers the ranks node by node, so the order of the nodes determines the
+whole map. The nodes of a job form rows of one width. A *block* lies within one row: the nodes of
+one replica's stage, or those over which a layer's experts are sharded. The rows depend on the
+topology:
 
-    all-to-all   rows with live nodes enough; in a row with a hole another node of the row stands in
-                 for it, which columns reach with one hop more: their links carry ``column_load``
-    rings        rows and columns without a hole, which rings pass by
-    torus        rows and columns next to each other, without a hole
-    switches     all live nodes are one row
+    all-to-all   rows with enough live nodes. If a node of a row has failed, another node of the
+                 row replaces it. Its column then takes one more hop: see ``column_load``
+    rings        rows and columns without failed nodes; rings bypass the others
+    torus        adjacent rows and columns without failed nodes
+    switches     all live nodes form one row
 """
 
 from collections import Counter, defaultdict
@@ -28,11 +29,11 @@ from megatron_epp.planner.tuning.layouts import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows and columns to take of a grid whose live nodes are ``live``.
+    """Rows and columns selected from a grid; ``live`` marks the nodes that work.
 
-    Where one that is taken is not live, another live node of its row stands in for it. The last row
-    has ``last`` live nodes, maybe fewer than there are columns. Transposed: the rows are columns of
-    the grid.
+    Another live node of the same row replaces a selected node that has failed. The last row has
+    ``last`` live nodes, which may be fewer than the columns. If ``transposed``, the rows are
+    columns of the grid.
     """
 
     live: np.ndarray
@@ -42,21 +43,21 @@ class _Rows:
     transposed: bool = False
 
     def held(self, width: int, together: int) -> int:
-        """Return how many nodes there are in rows of a width, in blocks of a number of nodes."""
+        """Return how many nodes fit into rows of ``width``, in blocks of ``together`` nodes."""
         last = min(self.last, width)
         if together <= width:
             last -= last % together
         return ((len(self.rows) - 1) * width + last) // together * together
 
     def displaced(self, nodes: int, width: int) -> int:
-        """Return how many of the first nodes are not live, in rows of that width."""
+        """Return how many of the first ``nodes`` positions need a replacement."""
         full, rest = divmod(nodes, width)
         columns = self.columns[:width]
         holes = int((~self.live[np.ix_(self.rows[:full], columns)]).sum())
         return holes + (int((~self.live[self.rows[full], columns[:rest]]).sum()) if rest else 0)
 
     def _upright(self, nodes: int, width: int) -> list[Place]:
-        """Return the first nodes, row by row, as if the rows were not columns."""
+        """Return the (row, column) of the first nodes, ignoring ``transposed``."""
         places: list[Place] = []
         for row in self.rows[: -(-nodes // width)]:
             columns = self.columns[: min(width, nodes - len(places))]
@@ -67,16 +68,16 @@ class _Rows:
         return places
 
     def places(self, nodes: int, width: int) -> list[Place]:
-        """Return the first nodes, row by row."""
+        """Return the (row, column) of the first nodes on the grid, row by row."""
         upright = self._upright(nodes, width)
         return [(column, row) for row, column in upright] if self.transposed else upright
 
     def column_load(self, nodes: int, width: int, topology: Topology) -> float:
-        """Return the load of the busiest link, of one byte between every two nodes of a column.
+        """Return the load of the busiest link if every two nodes of a column exchange one byte.
 
-        Its bytes over its rate, that of a direct link of a column as the unit: 1 without holes.
-        Bytes of a node that stands in for one of another column pass the live one of two nodes in
-        between; where both failed, all ways of three links alike.
+        The load is bytes over bandwidth, relative to a direct link of a column: 1 without failed
+        nodes. Traffic of a replacement node goes through the live one of the two nodes in between.
+        If both have failed, it is split evenly over all routes of three links.
         """
         places, live = self._upright(nodes, width), self.live
         load: defaultdict[Link, float] = defaultdict(float)
@@ -112,11 +113,15 @@ class _Rows:
 class NodeMap:
     """Nodes of a topology in the order of their node ranks.
 
-    nodes       that have ranks: node i has those from i * node_devices on
-    spares      live nodes that have none
-    topology    as the job finds it: what it uses of the grid, without what failed
-    displaced   nodes that stand in for one that failed
-    relayed     failed links whose two ends have ranks: their bytes go over other links
+    Attributes:
+        layout: the degrees.
+        node_devices: number of ranks of a node.
+        grid: the grid with its failed nodes and links.
+        nodes: nodes that have ranks; node i has the ranks from i * node_devices on.
+        spares: live nodes without ranks.
+        topology: the part of the topology that the job uses, without failed nodes.
+        displaced: number of nodes that replace a failed one of another column.
+        relayed: number of failed links between nodes with ranks; their traffic takes other links.
     """
 
     layout: Layout
@@ -134,7 +139,7 @@ class NodeMap:
         return tuple(map(self.grid.name, self.nodes))
 
     def stages_and_replicas(self, node_rank: int) -> tuple[range, range]:
-        """Return which stages, and which replicas of them, have ranks on a node."""
+        """Return the stages and the replicas that have ranks on a node."""
         one = self.layout.tp * self.layout.cp
         last_rank = one * self.layout.dp * self.layout.pp - 1
         first = node_rank * self.node_devices
@@ -146,7 +151,7 @@ class NodeMap:
         return stages, range(replica_of[0], replica_of[1] + 1)
 
     def cells(self) -> dict[Place, tuple[int, str]]:
-        """Return of every node with ranks its stage and a label: stage.replica."""
+        """Return the first stage and a label "stage.replica" of every node with ranks."""
         cells = {}
         for node_rank, place in enumerate(self.nodes):
             of_node = self.stages_and_replicas(node_rank)
@@ -158,17 +163,17 @@ class NodeMap:
 
 
 def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1) -> NodeMap:
-    """Map the ranks of a layout onto live nodes of the topology's grid.
+    """Map the ranks of a layout to live nodes of the topology's grid.
 
     Args:
-        topology: with ``nodes``, the rows and columns of its grid.
+        topology: topology whose ``nodes`` are the rows and columns of its grid.
         layout: degrees; their product is the number of ranks.
-        node_devices: ranks of a node.
-        ep: devices that share a layer's experts.
+        node_devices: number of ranks of a node.
+        ep: number of devices over which a layer's experts are sharded.
 
     Raises:
-        ValueError: that the live nodes do not hold the layout's groups whole, and how many nodes
-            they hold so.
+        ValueError: if the live nodes cannot hold the layout's groups; the message says how many
+            nodes they hold.
     """
     block = max(layout.tp * layout.cp, ep)
     if block % node_devices and node_devices % block:
@@ -179,13 +184,14 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     ranks = layout.tp * layout.cp * layout.dp * layout.pp
     wanted = -(-ranks // node_devices)
     together = max(1, block // node_devices)
-    apart = layout.tp * layout.cp * layout.dp // node_devices  # of a stage to the next, in nodes
+    # distance between consecutive stages, in nodes
+    apart = layout.tp * layout.cp * layout.dp // node_devices
     most, grid = 0, topology.grid
     for aside in (True, False):
         best: tuple | None = None
         for rows in _usable_rows(topology, aside):
             widths = list(_widths(len(rows.columns), together))
-            # Rows with nodes that stand in were made for every width.
+            # All-to-all: _standing_in has generated one entry per width already.
             for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
                 held = rows.held(width, together)
                 most = max(most, held)
@@ -233,7 +239,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
 
 
 def _widths(most: int, together: int) -> Iterator[int]:
-    """Widths of rows that blocks of so many nodes fill, or that fill blocks."""
+    """Yield row widths that are multiples or divisors of ``together``, the widest first."""
     for width in range(most, 0, -1):
         if width % together == 0 or together % width == 0:
             yield width
@@ -241,7 +247,10 @@ def _widths(most: int, together: int) -> Iterator[int]:
 
 @lru_cache(maxsize=64)
 def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
-    """Ways to take rows of one width of the grid; ``aside``: without an end of failed links."""
+    """Return the ways to select rows of one width from the grid.
+
+    ``aside`` leaves out one end of every failed link.
+    """
     grid = topology.grid
     holes = set(grid.failed_nodes)
     if aside:
@@ -256,7 +265,7 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
     if topology.between not in (ALL_TO_ALL, RINGS, TORUS):
         row = live.reshape(1, -1)
         left = np.flatnonzero(row[0]).tolist()
-        return (_Rows(row, [0], left, len(left)),)  # node 0, 1, ... of the grid
+        return (_Rows(row, [0], left, len(left)),)  # switches: the live nodes in the grid's order
     ways = {ALL_TO_ALL: _standing_in, RINGS: _passing_by, TORUS: _side_by_side}[topology.between]
     return tuple(
         _Rows(each, *way, each is not live) for each in (live, live.T) for way in ways(each)
@@ -264,7 +273,7 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
 
 
 def _ends(grid: HoledGrid) -> set[Place]:
-    """Nodes to leave out so that no failed link has both of its ends: those of most links first."""
+    """Return nodes that cover all failed links, chosen greedily by their number of failed links."""
     failed = set(grid.failed_nodes)
     links = [link for link in grid.failed_links if not failed.intersection(link)]
     ends: set[Place] = set()
@@ -280,7 +289,7 @@ Ways = Iterator[tuple[list[int], list[int], int]]
 
 
 def _standing_in(live: np.ndarray) -> Ways:
-    """Return rows with a number of live nodes, and the columns in which most of these are."""
+    """Yield rows with at least ``width`` live nodes, and the columns with most of these."""
     counts = live.sum(axis=1)
     for width in range(int(counts.max()), 0, -1):
         chosen = np.flatnonzero(counts >= width)
@@ -288,14 +297,18 @@ def _standing_in(live: np.ndarray) -> Ways:
         columns = np.sort(np.argsort(holes, kind="stable")[:width])
         fewest = np.argsort((~live[np.ix_(chosen, columns)]).sum(axis=1), kind="stable")
         rows, last = chosen[fewest].tolist(), width
-        if len(chosen) < len(live):  # one with fewer, which the last nodes may fill
+        if len(chosen) < len(live):  # one row with fewer live nodes, for the last nodes of the job
             rows.append(int(np.argmax(np.where(counts < width, counts, -1))))
             last = int(counts[rows[-1]])
         yield rows, columns.tolist(), last
 
 
 def _passing_by(live: np.ndarray) -> Ways:
-    """Return rows and columns without a hole: the rows of most holes are left out, then columns."""
+    """Yield rows and columns without failed nodes.
+
+    Rows are left out in descending order of their failed nodes, then the columns that still have
+    one.
+    """
     holes = (~live).sum(axis=1)
     order = np.argsort(-holes, kind="stable")
     for without in range(min(int((holes > 0).sum()), len(live) - 1) + 1):
@@ -305,7 +318,7 @@ def _passing_by(live: np.ndarray) -> Ways:
 
 
 def _side_by_side(live: np.ndarray) -> Ways:
-    """Return for every height the widest part without a hole; rows and columns go round."""
+    """Yield the widest rectangle without failed nodes for every height; the grid wraps around."""
     rows, columns = live.shape
     holes = np.zeros((2 * rows + 1, 2 * columns + 1), int)
     holes[1:, 1:] = np.tile(~live, (2, 2)).cumsum(axis=0).cumsum(axis=1)

@@ -1,4 +1,4 @@
-"""Memory of a plan's devices by part, at the instant of each rank's peak."""
+"""Peak memory of a plan's devices by category: states, activations, K/V, workspace."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from megatron_epp.sim.exchange import WEIGHT_BYTES
 from megatron_epp.sim.play import play
 
 STATES = ("weights", "gradients", "optimizer")
-# The part that an item of the rule table belongs to.
+# Category of each item of the rule table.
 _OF_ITEM = {
     Item.ACTIVATIONS: "activations",
     Item.WEIGHT_INPUTS: "activations",
@@ -24,9 +24,9 @@ PARTS = (*STATES, *dict.fromkeys(_OF_ITEM.values()))
 
 
 def states_parts(cost: Cost) -> list[dict[str, float]]:
-    """Return bytes of weights, gradients and optimizer on a device of every stage, under ZeRO 1.
+    """Return the bytes of weights, gradients and optimizer states on a device of every stage.
 
-    All are 0 on a CPU, whose memory budget is without them.
+    ZeRO 1 is assumed. All are 0 on CPUs, whose memory budget does not include them.
     """
     resident = cost.layout.profile.states.zero1_resident
     of_weights = min(float(WEIGHT_BYTES), resident)
@@ -40,9 +40,10 @@ def states_parts(cost: Cost) -> list[dict[str, float]]:
 
 
 def memory_parts(plan: Plan, cost: Cost) -> list[dict[str, float]]:
-    """Return for every rank the bytes of each of PARTS at its peak; they add up to the peak.
+    """Return the bytes of each of ``PARTS`` at every rank's memory peak; they add up to the peak.
 
-    The plan is played once for each part: times do not change, so its ops hold that part alone.
+    The plan is simulated once per category. Op times do not change, so the ops of such a run hold
+    that category alone.
     """
     cost = cost.with_vocabulary(plan.vocabulary_parallel)
     table = cost.table(plan)
@@ -68,7 +69,8 @@ def memory_parts(plan: Plan, cost: Cost) -> list[dict[str, float]]:
         held_then = play(plan, own).run.op_peak
         for rank, op in enumerate(at):
             ranks[rank][name] = float(held_then[op])
-    for parts in ranks:  # what a backward frees while it runs is part of what was saved for it
+    # a backward op frees saved activations while it runs, which makes the workspace negative
+    for parts in ranks:
         parts["activations"] += min(parts["workspace"], 0.0)
         parts["workspace"] = max(parts["workspace"], 0.0)
     return ranks

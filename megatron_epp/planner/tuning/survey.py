@@ -1,16 +1,16 @@
-"""A survey of layouts: a bound for each, plans for those that it does not rule out.
+"""Search over layouts: a lower bound for each, plans for those that the bound does not exclude.
 
-    bound    no partition and no schedule of the layout is faster than its mean stage
-    glance   the likely ones first, the first good plan of one batch; those whose bound is above the
-             worst that is still wanted are left out
-    sketch   those whose first plan is not far behind: plans of that batch with little effort
-    finals   the best of these, planned on all batches with the whole effort; the others stand
-             behind them, their seconds of the first batch scaled to all
+    bound    the time of the mean stage; no layer partition and no schedule is faster
+    glance   first feasible plan of one batch, most promising layouts first; layouts whose bound
+             exceeds the worst wanted result are left out
+    sketch   plans of that batch with little effort, for layouts whose first plan is close to best
+    finals   the best of these, planned on all batches with the full effort. The others rank
+             after them, with the seconds of their first batch scaled to all batches
 
-A plan is for the replica with most work, which the others wait for; where replicas share a layer's
-experts and run in lockstep, for the block of them that has most. The layers of the stages are
-even, or by time (planner.choose) where that is faster; the output layer is on the last stage, or
-cut over all where that is asked for, or pays.
+A plan is made for the replica with the most work, which the other replicas wait for. If replicas
+run in lockstep because they share experts, it is made for the block with the most work. Stages have
+equally many layers, or layers balanced by time (planner.choose) if that is faster. The LM head is
+on the last stage, or uses vocabulary parallelism if that is requested or pays.
 """
 
 import dataclasses
@@ -55,38 +55,47 @@ from megatron_epp.sim.play import play
 
 ELASTIC = "epp"
 FINALISTS = 4
-# The largest ratio seen of a first plan to its sketch was 1.26.
+# Bound of the ratio of a first plan's time to its sketch's; the largest one observed is 1.26.
 GLANCE = 1.3
-# A sketch is so far off the plan with the whole effort at most, so far as was seen.
+# Largest observed relative difference of a sketch from the plan with the full effort.
 MARGIN = 0.02
-# Recompute below this share of the time is no reason to look at offloading.
+# Offloading is tried only if recompute takes more than this fraction of the time.
 TIGHT = 0.005
-OFFLOAD_PAYS = 0.01  # of the time, that offloading must save
-TIGHT_MEMORY = 0.05  # of the budget; predictions of peaks were off by more on a GPU
-# Layouts that are looked at before the next ones are left out by what was found: a number of its
-# own, so that a survey's result does not depend on how many processes it has.
+OFFLOAD_PAYS = 0.01  # fraction of the time that offloading must save
+TIGHT_MEMORY = 0.05  # of the budget; predicted peaks were off by more on a GPU
+# Number of layouts planned before the next ones are excluded by results. A constant, so that the
+# result does not depend on the number of worker processes.
 AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run the job, and what it promises: of a batch, the mean over those planned.
+    """One way to run the job and its predicted performance, as means over the planned batches.
 
-    layers              of the stages
-    offload             whether layers may be offloaded
-    seconds             of an iteration, what replicas exchange included; scaled to all batches
-                        where only the first was planned
-    exchange_seconds    of it, exposed; hidden_seconds: of the exchange, behind computation
-    peak_bytes          of the fullest stage, states included
-    ep                  devices that share a layer's experts; 1: every device has all, or none
-    shares              of seconds: compute, recompute, communication, bubbles, replicas
-    vocabulary_parallel   whether the output layer is cut over the stages
-    place               the rank of every stage; () where stage i lies on rank i
-    packing_tokens      that documents are packed to, of every batch planned; () where they are cut
-    multiple            tokens that chunks are padded to a multiple of
-    planning_load       of the hosts' cores for planning, by CPU seconds as measured: it depends on
-                        this machine, and nothing on it
-    plan, cost          of the replica whose stage is the fullest of all batches planned
+    Attributes:
+        layout: the degrees.
+        layers: number of layers of every stage.
+        planner: name of the planner.
+        offload: whether layers may be offloaded.
+        seconds: time of an iteration including the exchange between replicas. It is scaled to all
+            batches if only the first was planned.
+        tokens_per_second: throughput of the whole job.
+        bubble_ratio: fraction of the time in which ranks are idle.
+        recompute_ratio: fraction of the time for recompute.
+        comm_ratio: fraction of the time for communication inside stages.
+        exchange_seconds: exposed part of the exchange between replicas.
+        hidden_seconds: part of the exchange that overlaps with computation.
+        peak_bytes: memory peak of the fullest stage, including model states.
+        batches: number of batches planned.
+        ep: number of devices over which a layer's experts are sharded; 1 if they are not.
+        vocabulary_parallel: whether the LM head uses vocabulary parallelism.
+        place: rank of every stage; () if stage i is on rank i.
+        packing_tokens: packing length of every planned batch; () if documents are split.
+        multiple: chunks are padded to a multiple of this number of tokens.
+        planning_load: CPU seconds of planning over the iteration's time and the hosts' cores. It is
+            measured on this machine, and no decision depends on it.
+        plan: plan of the replica with the fullest stage of all planned batches.
+        cost: cost of that plan's layout.
     """
 
     layout: Layout
@@ -113,22 +122,22 @@ class Choice:
 
     @property
     def budget_bytes(self) -> float:
-        """Return the memory budget of the fullest rank's device; 0: it was not planned."""
+        """Memory budget of the smallest device in bytes; 0 if nothing was planned."""
         return min(self.cost.device_budget_bytes) if self.cost is not None else 0.0
 
     @property
     def tight(self) -> bool:
-        """Return whether the fullest device has less than TIGHT_MEMORY of its budget to spare."""
+        """Whether the fullest device has less than ``TIGHT_MEMORY`` of its budget to spare."""
         return self.peak_bytes > (1 - TIGHT_MEMORY) * self.budget_bytes > 0
 
     @property
     def late(self) -> bool:
-        """Return whether training would wait for its plans."""
+        """Whether training would wait for its plans."""
         return self.planning_load > 1
 
     @property
     def shares(self) -> dict[str, float]:
-        """Summary of an iteration's seconds."""
+        """Fractions of an iteration's time by cause; they add up to 1."""
         planned = 1 - self.exchange_seconds / self.seconds
         used = 1 - self.bubble_ratio - self.recompute_ratio - self.comm_ratio
         return {
@@ -140,7 +149,7 @@ class Choice:
         }
 
     def facts(self) -> dict:
-        """For JSON; seconds and bytes are plain numbers."""
+        """Return the fields as a dict for JSON; seconds and bytes are plain numbers."""
         hidden = ("plan", "cost", "planning_load")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         if self.ep == 1:
@@ -163,8 +172,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """choices: fastest first. refused: layouts that cannot run, with why. bounded: those that a
-    bound ruled out. stopped: whether it was interrupted, and has what was found until then."""
+    """Result of :func:`survey`.
+
+    Attributes:
+        choices: the fastest first.
+        refused: layouts that cannot run, with the reason.
+        bounded: layouts excluded by their lower bound.
+        stopped: whether the search was interrupted; the other fields then have its results so far.
+    """
 
     choices: tuple[Choice, ...]
     refused: dict[Layout, str]
@@ -186,14 +201,24 @@ def survey(
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
     run: Runner = in_turn,
 ) -> Survey:
-    """The best ``top`` choices among the layouts, and what became of the others.
+    """Return the best choices among the layouts, and why the other layouts were left out.
 
-    ``cost_for`` says what a layout costs with even layers; a ValueError: that it cannot run.
-    ``vocabulary``: whether layouts of several stages cut the output layer over them for our own
-    planner: off, on, or auto, as pays. ``placement``: whether several stages on a rank are tried
-    for the best of them. ``stock``: the planner of Megatron's own schedule; where it is the best
-    packing length, also with Megatron's overlaps. ``run``: runs plans, in processes where there are
-    some. An interrupt (Ctrl-C) ends the search, and what was found until then is the survey.
+    An interrupt (Ctrl-C) ends the search and returns the results so far.
+
+    Args:
+        layouts: layouts to try.
+        batches: document lengths of every batch; the first one decides between layouts.
+        cost_for: returns the cost of a layout with even layers; raises a ValueError if it cannot
+            run.
+        options: options of the planner.
+        top: number of choices wanted.
+        partition: whether to try layers balanced by time.
+        vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if it pays).
+        placement: whether to try several stages per rank for the best layouts.
+        stock: planner of Megatron's own schedule. If it packs to the best length, it is also
+            planned with Megatron's overlaps.
+        progress: wraps an iterable in a progress bar.
+        run: maps a function over tasks, in worker processes if there are any.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -206,8 +231,8 @@ def survey(
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
-    # Where memory is tight, a search that persists is no glance.
-    kept = options.levers - {"offload"}  # which _variants tries for the best
+    # A glance drops the levers that cost most when memory is tight.
+    kept = options.levers - {"offload"}  # _variants tries offloading for the finalists
     glance = dataclasses.replace(options, effort=0, levers=kept - {"persist"})
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
     sketch = dataclasses.replace(options, effort=effort, levers=kept)
@@ -272,13 +297,13 @@ def _look_at(
     by_time: bool,
     vocabulary: str,
 ) -> tuple[list[Choice], str]:
-    """Return choices of one layout on one batch, and why the first that cannot run cannot."""
+    """Return the choices of one layout on one batch, and the first reason why one cannot run."""
     choices: list[Choice] = []
     why = ""
     for planner in planners:
         for cut in _cuts(cost, planner, vocabulary):
             ways = partitions(cost.with_vocabulary(cut), lengths, by_time)
-            for layers in reversed(ways):  # even ones where those by time do not fit
+            for layers in reversed(ways):  # balanced by time first; even layers if those do not fit
                 try:
                     chosen = layout, cost, layers, [lengths], options, planner
                     choices.append(choice_of(*chosen, cut=cut))
@@ -289,14 +314,14 @@ def _look_at(
 
 
 def _elastic_seconds(choices: Sequence[Choice], otherwise: float) -> float:
-    """Seconds of the fastest of our own plans, or those to take where none fits."""
+    """Return the time of the fastest ``epp`` choice, or ``otherwise`` if there is none."""
     return min(
         (choice.seconds for choice in choices if choice.planner == ELASTIC), default=otherwise
     )
 
 
 def _order(choice: Choice) -> tuple:
-    """Fastest first; what was planned on one batch alone stands behind what was on all."""
+    """Return the sort key: choices planned on all batches first, then the fastest."""
     return -choice.batches, choice.seconds, choice.layout, choice.planner
 
 
@@ -310,7 +335,7 @@ def _finals(
     progress: Callable[[Iterable, int, str], Iterable],
     run: Runner,
 ) -> list[Choice]:
-    """``choices`` with those that may be the best planned with the whole effort."""
+    """Return the choices, with the candidates for the best planned with the full effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
     least = min((c.seconds for c in elastic), default=0.0)
     near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
@@ -353,7 +378,7 @@ def _with_full_effort(
         job = choice.layout, cost, layers, batches, chosen, choice.planner
         try:
             evaluated.append(choice_of(*job, cut=cut, place=place))
-        except ValueError:  # a later batch does not fit: then the choice is none
+        except ValueError:  # a later batch does not fit, which rules the variant out
             continue
     return evaluated
 
@@ -361,7 +386,10 @@ def _with_full_effort(
 def _on_all(
     choice: Choice, batches: Sequence[Sequence[int]], cost: Cost, options: Options
 ) -> Choice:
-    """``choice``, planned on the first batch, as if on all: by how much more work these are."""
+    """Return ``choice`` with its first batch's times scaled to all batches.
+
+    The factor is the ratio of the batches' lower bounds.
+    """
     bounds = [_bound(lengths, cost, options) for lengths in batches]
     factor = float(np.mean(bounds)) / bounds[0]
     seconds = choice.seconds * factor
@@ -375,7 +403,10 @@ def _on_all(
 
 
 def _best_of(choices: Sequence[Choice]) -> list[Choice]:
-    """For every layout and planner; what is not simply faster must pay."""
+    """Return the best choice of every layout and planner.
+
+    Offloading, vocabulary parallelism and placement must save a minimum fraction of the time.
+    """
     best: dict[tuple, Choice] = {}
     for choice in sorted(choices, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
         key = choice.layout, choice.planner
@@ -392,7 +423,7 @@ def _best_of(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
-    """Whether to look at the output layer on the last stage, cut over all, or both."""
+    """Return which values of vocabulary parallelism to try."""
     if cost.layout.stages == 1 or planner != ELASTIC or vocabulary == "off":
         return (False,)
     if vocabulary == "on":
@@ -403,8 +434,11 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
 def _variants(
     choice: Choice, cost: Cost, vocabulary: str, offload: bool
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
-    """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
-    earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
+    """Return (layers, offload, vocabulary parallel) of the variants to plan with the full effort.
+
+    Layers are those of the sketch and even ones. Offloading is tried if memory forced a plan to
+    recompute.
+    """
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
     tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
@@ -416,8 +450,10 @@ def _variants(
 def _placements(
     choice: Choice, cost: Cost, lengths: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
-    """As of _variants, with the rank of every stage: several on each, of layers by time of ranks,
-    with the output layer on the last stage."""
+    """Yield variants with several stages per rank: those of _variants, and the rank of every stage.
+
+    Layers are balanced by the time of ranks; the LM head is on the last stage.
+    """
     for name in PLACEMENT_NAMES if cost.layout.placement.ranks > 1 else ():
         here = placed_cost(cost.with_vocabulary(False), name)
         if here is None:
@@ -427,9 +463,12 @@ def _placements(
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
-    """No plan with any partition is faster: the mean stage's share of the work, or of its longest
-    document; or as many of the cheapest layers as some stage must have. Documents that may be local
-    to a context-parallel rank need exchange nothing."""
+    """Return a lower bound of the time of any plan, for any layer partition.
+
+    It is the largest of three times of a stage. Two are its mean part of the batch, and of the
+    longest document. The third is the cheapest layer times the number of layers that some stage
+    must have. Documents that may run on one context-parallel rank are counted without K/V exchange.
+    """
     local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
@@ -443,15 +482,18 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     forward, back, *halves = (least_seconds_per(single, kind, local) for kind in kinds)
     layer = np.minimum(forward + halves[0] + halves[1], forward + back)
     inside = layer[1:-1]
-    if len(layer) <= 2:  # with the ends, which are no layer's
+    if len(layer) <= 2:  # only the embedding and the LM head
         return mean
     cheapest = max((inside @ batch_features).min() / cost.layout.dp, (inside @ longest).min())
     return max(mean, most * float(cheapest))
 
 
 def _estimate(bound: float, cost: Cost) -> float:
-    """About what a plan takes, to look at the likely ones first: the bound, and the ramp of a
-    pipeline with the number of chunks at which ramp and constants of chunks are even."""
+    """Return the approximate time of a plan, by which the search orders the layouts.
+
+    It is the bound plus warm-up and cool-down of a pipeline, with the number of chunks that
+    balances these against the constant cost of chunks.
+    """
     per_chunk = float(
         (cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD))[:, CHUNKS].mean()
     )
@@ -459,7 +501,7 @@ def _estimate(bound: float, cost: Cost) -> float:
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
-    """Even layers, and by time."""
+    """Return the even layer partition and, if it differs, the one balanced by time."""
     if not by_time or cost.layout.stages == 1:
         return [cost.layout.layers]
     fastest = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
@@ -478,8 +520,21 @@ def choice_of(
     cut: bool = False,
     place: tuple[int, ...] = (),
 ) -> Choice:
-    """A PlanError where a batch does not fit; ``cut``: with the output layer over all stages;
-    ``place``: the rank of every stage, where a rank has several."""
+    """Plan all batches for one layout and return the choice.
+
+    Args:
+        layout: the degrees.
+        even: cost of the layout with even layers.
+        layers: number of layers of every stage.
+        batches: document lengths of every batch.
+        options: options of the planner.
+        planner: name of the planner.
+        cut: whether to use vocabulary parallelism.
+        place: rank of every stage if a rank has several, else ().
+
+    Raises:
+        ValueError: if the model states or a batch do not fit.
+    """
     if place:
         even = with_placement(even, Placement(place, layers))
     cost = even.replace(layers=layers, vocabulary_parallel=cut)
@@ -495,7 +550,7 @@ def choice_of(
     fullest = max((planned for planned, _, _ in results), key=lambda each: max(each.peak_bytes))
 
     def mean(values: Iterable[float]) -> float:
-        """Over the batches, each as long as it takes."""
+        """Return the mean over the batches, weighted by their time."""
         return float(np.average(list(values), weights=seconds))
 
     return Choice(
@@ -517,7 +572,8 @@ def choice_of(
         place=place,
         packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
         multiple=cost.multiple,
-        # The first plans of a process may have compiled; with no effort they are a glance.
+        # The minimum: the first plans of a process may have compiled. Effort 0 is no real planning
+        # time.
         planning_load=planning_load(cost, min(taken), float(np.mean(seconds)))
         if planner == ELASTIC and options.effort != 0
         else 0.0,
@@ -529,7 +585,20 @@ def choice_of(
 def heaviest_plan(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[PlannedReplica, float, float]:
-    """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
+    """Return the plan of the replica with the most work, and two times of the exchange of replicas.
+
+    Args:
+        lengths: document lengths of the global batch.
+        cost: cost of the layout.
+        options: options of the planner.
+        planner: name of the planner.
+
+    Returns:
+        The planned replica, and the exposed and hidden seconds of gradient and parameter exchange.
+
+    Raises:
+        ValueError: if no plan fits the memory budget.
+    """
     lockstep = max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
     held = heaviest(lengths, cost, lockstep)
     maker, cost = planner_and_cost(planner, cost)

@@ -1,1 +1,1 @@
-"""Quantised operands: scales of blocks and of whole tensors, and weights held in fp8."""
+"""Quantised operands: scales of blocks and of whole tensors, and primary weights in fp8."""

@@ -1,10 +1,10 @@
-"""FP8 with one scale for a whole tensor: what the format holds at most over its largest number.
+"""FP8 with one scale per tensor: the largest number of the format over that of the tensor.
 
-    x [T, K]    data [T, K]    transpose [K, T], where products read rows only    1 / scale [1]
+    x [T, K]    data [T, K]    transpose [K, T], if products read rows only    1 / scale [1]
 
-``current`` scaling looks for the largest number itself, over a group where it is told to; where
-parts of weights are cast, the scale is handed over (``Float8Quantizer``). A transpose that is said
-to be stale is not read.
+``current`` scaling computes the largest number itself, over a group if requested. When parts of
+weights are cast, the scale is given (``Float8Quantizer``). A transpose that is marked as stale is
+not read.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from megatron_epp.te_reference.operands import expect, torch_dtype
 
 
 def has_one_scale(of: Any) -> bool:
-    """Whether a quantizer, or a tensor, has one scale."""
+    """Return whether a quantizer, or a tensor, has one scale."""
     return hasattr(of, "_transpose_invalid") or _named(of, "Float8CurrentScalingQuantizer")
 
 
 def has_scale(quantizer: Any) -> bool:
-    """Whether a quantizer of whole tensors is handed its scale."""
+    """Return whether a quantizer of whole tensors is given its scale."""
     return _named(quantizer, "Float8Quantizer")
 
 
@@ -30,7 +30,7 @@ def _named(of: Any, name: str) -> bool:
 
 
 def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
-    """float32; one of zeros, and of what is not finite, has none."""
+    """Return the scale, float32; 1 for zeros and for values that are not finite."""
     largest_value = amax.float().clamp(min=epsilon)
     none = (largest_value == 0) | ~largest_value.isfinite()
     scale = (largest / largest_value.masked_fill(none, largest)).clamp(
@@ -42,12 +42,13 @@ def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of ``x`` times ``scale``."""
+    """Return the fp8 bytes of ``x`` times ``scale``."""
     largest = torch.finfo(dtype).max
     return (x.double() * scale).clamp(-largest, largest).float().to(dtype).view(torch.uint8)
 
 
 def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> Any:
+    """Quantize ``x`` into ``output`` with one scale, and return it."""
     dtype = torch_dtype(quantizer.dtype)
     if has_scale(quantizer):
         scale = quantizer.scale
@@ -70,13 +71,16 @@ def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> 
 
 
 def _largest_of(amax: Tensor, group: Any) -> Tensor:
-    """Over the ranks of ``group``; the kernel asks its communicator, not torch's functions."""
+    """Return the maximum over the ranks of ``group``.
+
+    As the kernel, it does not call torch.distributed's functions.
+    """
     reduced = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
     return torch.ops._c10d_functional.wait_tensor(reduced)[0]
 
 
 def per_tensor_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
-    """[T, K], by the data that a product in this direction reads."""
+    """Return [T, K] values from the data that a product in this direction reads."""
     dtype = torch_dtype(tensor._fp8_dtype)
     across = columnwise and torch.cuda.get_device_properties(0).major < 10
     data = tensor._transpose if across else tensor._data

@@ -1,7 +1,7 @@
-"""Weights held in FP8: parts of main weights, cast to their place in one.
+"""Primary weights in fp8: parts of main weights, cast into their place.
 
-A rank of a distributed optimizer has a range of a weight's numbers, counted row by row. Each looks
-for the largest numbers of what it has, all agree on the scales, and each casts its range.
+A rank of a distributed optimizer has a range of a weight's elements in row-major order. Each rank
+computes the largest numbers of its range, all ranks agree on the scales, and each casts its range.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
+    """Write the largest magnitude of ``tensor`` into ``amax``."""
     amax.copy_(wide(dense("compute_amax", "the tensor", tensor)).abs().amax())
 
 
@@ -32,19 +33,21 @@ def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int, noop_flag: Tensor, lists: Lists, max_fp8: float, force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:  # fmt: skip
+    """Compute scales and their inverses from the largest magnitudes."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         scale.copy_(scale_of(amax, max_fp8, force_pow_2_scales, amax_epsilon))
         scale_inv.copy_(1 / scale)
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Any, lists: Lists) -> None:
+    """Compute MXFP8 exponents from the largest magnitudes."""
     for amax, scale_inv in zip(*lists, strict=True):
         exponents = exponents_of(wide(amax), torch.finfo(torch.float8_e4m3fn).max)
         scale_inv.copy_((exponents + MX_BIAS).view(scale_inv.shape))
 
 
 def _placed(kernel: str, part: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """[rows, columns] with ``part`` in its place, and zeros elsewhere."""
+    """Return [rows, columns] with ``part`` at its place, and zeros elsewhere."""
     values = wide(dense(kernel, "the part", part)).double().flatten()
     fits = start >= 0 and start + len(values) <= rows * columns
     expect(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")
@@ -62,6 +65,7 @@ def _write_largest(x_TK: Tensor, amax: Tensor, rows: int, columns: int) -> None:
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
+    """Write the largest magnitudes of a part's blocks into ``amax``."""
     kernel = "fp8_block_scaling_compute_partial_amax"
     x_TK = _placed(kernel, tensor, h, w, start_offset)
     _write_largest(x_TK, amax, block_len, block_len)
@@ -71,6 +75,7 @@ def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int,
     out_dtype: Any,
 ) -> None:  # fmt: skip
+    """Cast a part of a weight to fp8 with the scales of its blocks."""
     x_TK = _placed("fp8_block_scaling_partial_cast", inp, h, w, start_offset)
     scales = expand_blocks(scale.double(), x_TK.shape, block_len, block_len)
     _write(out, cast(x_TK, scales, torch_dtype(out_dtype)), start_offset)
@@ -83,6 +88,7 @@ def _write(out: Tensor, values: Tensor, start: int) -> None:
 def mxfp8_scaling_compute_partial_amax(
     tensor: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, h: int, w: int, start_offset: int
 ) -> None:
+    """Write the largest magnitudes of a part's MXFP8 blocks, by rows and by columns."""
     kernel = "mxfp8_scaling_compute_partial_amax"
     x_TK = _placed(kernel, tensor, h, w, start_offset)
     _write_largest(x_TK, amax_rowwise, 1, MX_BLOCK)
@@ -93,6 +99,7 @@ def mxfp8_scaling_partial_cast(
     inp: Tensor, out_rowwise: Tensor, out_colwise: Tensor, scale_inv_rowwise: Tensor,
     scale_inv_colwise: Tensor, h: int, w: int, start_offset: int,
 ) -> None:  # fmt: skip
+    """Cast a part of a weight to MXFP8, by rows and by columns."""
     x_TK = _placed("mxfp8_scaling_partial_cast", inp, h, w, start_offset)
     ways = (
         (out_rowwise, scale_inv_rowwise, 1, MX_BLOCK),

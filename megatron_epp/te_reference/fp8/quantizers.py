@@ -1,16 +1,16 @@
-"""Quantisation in blocks: FP8's of 1 x 128 and 128 x 128, MXFP8's of 1 x 32, by rows and columns.
+"""Quantisation in blocks: fp8 (1 x 128, 128 x 128) and MXFP8 (1 x 32), by rows and columns.
 
-Every block has a power of two for a scale, the smallest with which its largest element fits. Data
-by columns are for products that add up over rows: there FP8's blocks are turned, MXFP8's not.
+The scale of a block is the smallest power of two with which its largest element fits. Column-wise
+data are for products that reduce over rows; fp8 blocks are transposed there, MXFP8 blocks are not.
 
     x [T, K]            data        scales, padded
     FP8, 1 x 128        [T, K]      [K / 128, T]         by columns   [K, T]   [T / 128, K]
     FP8, 128 x 128      [T, K]      [T / 128, K / 128]   by columns   [K, T]   [K / 128, T / 128]
     MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
 
-Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
-layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
-One scale for a whole tensor: per_tensor.py.
+Scales of MXFP8 have this layout or, on request, that of products on Blackwell (cuBLAS's "swizzled"
+block scales): groups of four along the reduced dimension, for 128 rows. For one scale per tensor
+see per_tensor.py.
 """
 
 import importlib
@@ -31,14 +31,22 @@ from megatron_epp.te_reference.fp8.per_tensor import (
 from megatron_epp.te_reference.operands import dense, expect, torch_dtype
 
 BLOCK, MX_BLOCK = 128, 32
-MX_BIAS = 127  # of the exponent that a scale of MXFP8 is
+MX_BIAS = 127  # bias of the exponent that encodes an MXFP8 scale
 LEAST, MOST = -127, 127  # exponents of scales
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Rows and columns of a block; whether data and scales are turned; scales by exponents, and
-    these as products read them."""
+    """Layout of data and scales in one direction.
+
+    Attributes:
+        rows: rows of a block.
+        columns: columns of a block.
+        data_across: whether data are transposed.
+        scales_across: whether scales are transposed.
+        exponents: whether scales are stored as exponents.
+        swizzled: whether scales have cuBLAS's layout.
+    """
 
     rows: int
     columns: int
@@ -49,7 +57,7 @@ class _Layout:
 
 
 def _layout(of: Any, columnwise: bool) -> _Layout:
-    """Layout of a quantizer's tensors, or of a tensor."""
+    """Return the layout of a quantizer's tensors, or of a tensor."""
     two_dimensional = getattr(of, "_is_2D_scaled", None)
     if type(of).__name__ == "Float8BlockQuantizer":
         two_dimensional = of.block_scaling_dim == 2
@@ -69,30 +77,30 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
 
 
 def is_quantised(tensor: Any) -> bool:
+    """Return whether a tensor is one of Transformer Engine's quantised ones."""
     return hasattr(tensor, "_fp8_dtype")
 
 
 def power(exponents: Tensor) -> Tensor:
-    """2 to these, exactly."""
+    """Return 2 to these integers, exactly."""
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
 def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
-    """Sizes of x's numbers in blocks of so many ``rows`` and ``columns``: [down, rows, across,
-    columns], padded with zeros."""
+    """Return the magnitudes of x in blocks [down, rows, across, columns], padded with zeros."""
     missing = -x_TK.shape[1] % columns, -x_TK.shape[0] % rows
     tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
     return tiles.view(tiles.shape[0] // rows, rows, tiles.shape[1] // columns, columns)
 
 
 def exponents_of(amax: Tensor, largest: float) -> Tensor:
-    """Return exponents of the smallest scales that keep ``amax`` within ``largest``."""
+    """Return the exponents of the smallest scales that keep ``amax`` within ``largest``."""
     _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
     return (1 - exponent.long()).clamp(LEAST, MOST)
 
 
 def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
-    """[T, K], that is ``shape``, of a number for each block."""
+    """Return [T, K] of size ``shape`` with one number per block."""
     wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
     return wide.repeat_interleave(columns, 1)[:, : shape[1]]
 
@@ -100,19 +108,20 @@ def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int)
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
+    """Return an uninitialised tensor of ``quantizer``."""
     spec: Any = importlib.import_module("transformer_engine.pytorch.dynamo.tensor_spec")
     specification = spec.TensorSpec(tuple(shape), dtype, quantizer, device=torch.device("cpu"))
     return specification.create_tensor()
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """``tensor`` as ``quantizer`` has it, in the directions that it is asked for."""
+    """Return ``tensor`` quantised by ``quantizer``, in the directions that it requests."""
     kernel = "quantize"
     expect(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
     per_tensor = has_one_scale(quantizer) or has_scale(quantizer)
     if not per_tensor:
-        _layout(quantizer, False)  # or it is none of those written
+        _layout(quantizer, False)  # raises for one that is not implemented
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
     if per_tensor:
@@ -138,7 +147,7 @@ def split_quantize(
     tensor: Tensor, split_sections: Sequence[int], quantizers: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Groups of rows, one after the other, each by a quantizer of its own."""
+    """Quantise consecutive groups of rows, each by its own quantizer."""
     kernel = "split_quantize"
     expect(sum(split_sections) == len(tensor), kernel, f"{len(tensor)} rows: {split_sections}")
     parts = tensor.split(list(split_sections))
@@ -146,8 +155,11 @@ def split_quantize(
 
 
 def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
-    """Scales as products read them: tiles of 128 x 4, of each the rows 0, 32, 64, 96 side by side,
-    then 1, 33, ... ``columnwise``: the sum goes down the columns."""
+    """Return scales in cuBLAS's layout.
+
+    They are tiles of 128 x 4; in each, rows 0, 32, 64, 96 are adjacent, then 1, 33, ...
+    ``columnwise`` means that the product reduces over columns.
+    """
     flat = scales.T if columnwise else scales
     rows, columns = flat.shape
     tiles = flat.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
@@ -155,7 +167,7 @@ def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
 
 
 def _unswizzled(scales: Tensor, columnwise: bool) -> Tensor:
-    """The inverse."""
+    """Return the inverse of :func:`_swizzled`."""
     rows, columns = scales.shape[::-1] if columnwise else scales.shape
     tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     flat = tiles.reshape(rows, columns)
@@ -170,7 +182,7 @@ def _parts(tensor: Any, columnwise: bool) -> tuple[Any, Any]:
 def _scaled(
     kernel: str, x_TK: Tensor, layout: _Layout, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x over its blocks' scales in the format, and the exponents of these."""
+    """Return x over its blocks' scales in ``dtype``, and the exponents of the scales."""
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
     divisible = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
     expect(divisible, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
@@ -180,7 +192,7 @@ def _scaled(
 
 
 def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
-    """[T, K] of a quantised tensor, by the data that a product in this direction reads."""
+    """Return [T, K] values of a quantised tensor, as a product in this direction reads them."""
     if has_one_scale(tensor):
         return per_tensor_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
@@ -202,17 +214,19 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
+    """Return the values of a quantised tensor in ``dtype``."""
     by_rows = has_one_scale(tensor) or _parts(tensor, False)[0] is not None
     values = operand("dequantize", "the tensor", tensor, not by_rows)
     return values.to(torch_dtype(dtype)).view(tensor.size())
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """Bytes [..., K] as [K, ...]."""
+    """Return bytes [..., K] as [K, ...]."""
     turned = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
     return turned if out is None else out.copy_(turned)
 
 
 def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the tensor with its first two dimensions swapped."""
     turned = tensor.transpose(0, 1).contiguous()
     return turned if out is None else out.copy_(turned)

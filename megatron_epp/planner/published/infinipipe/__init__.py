@@ -1,1 +1,1 @@
-"""The `infinipipe` planner, true to the paper (arXiv 2509.21275)."""
+"""The `infinipipe` planner, as published (arXiv 2509.21275)."""

@@ -1,7 +1,8 @@
-"""Documents that share a 1F1B pipeline: InfiniPipe's dynamic program over recompute programs.
+"""InfiniPipe's dynamic program: which documents share a 1F1B pipeline, by recompute programs.
 
-Source: InfiniPipe eqs 12 to 20. A pipeline's window follows its longest document (eq. 7), so
-documents of like split counts belong together; but every pipeline pays its own warm-up, delta.
+Source: InfiniPipe eqs 12 to 20. The in-flight limit of a pipeline depends on its longest document
+(eq. 7), so documents with similar numbers of slices belong together. But every pipeline pays its
+own warm-up, delta.
 """
 
 import itertools
@@ -21,10 +22,15 @@ from megatron_epp.planner.recompute.ilp import Solver
 
 
 class RecomputeIlps:
-    """The recompute programs of one chunking, by the paper's ledger.
+    """Recompute programs of one chunking, with the paper's memory model.
 
-    headroom_bytes   per stage next to residents
-    recompute    adaptive; none: no layer may be recomputed; full: every layer is
+    Args:
+        solver: solver of the programs.
+        chunking: the chunks.
+        loads: their loads.
+        cost: cost of the layout.
+        headroom_bytes: bytes per stage beyond the states.
+        recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
     """
 
     def __init__(
@@ -42,12 +48,22 @@ class RecomputeIlps:
         self.moves = paper_moves(cost, loads)
         self.freed = paper_freed(cost, loads)
         forward = float(cost.seconds.of(Kind.FORWARD, loads).sum())
-        self.layer_seconds = forward / sum(cost.layout.layers) / loads.chunks  # F_hat, eq. 17
+        self.layer_seconds = forward / sum(cost.layout.layers) / loads.chunks  # F_hat of eq. 17
 
     def layers(
         self, first: int, stop: int, headroom_bytes: np.ndarray, *, integer: bool
     ) -> np.ndarray | None:
-        """C of eqs 18 to 20 for the pipeline of groups first to stop; None where none fits."""
+        """Return C of eqs 18 to 20 for a pipeline of groups ``first`` to ``stop``.
+
+        Args:
+            first: first group.
+            stop: group after the last one.
+            headroom_bytes: bytes per stage beyond the states.
+            integer: whether to solve the integer program instead of its relaxation.
+
+        Returns:
+            Layers per slot, or None if nothing fits.
+        """
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
         sizes = chunking.sizes[first:stop]
@@ -68,13 +84,18 @@ class RecomputeIlps:
         return most if self.recompute == "full" else solution[0]
 
     def seconds(self, first: int, stop: int) -> float:
-        """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""
+        """Return T_ckpt of groups ``first`` to ``stop`` by the relaxation.
+
+        Infinity if none fits.
+        """
         layers = self.layers(first, stop, self.headroom_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
-        """The recompute choices of pipelines that begin at groups ``cuts``, as integers; None
-        where ``headroom_bytes`` are too few."""
+        """Return the integer recompute counts of pipelines that begin at groups ``cuts``.
+
+        None means that they do not fit in ``headroom_bytes``.
+        """
         chunking, stages = self.chunking, self.cost.layout.stages
         grid = np.zeros((stages, chunking.count))
         for first, stop in itertools.pairwise((0, *cuts, chunking.groups)):
@@ -90,22 +111,30 @@ class RecomputeIlps:
 def group(
     ilps: RecomputeIlps, delta: float, below: float = np.inf
 ) -> tuple[tuple[int, ...], float] | None:
-    """Eq. 14: the group numbers at which another pipeline begins, and the seconds of all deltas
-    and recompute. None where no grouping fits, or none takes less than ``below``.
+    """Group documents into pipelines by eq. 14.
 
-    Groups stand in falling order of their split counts, so a pipeline is a run of them, and only
-    places where the count falls need be tried.
+    Groups are in descending order of their slice counts. A pipeline is therefore a run of groups,
+    and only boundaries at which the count falls need be tried.
+
+    Args:
+        ilps: recompute programs of the chunking.
+        delta: warm-up of a pipeline in seconds.
+        below: upper bound of interest in seconds.
+
+    Returns:
+        The groups at which another pipeline begins, and the seconds of all warm-ups and recompute.
+        None if nothing fits or takes less than ``below``.
     """
     sizes = ilps.chunking.sizes
     boundaries = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
     last = len(boundaries) - 1
     one_pipeline = ilps.seconds(0, len(sizes))
     if one_pipeline <= delta:
-        return (), delta + one_pipeline  # two pipelines cost two deltas at least
+        return (), delta + one_pipeline  # two pipelines cost at least two deltas
     least = [0.0] + [np.inf] * last
     came = [0] * (last + 1)
     for stop in range(1, last + 1):
-        # A longer run needs no less recompute, so the first that cannot win ends the row.
+        # A longer run needs at least as much recompute, so the first that cannot win ends the row.
         for first in range(stop - 1, -1, -1):
             if least[first] + delta >= min(least[stop], below):
                 continue

@@ -1,7 +1,7 @@
-"""Memory of a chunk as InfiniPipe's eqs 5 to 10 charge it.
+"""InfiniPipe's memory model of a chunk (eqs 5 to 10).
 
-Every chunk carries its own K/V gradients from its forward on if it is a split or hybrid chunk, for
-all its tokens. The ledger of the simulator is exact instead: see ir.rules and cost.Cost.
+A slice or hybrid chunk holds K/V gradients for all its tokens from its forward on. The simulator's
+rules are exact instead: see ir.rules and cost.Cost.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
-    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. By kind, F and B."""
+    """Return I_p[k] of eq. 19 as [F and B, allocated and freed, stages, chunks] bytes."""
     profile = cost.layout.profile
     tokens = loads.tokens / cost.layout.shards
     held = cost.layout.over_stages([_held(cost, each, loads) for each in cost.layout.coefficients])
@@ -30,21 +30,23 @@ def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
-    """[stages, chunks]: F[k], bytes that one checkpointed layer frees; K and V of a split chunk
-    stay, since later slices attend to them (eq. 9)."""
+    """Return [stages, chunks] F[k], the bytes that one checkpointed layer frees.
+
+    K and V of a slice stay, because later slices attend to them (eq. 9).
+    """
     rows = [_freed(cost, each, loads) for each in cost.layout.coefficients]
     if len(rows) == 1:
         return np.tile(rows[0], (cost.layout.stages, 1))
-    # The paper's layers are all alike: of a stage with several kinds, its average layer.
+    # The paper has one kind of layer; a stage with several kinds uses its average layer.
     return cost.layout.over_stages(rows) / np.maximum(np.array(cost.layout.layers), 1)[:, None]
 
 
 def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """[chunks]: one layer's activations, and K and V of a split chunk."""
+    """Return [chunks] bytes of one layer's activations, and of K and V of a slice."""
     tokens = loads.tokens / cost.layout.shards
-    carries = loads.document >= 0  # 1 - I_k as the prose has it
+    carries = loads.document >= 0  # 1 - I_k, as the text defines it
     kept = of.saved_bytes[KEEP].per_token
-    if of.border_bytes:  # a state, whatever the tokens
+    if of.border_bytes:  # a state, independent of the tokens
         return kept * tokens + (loads.later >= 0) * of.border_bytes / cost.memory.kv_shards(of)
     if of.window or of.kv_replicated:
         return kept * tokens + carries * _cached_kv(cost, of, loads)
@@ -52,15 +54,15 @@ def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 
 
 def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """[chunks]: of all tokens, or as many as a window reaches back."""
+    """Return [chunks] K/V bytes of all tokens, or of those that a window reaches."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
     return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
 
 
 def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """[chunks]: by one layer that is checkpointed."""
-    # K and V of a split chunk stay; but a window's tail is a copy, and latents are not what was
-    # saved.
+    """Return [chunks] bytes that a checkpointed layer frees."""
+    # K and V of a slice stay. A window's tail is a copy, however, and MLA's latents are not what
+    # was saved.
     carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
     per_token = (
         of.saved_bytes[KEEP].per_token
@@ -73,9 +75,13 @@ def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 def papers_ledger(
     work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
 ) -> ScheduleProblem:
-    """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
+    """Return ``work`` with the paper's memory model, where K/V gradients count from a chunk's F on.
 
-    counts   layers recomputed; selective ones free what their saved bytes say
+    Args:
+        work: scheduling problem.
+        cost: cost of the layout.
+        loads: loads of the chunks.
+        counts: recompute counts; selective recompute frees what its saved bytes say.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():
@@ -87,7 +93,7 @@ def papers_ledger(
             )
         moves[0, 0] -= grid * freed
         moves[1, 1] -= grid * freed
-    moved = work.ops.moved_bytes.copy()  # the paper knows no H and G: theirs are exact
+    moved = work.ops.moved_bytes.copy()  # the paper has no H and G; theirs stay exact
     moved[W] = 0.0
     moved[F], moved[B], moved[I] = moves[0], moves[1], moves[1]
     held = cost.memory.weight_input_bytes(loads)

@@ -1,10 +1,10 @@
 """InfiniPipe as published: Alg. 1, search over K, grouping into pipelines, diagonal program.
 
-True to the paper where it is clear; where it is not, the choice is said here. T_m of Alg. 1 has
-two readings (the tokens of the first slice, or those that short documents do in a slice's time):
-both are tried, and the one with the better *predicted* time is taken, as for K. Eq. 13 predicts;
-nothing is simulated before the choice is made. In the search the program is relaxed and rounded
-up; the chosen pipelines are solved as integer programs with the paper's gap of 2%.
+Where the paper is ambiguous, the choice is stated here. T_m of Alg. 1 has two readings: the tokens
+of the first slice, or those that short documents process in a slice's time. Both are tried, and the
+one with the better *predicted* time is taken, as for K. Eq. 13 predicts; nothing is simulated
+before the choice. The search relaxes the program and rounds up. The chosen pipelines are solved as
+integer programs with the paper's gap of 2%.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -36,22 +36,24 @@ from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, gr
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
 
-SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # K; the paper names no grid, this is by hand
-# Slices of fewer tokens are not tried, unless the longest document itself has few.
+# K; the paper gives no grid, this one is chosen by hand
+SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+# Shorter slices are not tried, unless the longest document itself is short.
 LEAST_SLICE_TOKENS = 1024
-# The paper's ledger is not the exact one. Where a plan's exact peak exceeds the budget, its stages
-# are solved again with that much less and a little more, this often at most; K and the grouping
-# stay while they fit. Both chosen by hand.
+# The paper's memory model is not exact. If a plan's exact peak exceeds the budget, its stages are
+# solved again with the budget reduced by the excess and a little more, at most this often. K and
+# the grouping stay as long as they fit. Both numbers are chosen by hand.
 TIGHTENINGS = 8
 TIGHTENED_BY = 1.01
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The paper's method, or one with a part taken out, as its ablations do.
+    """The paper's method, or an ablation of it.
 
-    chunkings    what K is searched over; the paper's: Alg. 1's
-    recompute    adaptive, none, or full
+    Attributes:
+        chunkings: yields the chunkings over which K is searched; in the paper those of Alg. 1.
+        recompute: adaptive, none, or full.
     """
 
     chunkings: Callable[[SortedBatch, Cost, Options, Rates], Iterable[tuple[Chunking, str]]]
@@ -60,10 +62,13 @@ class Method:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedChunking:
-    """One chunking with its best grouping.
+    """A chunking with its best grouping.
 
-    cuts      group numbers at which another pipeline begins
-    seconds   predicted, by eq. 13 with the work itself added: K changes it through the constants
+    Attributes:
+        ilps: its recompute programs.
+        cuts: groups at which another pipeline begins.
+        seconds: prediction by eq. 13 plus the work itself, which depends on K through constants.
+        note: description of the chunking.
     """
 
     ilps: RecomputeIlps
@@ -75,7 +80,14 @@ class GroupedChunking:
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
-    """The paper's plan for one replica, or that of ``method``."""
+    """Return the paper's draft for one replica, or that of another method.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        method: another method than the paper's.
+    """
     drafted = draft_below(batch, cost, options, np.inf, method)
     assert drafted is not None, "every plan is of interest"
     return drafted
@@ -88,9 +100,16 @@ def draft_below(
     below: float,
     method: Method | None = None,
 ) -> ScoredDraft | None:
-    """Return :func:`draft`'s plan; None where it is surely not under ``below`` seconds.
+    """Return :func:`draft`'s result unless its lower bound is not below ``below`` seconds.
 
-    Its programs are not solved where no chunking can be, nor further where the chosen one is not.
+    Programs are solved only as far as some chunking, and then the chosen one, can be below.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        below: upper bound of interest in seconds.
+        method: another method than the paper's.
     """
     method = method or Method(chunkings)
 
@@ -120,7 +139,7 @@ def draft_below(
         if played.over_bytes <= 0:
             return played
         if played.seconds >= below:
-            return None  # more recompute takes no less
+            return None  # more recompute is not faster
         headroom = headroom - np.maximum(peaks - full_headroom, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
@@ -128,8 +147,10 @@ def draft_below(
 def _anything_that_fits(
     method: Method, batch: SortedBatch, cost: Cost, options: Options
 ) -> ScoredDraft:
-    """Where nothing fits by the paper's ledger: everything recomputed, as one pipeline or as one
-    for each group, whatever fits by the exact one and is fastest."""
+    """Return the fastest fitting draft with everything recomputed.
+
+    It has one pipeline, or one per group. It is used if the paper's model finds no fitting draft.
+    """
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
         everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
@@ -144,7 +165,14 @@ def _anything_that_fits(
 def chunkings(
     batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
-    """Alg. 1's chunkings for every K and both readings of T_m."""
+    """Yield Alg. 1's chunkings for every K and both readings of T_m, with descriptions.
+
+    Args:
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        rates: seconds per token and pair.
+    """
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
     least = min(LEAST_SLICE_TOKENS, longest / SLICE_COUNTS[-1])
@@ -167,7 +195,7 @@ def chunkings(
 
 
 def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
-    """Tokens of short documents that take ``target`` seconds."""
+    """Return the tokens of short documents that take ``target`` seconds."""
     if not len(shorts):
         return 0
     return int(target * shorts.sum() / rates.document_seconds(shorts).sum())
@@ -181,7 +209,16 @@ def best_grouping(
     options: Options,
     headroom_bytes: np.ndarray,
 ) -> GroupedChunking | None:
-    """The chunking and grouping with the least predicted time, None where none fits."""
+    """Return the chunking and grouping with the least predicted time; None if none fits.
+
+    Args:
+        solver: solver of the programs.
+        method: the paper's method, or an ablation.
+        batch: the documents.
+        cost: cost of the layout.
+        options: options of the planner.
+        headroom_bytes: bytes per stage beyond the states.
+    """
     rates = rates_of(cost)
     best = None
     for chunking, note in method.chunkings(batch, cost, options, rates):
@@ -195,7 +232,7 @@ def best_grouping(
         delta = (cost.layout.stages - 1) * work / chunking.count
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
-            continue  # recompute and more pipelines only add
+            continue  # recompute and more pipelines only add time
         ilps = RecomputeIlps(solver, chunking, loads, cost, headroom_bytes, method.recompute)
         grouped = group(ilps, delta, below)
         if grouped is None:
@@ -215,7 +252,7 @@ def _play(
     cost: Cost,
     options: Options,
 ) -> tuple[ScoredDraft, np.ndarray]:
-    """The plan, and its exact peaks by stage beside residents."""
+    """Return the draft, and its exact peak bytes per stage beyond the states."""
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     work = ChunkProblems(cost, chunking, loads, split=False).of(counts)
