@@ -142,8 +142,8 @@ class ChosenLayout:
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
-        several = {name: tuple(entries.pop(name)) for name in ("speeds", "order")}
-        return cls(AllowedLayout(**of_layout, layers=layers), **entries, **several)
+        entries |= {name: tuple(entries[name]) for name in ("speeds", "order")}
+        return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
         """Make ``parser`` override the parsed degrees with this layout."""
