@@ -58,7 +58,12 @@ def install(
 
 
 def prepare_host() -> bool:
-    """Make Megatron run on a CPU-only host, and return whether this is one."""
+    """Make Megatron run on a CPU-only host, and return whether this is one.
+
+    Example::
+
+        megatron_epp.prepare_host()  # before the first import of Megatron
+    """
     from megatron_epp.mcore.patching import cpu_host
 
     return cpu_host.install_cpu_host()
