@@ -48,6 +48,7 @@ _PROCESS = "megatron_epp.mcore.choose.search_process"
 _OF_A_START = {
     "rank",
     "world_size",
+    "inprocess_active_world_size",  # of the environment, too
     "local_rank",
     "load",
     "save",
