@@ -24,7 +24,6 @@ Only replies are written to stdout; other output goes to stderr.
 import argparse
 import json
 import os
-import select
 import sys
 import threading
 import time
@@ -75,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--vocab-parallel auto: a job that runs has decided; expected on or off")
     if arguments.placement == machine.AUTO_PLACEMENT:
         raise UsageError("--placement auto: a job that runs has decided; expected a placement")
+    from megatron_epp.control.planner_process import end_with_reader
+
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     # The last reply may have no reader: closing may find the pipe broken too.
@@ -83,21 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
     ):
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        threading.Thread(target=_end_with_reader, args=(replies.fileno(),), daemon=True).start()
+        threading.Thread(target=end_with_reader, args=(replies.fileno(),), daemon=True).start()
         _warm_up(cost, options)
         serve(sys.stdin, replies, lambda request: answer(request, cost, options))
     return 0
-
-
-def _end_with_reader(replies: int) -> None:
-    """End this process when the reader of its replies is gone, even while it plans.
-
-    A killed trainer leaves no other sign. With a terminal or a file this never happens.
-    """
-    broken = select.poll()
-    broken.register(replies, 0)  # errors are always reported
-    broken.poll()
-    os._exit(0)
 
 
 def serve(

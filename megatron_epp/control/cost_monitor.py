@@ -9,14 +9,14 @@ import json
 import logging
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.control.drift import Drift
+from megatron_epp.control.drift import SLOW, Drift
 from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
@@ -47,10 +47,21 @@ class CostMonitor:
         groups: process groups of the job.
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
+        on_these_devices: gives a profile of the run that is resumed this start's slowness of ranks.
+        keep_speeds: called on all ranks with the slowness of every rank of every replica when a
+            rank became slow, or fast again.
     """
 
-    def __init__(self, groups: Groups, folders: Sequence[str], may_refit: bool):
+    def __init__(
+        self,
+        groups: Groups,
+        folders: Sequence[str],
+        may_refit: bool,
+        on_these_devices: Callable[[Profile], Profile] = lambda profile: profile,
+        keep_speeds: Callable[[Sequence[float]], None] = lambda slowness: None,
+    ):
         self.groups, self.folders, self.may_refit = groups, folders, may_refit
+        self.on_these_devices, self.keep_speeds = on_these_devices, keep_speeds
         self.drift = Drift(may_refit)
         self._try = BestEffort()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
@@ -70,6 +81,8 @@ class CostMonitor:
             block: plans of the lockstep group. In lockstep an op takes as long as its slowest
                 counterpart, so that one's prediction and sample count.
         """
+        first = min(other.replica for other in (*block, plan))
+        cost = cost.of_replicas(first, max(1, len(block)))
         each = [
             [(one, other) for one in residuals(other, cost.table(other), records)]
             for other in (block or (plan,))
@@ -122,6 +135,8 @@ class CostMonitor:
             self.drift.forget()
             self._samples.clear()
             return recorded
+        if self.may_refit and self.drift.lagging and not self._recorded:
+            return self._with_lagging(iteration, cost)
         due = self.drift.alarmed and iteration - self._tried >= PAUSE
         if not (self.may_refit and due) or self._recorded:
             return None
@@ -142,6 +157,45 @@ class CostMonitor:
         self._samples.clear()
         return Profile.from_json(text)
 
+    def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
+        """Return the cost model in which ranks that became slow, or fast again, are so.
+
+        None: all are as they were. Collective: reports are the same on all ranks.
+        """
+        profile, ranks = cost.layout.profile, self.groups.pipeline_size
+        known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
+        slowness = list(known)
+        places = {
+            replica * ranks + rank: factor for (replica, rank), factor in self.drift.lagging.items()
+        }
+        # Where few ranks are there, the others seem slow while one that was slow recovers.
+        faster = {place for place, factor in places.items() if factor < 1 < known[place]}
+        slower = {place for place, factor in places.items() if factor > 1}
+        for place in faster or slower:
+            slowness[place] *= places[place]
+        least = min(slowness)
+        slowness = [factor / least if factor / least > SLOW else 1.0 for factor in slowness]
+        learnt = profile.with_slowness(slowness, ranks)
+        if learnt == profile:
+            return None
+        self.drift.forget()
+        self._samples.clear()
+        if self.groups.control.rank() == 0:
+            logger.warning(
+                "from iteration %d on: ranks count as %s times as slow as the fastest, replica by "
+                "replica; documents are divided by that now, layers and the order of ranks follow "
+                "at the next start with --epp-layouts",
+                iteration + 1, " ".join(f"{factor:.3g}" for factor in slowness),
+            )  # fmt: skip
+            self._keep(iteration, learnt.to_json())
+        self._try("the speeds of devices", partial(self.keep_speeds, slowness))
+        return learnt
+
+    def _keep(self, iteration: int, text: str) -> None:
+        for folder in self.folders:
+            path = Path(folder) / _FILE.format(iteration + 1)
+            self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
+
     def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
         """Return the JSON text of a better cost model, "" if there is none, or ``_FEW``."""
         if len(rows) < LEAST:
@@ -159,9 +213,7 @@ class CostMonitor:
             iteration + 1, len(rows), 100 * better.after, 100 * better.before,
         )  # fmt: skip
         text = better.profile.to_json()
-        for folder in self.folders:
-            path = Path(folder) / _FILE.format(iteration + 1)
-            self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
+        self._keep(iteration, text)
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
@@ -173,23 +225,34 @@ class CostMonitor:
             return None
         text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
         kept = json.loads(text)
-        profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
+        profiles = {
+            int(first): self.on_these_devices(Profile.from_json(each))
+            for first, each in kept.items()
+        }
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}
         before = [first for first in profiles if first <= iteration]
         return profiles[max(before)] if before else None
 
     def _kept(self, folder: str) -> dict[int, str]:
         """Return all refits in ``folder`` by iteration, and copy them to this run's folders."""
-        kept = {
-            int(named[1]): _refit_text(path)
-            for path in Path(folder).glob("epp-cost-model.from-*.json")
-            if (named := _NAMED.fullmatch(path.name))
-        }
+        kept = {first: _refit_text(path) for first, path in _refits(folder).items()}
         for place in self.folders:
             for first, text in kept.items():
                 if not (path := Path(place) / _FILE.format(first)).exists():
                     self._try(f"an earlier refit, {path},", partial(write_atomically, path, text))
         return kept
+
+
+def last_refit(folder: str) -> Path | None:
+    """Return the cost model that a run with this ``folder`` refitted last; None: there is none."""
+    refits = _refits(folder)
+    return refits[max(refits)] if refits else None
+
+
+def _refits(folder: str) -> dict[int, Path]:
+    """All refits in ``folder``, by iteration."""
+    paths = Path(folder).glob("epp-cost-model.from-*.json")
+    return {int(named[1]): path for path in paths if (named := _NAMED.fullmatch(path.name))}
 
 
 def _refit_text(path: Path) -> str:

@@ -22,12 +22,16 @@ class Drift:
     Attributes:
         may_refit: whether the job measured its cost model itself and refits it when it drifts.
         alarmed: whether the median error left the band and has not returned.
+        lagging: for each (replica, pipeline rank) that has been slower or faster than predicted for
+            ``PATIENCE`` iterations, against the others: how many times, by the median.
     """
 
     may_refit: bool = False
     alarmed: bool = False
     _errors: deque = field(default_factory=lambda: deque(maxlen=RECENT))
+    lagging: dict[tuple[int, int], float] = field(default_factory=dict)
     _slow: dict[tuple[int, int], int] = field(default_factory=dict)
+    _recent: dict[tuple[int, int], deque] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
         """Record an iteration and return warnings about it, if any."""
@@ -37,6 +41,7 @@ class Drift:
         """Discard the errors so far, because the cost model has changed."""
         self._errors.clear()
         self.alarmed = False
+        self._slow, self._recent, self.lagging = {}, {}, {}
 
     def _drifts(self, predicted_seconds: float, report: IterationReport) -> list[str]:
         if predicted_seconds <= 0:
@@ -71,10 +76,14 @@ class Drift:
             for each in report.ranks
             if each.predicted_busy > 0
         }
-        warnings = []
+        warnings, self.lagging = [], {}
         for place, ratio in ratios.items():
             others = [r for other, r in ratios.items() if other != place]
             slower = ratio / statistics.median(others) if others else 1.0
+            recent = self._recent.setdefault(place, deque(maxlen=PATIENCE))
+            recent.append(slower)
+            if len(recent) == PATIENCE and (min(recent) > SLOW or max(recent) < 1 / SLOW):
+                self.lagging[place] = statistics.median(recent)
             self._slow[place] = self._slow.get(place, 0) + 1 if slower > SLOW else 0
             if self._slow[place] == PATIENCE:
                 replica, rank = place

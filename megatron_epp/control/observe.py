@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.cost_monitor import CostMonitor
@@ -47,6 +48,8 @@ class Observer:
         summary: formatter of the log line.
         telemetry: writer of scalars.
         loaded_from: folder of the run that is resumed, with what that run learned.
+        search_ahead: called after each iteration that this job planned, with whether the cost model
+            has changed.
     """
 
     def __init__(
@@ -58,10 +61,11 @@ class Observer:
         summary: Summary,
         telemetry: Telemetry,
         loaded_from: str | None = None,
+        search_ahead: Callable[[bool], None] | None = None,
     ):
         self.groups, self.steps, self.monitor = groups, steps, monitor
         self.recorder, self.summary, self.telemetry = recorder, summary, telemetry
-        self.loaded_from = loaded_from
+        self.loaded_from, self.search_ahead = loaded_from, search_ahead
         self._resumed = False
         self._waits = Waits()
         self._try = BestEffort()
@@ -131,6 +135,8 @@ class Observer:
             profile = self.monitor.refit(iteration, self.steps.cost)
             if profile is not None:
                 self.steps.adopt(profile)
+            if (search := self.search_ahead) is not None:
+                self._try("layouts that are searched ahead", partial(search, profile is not None))
 
     def _record(self, iteration: int, done: Attempt) -> None:
         groups, recorder = self.groups, self.recorder

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -35,6 +36,17 @@ LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
 SILENCE_SECONDS = 30.0
 # Trainers have priority where cores are scarce.
 NICENESS = 5
+
+
+def end_with_reader(replies: int) -> None:
+    """End this process when the reader of its replies is gone, even while it plans.
+
+    A killed trainer leaves no other sign. With a terminal or a file this never happens.
+    """
+    broken = select.poll()
+    broken.register(replies, 0)  # errors are always reported
+    broken.poll()
+    os._exit(0)
 
 
 class PlannerFailed(RuntimeError):

@@ -114,6 +114,38 @@ class Cost:
             own["layout"] = dataclasses.replace(own.get("layout", self.layout), **fields)
         return dataclasses.replace(self, **own)
 
+    @cached_property
+    def _of_slowness(self) -> dict[tuple[float, ...], "Cost"]:
+        return {}
+
+    def of_replicas(self, first: int, count: int = 1) -> "Cost":
+        """Return the cost of ``count`` replicas from ``first`` on, of each rank the slowest one's.
+
+        Itself where replicas are alike.
+        """
+        slowness = self.layout.profile.replica_slowness
+        if not slowness:
+            return self
+        ranks = self.layout.placement.ranks
+        rows = [slowness[at * ranks : (at + 1) * ranks] for at in range(first, first + count)]
+        return self._on_ranks(tuple(map(max, zip(*rows, strict=True))))
+
+    def of_fastest_replica(self) -> "Cost":
+        """Return the cost of a replica of the fastest device that each rank has anywhere."""
+        slowness, ranks = self.layout.profile.replica_slowness, self.layout.placement.ranks
+        if not slowness:
+            return self
+        return self._on_ranks(tuple(min(slowness[rank::ranks]) for rank in range(ranks)))
+
+    def _on_ranks(self, slowness: tuple[float, ...]) -> "Cost":
+        if slowness not in self._of_slowness:
+            alike = () if set(slowness) == {1.0} else slowness
+            profile = dataclasses.replace(
+                self.layout.profile, rank_slowness=alike, replica_slowness=()
+            )
+            self._of_slowness[slowness] = self.replace(profile=profile)
+        return self._of_slowness[slowness]
+
     def with_vocabulary(self, parallel: bool) -> "Cost":
         """Return the cost with the LM head sharded over the stages, or on the last one alone."""
         if parallel == self.layout.vocabulary_parallel:

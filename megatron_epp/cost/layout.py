@@ -156,7 +156,7 @@ class StageLayout:
 
     def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
         """Return the layout with these devices (empty: all are equal) and other ``fields``."""
-        alike = replace(self.profile, rank_slowness=())
+        alike = replace(self.profile, rank_slowness=(), replica_slowness=())
         return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
 
     @cached_property

@@ -278,6 +278,8 @@ class Profile(LayerCoefficients):
         other_kinds: coefficients of the other kinds, by name.
         rank_slowness: for each pipeline rank, time of an op relative to these seconds, which are
             the fastest device's; empty: all are equal.
+        replica_slowness: the same for each pipeline rank of each replica, replica by replica, if
+            replicas differ; ``rank_slowness`` is then the slowest replica's, rank by rank.
     """
 
     provenance: Provenance
@@ -306,6 +308,7 @@ class Profile(LayerCoefficients):
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerCoefficients] = dataclasses.field(default_factory=dict)
     rank_slowness: tuple[float, ...] = ()
+    replica_slowness: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> dict[str, LayerCoefficients]:
@@ -350,7 +353,25 @@ class Profile(LayerCoefficients):
         """Return the profile of a device on which every op takes ``factor`` times as long."""
         layers = self.times(dict.fromkeys(_LAYER_SECONDS, factor))
         ends = _times(self, dict.fromkeys(_END_SECONDS, factor))
-        return dataclasses.replace(layers, **ends, rank_slowness=())
+        return dataclasses.replace(layers, **ends, rank_slowness=(), replica_slowness=())
+
+    def with_slowness(self, slowness: Sequence[float], ranks: int) -> "Profile":
+        """Return the profile on devices of unlike speed.
+
+        Args:
+            slowness: of each pipeline rank, for every replica in turn, or once for all.
+            ranks: of a pipeline.
+        """
+        rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
+        least = min(slowness, default=1.0)
+        rows = [tuple(round(factor / least, 3) for factor in row) for row in rows]
+        worst = tuple(map(max, zip(*rows, strict=True)))
+        unlike = len(set(rows)) > 1
+        return dataclasses.replace(
+            self,
+            rank_slowness=worst if unlike or set(worst) - {1.0} else (),
+            replica_slowness=sum(rows, ()) if unlike else (),
+        )
 
     def to_json(self) -> str:
         """Return readable text; ``from_json(to_json()) == self``."""
@@ -483,11 +504,13 @@ _COLUMN_FIELDS: Mapping[str, Any] = {
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
-_AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
+_SLOWNESS = ("rank_slowness", "replica_slowness")
+_AT_LEAST_1 = ("tp", "cp", "routing", *_SLOWNESS)
 # Fields that older files lack.
 _LATER: Mapping[str, Any] = {
     "heads": 0.0,
     "rank_slowness": [],
+    "replica_slowness": [],
     "chosen": 0,
     "chosen_seconds": {},
     "column_seconds": {},
@@ -512,7 +535,7 @@ def _limits(name: str, kind: Any) -> Limits:
     if name.startswith("head_"):
         keys = _HEAD_NAMES
     most = _MOST
-    if name == "rank_slowness" or ("seconds" in name and "per_second" not in name):
+    if name in _SLOWNESS or ("seconds" in name and "per_second" not in name):
         most = _MOST_SECONDS
     elif "bytes" in name and "per_second" not in name:
         most = _MOST_BYTES_OF_A_TOKEN

@@ -84,7 +84,7 @@ class MadeUpLayers:
 def groups(tmp_path_factory):
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield SimpleNamespace(control=dist.group.WORLD, pipeline_size=1, pipeline_rank=0)
+    yield SimpleNamespace(control=dist.group.WORLD, pipeline_size=1, pipeline_rank=0, replica=0)
     dist.destroy_process_group()
 
 
@@ -241,6 +241,13 @@ def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypa
     of_ranks = {"local": (1.0, 1.1), "far": (1.05, None, 0.95)}
     kinds = ["local", "far"]
     assert measured(groups, word)[0].rank_slowness == ()
+
+    def of_two_replicas(every: list, mine: Readings, group: object) -> None:
+        every[:] = [replace(mine.of_fastest(1 / (1 + r)), replica=r) for r in range(2)]
+
+    monkeypatch.setattr(measure.dist, "all_gather_object", of_two_replicas)
+    made, _ = measured(groups, word)
+    assert made.replica_slowness == (1.0, 2.0) and made.rank_slowness == (2.0,)
 
 
 class Busy(MadeUpLayers):

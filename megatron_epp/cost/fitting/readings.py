@@ -59,6 +59,7 @@ class Readings:
         host: (seconds of F, of B) of a GPU's host to issue a layer; empty on a CPU.
         host_rate: bytes per second to host memory.
         stores_last_slice: whether the layer's attention also caches last slices.
+        replica: replica of the pipeline.
     """
 
     rank: int = 0
@@ -74,6 +75,7 @@ class Readings:
     host: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     stores_last_slice: bool = False
+    replica: int = 0
 
     def of_fastest(self, factor: float) -> "Readings":
         """Return the readings with the seconds of a device that is ``factor`` times as fast."""

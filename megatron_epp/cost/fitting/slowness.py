@@ -14,16 +14,23 @@ DIFFER = 1.25  # ratio of seconds; smaller ones occur on equal devices of a busy
 ALIKE = 1.1  # ranks within this ratio get their median
 
 
-def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Return the seconds of every pipeline rank relative to the fastest; empty if all are equal.
+def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
+    """Return the number of ranks of a pipeline."""
+    return 1 + max(one.rank for every in of_kinds.values() for one in every)
+
+
+def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
+    """Return the seconds of every rank of every replica relative to the fastest; empty if equal.
 
     Ranks are compared in the layer kinds that they share, by the median over chunks of F and B. A
     rank that shares no kind is assumed to be as fast as the average of the others.
     """
-    ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
+    replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
+    in_pipeline = pipeline_ranks(of_kinds)
+    ranks = replicas * in_pipeline
     rows, sides = [], []
     for every in of_kinds.values():
-        offsets = _offsets(every)
+        offsets = _offsets(every, in_pipeline)
         for rank, offset in offsets.items():
             row = np.zeros(ranks)
             row[list(offsets)] = -1 / len(offsets)
@@ -37,12 +44,13 @@ def rank_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ..
     return tuple(round(float(factor), 3) for factor in factors / factors.min())
 
 
-def _offsets(every: Sequence[Readings]) -> dict[int, float]:
-    """Return the log seconds of one kind's layers by pipeline rank, relative to the ranks' mean."""
+def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
+    """Return the log seconds of one kind's layers by rank of all replicas, relative to the mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
+        rank = one.replica * in_pipeline + one.rank
         for key, seconds in _seconds(one):
-            seen.setdefault(one.rank, {}).setdefault(key, []).append(math.log(seconds))
+            seen.setdefault(rank, {}).setdefault(key, []).append(math.log(seconds))
     shared = set.intersection(*(set(each) for each in seen.values()))
     keys = sorted(shared)
     logs = np.array([[median(each[key]) for key in keys] for each in seen.values()])

@@ -161,7 +161,7 @@ def calibrate(
     flops = _most_flops(probe)
     of_kinds: dict[str, list[Readings]] = {}
     for kind, layer in model.shapes.items():
-        readings, first = Readings(groups.pipeline_rank), not of_kinds
+        readings, first = Readings(groups.pipeline_rank, replica=groups.replica), not of_kinds
         kind_probe: Probe | None = probe
         if kinds:
             kind_probe = probe.of_layer(kinds.index(kind)) if kind in kinds else None

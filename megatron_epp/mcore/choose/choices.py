@@ -7,11 +7,16 @@ computes the same choice. A run that resumes takes its checkpoint's choices (kep
 """
 
 import argparse
+import copy
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from megatron_epp.control.cost_monitor import last_refit
 from megatron_epp.control.recorded_steps import first_recorded
 from megatron_epp.corpus.blend import TOKENS, document_weights
 from megatron_epp.corpus.lengths import open_corpus
@@ -35,6 +40,7 @@ from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ran
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
+    LAYOUT_KEY,
     OFF,
     ON,
     PARTITION_AUTO,
@@ -42,7 +48,13 @@ from megatron_epp.mcore.flags.config import (
     layers_by_time,
     placement_by_time,
 )
-from megatron_epp.mcore.job.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.job.job_cost import (
+    analytic,
+    device_name,
+    on_these_devices,
+    training_cost,
+    training_levers,
+)
 from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of, placed_values
@@ -248,13 +260,17 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
     """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 
+    costing = cost_and_options
+    if getattr(args, LAYOUT_KEY, None) is not None and resumes(args):
+        # By what the run before has measured, as the layout.
+        args, costing = copy.copy(args), first_cost_and_options
     both = placement_by_time(args)
     if both and args.epp_plan is not None:
         plan = first_recorded(args.epp_plan)
         place, layers = plan.place or tuple(range(plan.stages)), plan.layers
         why = "as the plans of --epp-plan have it"
     else:
-        cost, options = cost_and_options(args, even)
+        cost, options = costing(args, even)
         plans = first_batches(args), options, args.epp_planner
         if both:
             placed = placement_of(cost, *plans)
@@ -287,6 +303,7 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    profile = on_these_devices(args, profile)
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
@@ -299,6 +316,34 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
         cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
     options = Options(args.seq_length, levers)
     return cost.replace(multiple=chunk_multiple(args)), options
+
+
+def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+    """Return the job's cost from the first readable cost model, and its planner's options.
+
+    ``args.epp_cost_model`` is that cost model then.
+
+    Raises:
+        OSError: No cost model can be read.
+        ValueError: No cost model is valid.
+    """
+    *better, last = cost_models(args)
+    for source in better:
+        args.epp_cost_model = source
+        with suppress(OSError, ValueError):
+            return cost_and_options(args, layers)
+    args.epp_cost_model = last
+    return cost_and_options(args, layers)
+
+
+def cost_models(args: Any) -> Iterator[str | None]:
+    """Yield values of --epp-cost-model: the checkpoint's last refit and measurement, the user's."""
+    from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
+
+    if args.epp_cost_model is None and args.load:
+        measured = last_refit(args.load), Path(args.load) / FILE_NAME
+        yield from (str(path) for path in measured if path is not None and path.exists())
+    yield args.epp_cost_model
 
 
 def first_batches(args: Any) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_epp.control.files import write_atomically
 from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.flags.config import OFF, ON, placement_by_time
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, SLOWNESS, placement_by_time
 from megatron_epp.mcore.job.checkpoint_folders import TRACKER
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
@@ -21,7 +21,6 @@ CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..
 # Contents: "on" or "off"; layers by stage, or an object with PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
-LAYOUT_KEY = "epp_layout"  # also an attribute of Megatron's args: what --epp-layouts chose
 
 
 def resumes(args: Any) -> bool:
@@ -85,14 +84,16 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 
 
 def keeps_layout(args: Any) -> bool:
-    """Return whether this start has the layout of the run that it resumes.
+    """Return whether this start has the layout of the run that it resumes, on devices as slow.
 
     Without --epp-layouts, the flags decide the layout, and the saved choices must fit them.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
     return chosen is None or (
-        kept is not None and all(chosen[name] == kept.get(name) for name in degrees)
+        kept is not None
+        and all(chosen[name] == kept.get(name) for name in degrees)
+        and chosen.get(SLOWNESS) == kept.get(SLOWNESS)
     )
 
 

@@ -1,40 +1,28 @@
-"""Choice of the parallel layout at start: the fastest that --epp-layouts allows on the devices.
+"""Layouts that --epp-layouts allows, and which of them is the fastest for a number of devices.
 
-Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks without a place in the layout are spares. They join no process group, and wait until
-the training ends or torchrun ends them.
+The choice depends on the flags, the number and what the checkpoint's run has measured; start.py
+makes it for the devices of a start.
 """
 
 import copy
 import io
 import json
-import os
-import socket
-import sys
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.choose.kept import LAYOUT_KEY, kept_layout, resumes
-from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
+from megatron_epp.mcore.choose.kept import kept_layout, resumes
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
-from megatron_epp.planner import Options
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
 ALL_LAYOUTS = "auto"
-SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 MOST_LAYOUTS = 256
-_DEGREES = "tp", "pp", "cp", "ep"
+DEGREES = "tp", "pp", "cp", "ep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,7 @@ class AllowedLayout:
     def __str__(self) -> str:
         """Return the layout as a line of the file."""
         layers = f" layers {' '.join(map(str, self.layers))}" * bool(self.layers)
-        return " ".join(f"{name} {getattr(self, name)}" for name in _DEGREES) + layers
+        return " ".join(f"{name} {getattr(self, name)}" for name in DEGREES) + layers
 
     def least_ranks(self, expert_tp: int | None) -> int:
         """Return the smallest number of ranks the layout can train on.
@@ -80,13 +68,17 @@ class AllowedLayout:
 class ChosenLayout:
     """A layout for ``devices`` ranks, of which ``ranks`` train; the others are spares.
 
-    ``seconds`` is the predicted time of an iteration, 0 if lengths or costs are unknown.
+    ``seconds`` is the predicted time of an iteration, 0 if lengths or costs are unknown. ``speeds``
+    is the slowness of each of torchrun's ranks, if known; ``order`` is these ranks in the order of
+    the job, spares last; if empty, torchrun's.
     """
 
     layout: AllowedLayout
     devices: int
     ranks: int
     seconds: float
+    speeds: tuple[float, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def has_spares(self) -> bool:
@@ -96,22 +88,48 @@ class ChosenLayout:
     @property
     def facts(self) -> dict[str, Any]:
         """Return the entries that are saved next to the checkpoint."""
-        own = {name: getattr(self.layout, name) for name in _DEGREES}
+        own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
+        if self.speeds:
+            own |= {"speeds": list(self.speeds), SLOWNESS: list(self.slowness)}
+        own |= {"order": list(self.order)} if self.order else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
 
-    def line(self, path: str) -> str:
+    @property
+    def in_order(self) -> tuple[int, ...]:
+        """Return torchrun's ranks in the order that the job has them in."""
+        return self.order or tuple(range(self.devices))
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """Return how slow every pipeline rank of every replica is; none: it is not known."""
+        if not self.speeds:
+            return ()
+        stage, block = self.ranks // self.layout.pp, self.layout.tp * self.layout.cp
+        worst: dict[int, float] = {}
+        for number, device in enumerate(self.in_order[: self.ranks]):
+            place = number % stage // block * self.layout.pp + number // stage
+            worst[place] = max(self.speeds[device], worst.get(place, 0.0))
+        return tuple(worst[place] for place in sorted(worst))
+
+    def line(self, path: str, how: str = "") -> str:
         """Return the line that rank 0 prints; ``path`` is the value of --epp-layouts."""
-        waiting = [str(rank) for rank in range(self.ranks, self.devices)]
+        waiting = [str(rank) for rank in self.in_order[self.ranks :]]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
             f"predicted {self.seconds:.4g} s an iteration"
             if self.seconds
             else "lengths or costs not known"
         )
+        if len(set(self.speeds)) > 1:
+            slow = ", ".join(
+                f"{rank} ({speed:g})" for rank, speed in enumerate(self.speeds) if speed > 1
+            )
+            ranks = " ".join(map(str, self.in_order[: self.ranks]))
+            how = f"; slow ranks (times the fastest): {slow}; order of ranks {ranks}{how}"
         return (
             f"--epp-layouts {path}: {self.layout} on {self.ranks} of {self.devices} devices, "
-            f"{seconds}{spares}"
+            f"{seconds}{spares}{how}"
         )
 
     def to_json(self) -> str:
@@ -124,6 +142,7 @@ class ChosenLayout:
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
+        entries |= {name: tuple(entries[name]) for name in ("speeds", "order")}
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
@@ -175,10 +194,10 @@ def _layout(words: Sequence[str], line: int) -> AllowedLayout:
     for word in rest:
         if word == "layers":
             layers = tuple(_number(word, text) for text in rest)
-        elif word in _DEGREES and word not in degrees:
+        elif word in DEGREES and word not in degrees:
             degrees[word] = _number(word, next(rest, ""))
         else:
-            raise ValueError(f"{word[:40]!r}: expected each of {', '.join(_DEGREES)} once, layers")
+            raise ValueError(f"{word[:40]!r}: expected each of {', '.join(DEGREES)} once, layers")
     if layers and degrees.setdefault("pp", len(layers)) != len(layers):
         raise ValueError(f"layers of {len(layers)} stages; expected those of pp {degrees['pp']}")
     return AllowedLayout(**degrees, layers=layers, line=line)
@@ -193,100 +212,11 @@ def _number(word: str, text: str) -> int:
 # ------------------------------------------------------------------ the choice
 
 
-def choose_allowed_layout(
-    search: Callable[[Namespace, int], ChosenLayout],
-) -> ChosenLayout | None:
-    """Return the layout of this start; None without --epp-layouts.
-
-    Every rank that torchrun started calls it. On the ranks that train, it sets ``WORLD_SIZE`` to
-    their number.
-
-    Args:
-        search: Finds the fastest of all layouts for a number of devices, for --epp-layouts auto.
-
-    Raises:
-        ValueError: The file cannot be used, or no layout fits. Nothing was written.
-    """
-    if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
-        return None  # do not parse all flags twice
-    from megatron.training.arguments import parse_args
-
-    with refusals_as_value_errors():
-        wanted = parse_args(prepare_parser)
-    if not wanted.epp or wanted.epp_layouts is None:
-        return None
-    rank, devices = wanted.rank, wanted.world_size
-    key = f"layout of {devices}"
-    if rank == 0:
-        answer = ""
-        try:
-            chosen = as_before(wanted, devices)
-            if chosen is None and wanted.epp_layouts == ALL_LAYOUTS:
-                chosen = search(wanted, devices)
-            chosen = chosen or choice(wanted, devices, predicted_seconds)
-            answer = chosen.to_json()
-        finally:
-            if devices > 1:
-                meeting_store().set(key, answer)
-        print(chosen.line(wanted.epp_layouts), flush=True)
-    else:
-        store, began = meeting_store(), time.monotonic()
-        while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the search may outlast the timeout of the store
-        answer = store.get(key).decode()
-        if not answer:
-            raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
-        chosen = ChosenLayout.from_json(answer)
-    if rank < chosen.ranks:
-        os.environ["WORLD_SIZE"] = str(chosen.ranks)
-    return chosen
-
-
-def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
-    """Return the layout of the checkpoint's run, if that run had as many ``devices``.
-
-    Returns None if no layout was saved, or if the file no longer allows it.
-
-    Raises:
-        ValueError: The file cannot be used, or the saved choices are damaged.
-    """
-    kept = kept_layout(wanted) if resumes(wanted) else None
-    if kept is None or kept.get("devices") != devices:
-        return None
-    numbers = {name: kept.get(name, 0) for name in (*_DEGREES, "ranks")}
-    if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
-        return None
-    ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
-    layout = AllowedLayout(**numbers, layers=layers)
-    if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
-        return None
-    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
-
-
-@cache
-def meeting_store() -> Any:
-    """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
-
-    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens one at
-    ``MASTER_PORT``. The process group later asks for a store at that port and gets the same one.
-    """
-    if os.environ.get(AGENT_STORE) == "True":
-        return torchrun_store()
-    return torch.distributed.TCPStore(
-        host_name=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        world_size=None,
-        is_master=os.environ["RANK"] == "0",
-        timeout=timedelta(seconds=SPARE_PATIENCE_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 def choice(
     wanted: Namespace,
     devices: int,
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
+    resumed_ep: int | None = None,
 ) -> ChosenLayout:
     """Return the fastest layout that fits, among those that use the most of the ``devices``.
 
@@ -295,6 +225,7 @@ def choice(
         devices: Number of ranks available.
         seconds_of: Predicts the seconds of an iteration from validated flags; None if plans do not
             fit the memory.
+        resumed_ep: Expert-parallel size of the run to resume; None: as its checkpoint says.
 
     Raises:
         ValueError: A line cannot run at all, or no layout fits.
@@ -325,7 +256,7 @@ def choice(
         able = [layout for layout, count in filled.items() if count == ranks]
         predicted = {}
         for layout in able:
-            if (reason := _resume_refusal(validated[layout], layout)) is not None:
+            if (reason := resume_refusal(validated[layout], layout, resumed_ep)) is not None:
                 refused.append(f"{layout}: {reason}")
             elif (seconds := seconds_of(validated[layout], layout)) is None:
                 refused.append(f"{layout}: its plans need more memory than there is")
@@ -381,12 +312,18 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
     return args
 
 
-def _resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
-    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can."""
-    kept = kept_layout(args) if resumes(args) else None
-    if kept is None or args.no_load_optim or kept.get("ep") in (None, layout.ep):
+def resume_refusal(
+    args: Namespace, layout: AllowedLayout, resumed_ep: int | None = None
+) -> str | None:
+    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can.
+
+    ``resumed_ep`` is the checkpoint's expert-parallel size, if the checkpoint is yet to come.
+    """
+    if resumed_ep is None and resumes(args):
+        resumed_ep = (kept_layout(args) or {}).get("ep")
+    if args.no_load_optim or resumed_ep in (None, layout.ep):
         return None
-    return f"the optimizer's states of experts load with ep {kept['ep']} alone (--no-load-optim)"
+    return f"the optimizer's states of experts load with ep {resumed_ep} alone (--no-load-optim)"
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
@@ -396,10 +333,10 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     next to the checkpoint, else --epp-cost-model, else the coefficients of the device.
     """
     from megatron_epp.cost.build import even_layers
-    from megatron_epp.mcore.choose.choices import first_batches
+    from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
     from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
-    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
+    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
 
     args = copy.copy(args)
     if args.step_batch_size_schedule:  # the largest size
@@ -419,6 +356,10 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
         cost, options = first_cost_and_options(args, layers)
     except (OSError, ValueError):
         return 0.0
+    if cost.layout.profile.rank_slowness:
+        by_time = layers_by_time(args) and not layout.layers
+        seconds = unlike_seconds(cost, batches, options, args.epp_planner, by_time)
+        return None if seconds is None else seconds / len(batches)
     held = [heaviest(lengths, cost) for lengths in batches]
     seconds = sketched_seconds(cost, held, options, args.epp_planner)
     return None if seconds is None else seconds / len(held)
@@ -430,57 +371,3 @@ def set_vocabulary_size(args: Namespace) -> None:
 
     with redirect_stdout(io.StringIO()):
         build_tokenizer(args)
-
-
-def first_cost_and_options(args: Namespace, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost from the first readable cost model, and its planner's options.
-
-    Raises:
-        OSError: No cost model can be read.
-        ValueError: No cost model is valid.
-    """
-    from megatron_epp.mcore.choose.choices import cost_and_options
-
-    *better, last = cost_models(args)
-    for source in better:
-        args.epp_cost_model = source
-        with suppress(OSError, ValueError):
-            return cost_and_options(args, layers)
-    args.epp_cost_model = last
-    return cost_and_options(args, layers)
-
-
-def cost_models(args: Namespace) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: the checkpoint's own measurement, then the user's."""
-    from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
-
-    if args.epp_cost_model is None and args.load and (Path(args.load) / FILE_NAME).exists():
-        yield str(Path(args.load) / FILE_NAME)
-    yield args.epp_cost_model
-
-
-# ------------------------------------------------------------------ spares
-
-
-def wait_as_spare(chosen: ChosenLayout) -> None:
-    """Wait, on a spare rank, until the training of the other ranks ends."""
-    rank = os.environ["RANK"]
-    print(
-        f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
-        f"has no place for it among {chosen.devices} devices",
-        flush=True,
-    )
-    store, key = meeting_store(), _end_of(chosen)
-    with suppress(RuntimeError):  # the store on rank 0 ends with rank 0
-        while not store.check([key]):
-            time.sleep(SPARE_POLL_SECONDS)
-
-
-def release_spares(chosen: ChosenLayout | None) -> None:
-    """Let the spares end; only rank 0 of the training ranks writes the key."""
-    if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
-        meeting_store().set(_end_of(chosen), "ended")
-
-
-def _end_of(chosen: ChosenLayout) -> str:
-    return f"end of {chosen.ranks} of {chosen.devices}"

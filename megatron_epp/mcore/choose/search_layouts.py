@@ -11,12 +11,11 @@ from argparse import Namespace
 
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.choose.choices import first_batches
+from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
 from megatron_epp.mcore.choose.layouts import (
     ALL_LAYOUTS,
     AllowedLayout,
     ChosenLayout,
-    first_cost_and_options,
     set_vocabulary_size,
     validated_with,
 )

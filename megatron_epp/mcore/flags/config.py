@@ -20,6 +20,9 @@ from megatron_epp.planner.settings import shared_setting
 # Attribute of Megatron's args, not a flag: Transformer Engine's linears accumulate their gradients
 # themselves, although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
+# Likewise, and kept next to the checkpoint: what --epp-layouts chose; in it, where that is known,
+# how slow every pipeline rank of every replica is.
+LAYOUT_KEY, SLOWNESS = "epp_layout", "slowness"
 PARTITION_AUTO = "auto"
 PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual stages
 PLACEMENT_AUTO = "auto"  # by document lengths, together with the partition
@@ -67,6 +70,14 @@ class Config:
         "place of the degree flags; other ranks wait as spares. A resume on the same number of "
         "devices keeps its layout.",
         metavar="FILE|auto",
+    )
+    epp_search_ahead: bool = flag(
+        True,
+        "With --epp-layouts and --save: while training runs, search the layouts for 1, 2 and 4 "
+        "nodes less in a process of its own, at the lowest priority, and keep them next to the "
+        "checkpoint; a restart on as many devices then starts without a search "
+        "(--no-epp-search-ahead: it searches).",
+        action=argparse.BooleanOptionalAction,
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",

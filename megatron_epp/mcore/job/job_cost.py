@@ -26,7 +26,7 @@ from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
 from megatron_epp.mcore.kinds.registry import expert_ranks_of, sees_full_documents
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
@@ -193,6 +193,23 @@ def analytic(args: Any) -> Profile:
         if early
         else 0.0,
     )
+
+
+def on_these_devices(args: Any, profile: Profile) -> Profile:
+    """Return ``profile`` with the slowness of this start's devices, where it is known of them.
+
+    What was measured on another number of ranks says nothing of these: they count as alike, but in
+    a file that the user names for this layout.
+    """
+    ranks, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
+    slowness = (getattr(args, LAYOUT_KEY, None) or {}).get(SLOWNESS)
+    if slowness is not None:
+        return profile.with_slowness(slowness, ranks)
+    fits = len(profile.rank_slowness) in (0, ranks)
+    fits &= len(profile.replica_slowness) in (0, ranks * replicas)
+    if fits or (args.epp_cost_model is not None and args.epp_layouts is None):
+        return profile
+    return profile.with_slowness((), ranks)
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:

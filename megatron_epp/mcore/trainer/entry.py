@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import warnings
-from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ def train(
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore.choose.choices import choose
-    from megatron_epp.mcore.choose.layouts import (
+    from megatron_epp.mcore.choose.start import (
         choose_allowed_layout,
         release_spares,
         wait_as_spare,
@@ -112,7 +111,7 @@ def train(
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
-    layout = choose_allowed_layout(_searched_layout)
+    layout = choose_allowed_layout()
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
     args = read_flags() if layout is None else read_flags(layout.watch)
@@ -172,12 +171,6 @@ def _require_iterations(args: Any) -> None:
             "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "
             "(to evaluate without training, give the length of the training and --skip-train)"
         )
-
-
-def _searched_layout(wanted: Namespace, devices: int) -> Any:
-    from megatron_epp.mcore.choose.search_layouts import searched  # imports for a second
-
-    return searched(wanted, devices)
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:

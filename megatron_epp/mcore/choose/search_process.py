@@ -1,0 +1,83 @@
+"""``python -m megatron_epp.mcore.choose.search_process REQUEST FLAGS``: layouts for fewer devices.
+
+Rank 0 of a job starts it (ahead.py) with the flags of the job. It trains nothing, joins no process
+group, makes no context on a GPU, and ends with whoever reads its answer.
+
+    REQUEST   {"devices": [6, 4], "save": "folder", "ep": 1, "budget_gib": 70.0}
+              ep: of the job, with which its optimizer's states load
+              budget_gib: of a device before training; left out: as the flags say
+    answer    {"searched_for": digest, "layouts": {"6": {...}, "4": {...}}}, or {"error": line};
+              a number of devices that no layout fits is left out
+"""
+
+import json
+import os
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def answered(request: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return the answer for the job with the flags ``words``.
+
+    What lies there of the same search is taken over. ValueError: nothing can be searched.
+    """
+    from megatron.training.arguments import parse_args
+
+    from megatron_epp.mcore.choose.ahead import AHEAD_FILE, read_ahead, search_digest
+    from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+
+    sys.argv = [sys.argv[0], *words]
+    with refusals_as_value_errors():
+        typed = parse_args(prepare_parser)
+        digest = search_digest(typed, request["save"])
+        # As the restart has it, which resumes from what this job saves.
+        sys.argv += ["--load", request["save"]]
+        if "budget_gib" in request:
+            sys.argv += ["--epp-memory-budget-gib", repr(request["budget_gib"])]
+        wanted = parse_args(prepare_parser)
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = read_ahead(Path(request["save"]) / AHEAD_FILE, digest)
+    for devices in request["devices"]:
+        if str(devices) not in found:
+            with suppress(ValueError):  # no layout fits so few
+                found[str(devices)] = _searched(wanted, devices, request["ep"])
+    return {"searched_for": digest, "layouts": found}
+
+
+def _searched(wanted: Namespace, devices: int, ep: int) -> dict[str, Any]:
+    from megatron_epp.mcore.choose.layouts import ALL_LAYOUTS, choice, predicted_seconds
+    from megatron_epp.mcore.choose.search_layouts import searched
+
+    if wanted.epp_layouts == ALL_LAYOUTS:
+        chosen = searched(wanted, devices)
+    else:
+        chosen = choice(wanted, devices, predicted_seconds, ep)
+    return dict(json.loads(chosen.to_json()))
+
+
+def main() -> None:
+    """Answer the request of the command line."""
+    from megatron_epp.control.planner_process import end_with_reader
+    from megatron_epp.mcore.patching import cpu_host, patch_points
+
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        threading.Thread(target=end_with_reader, args=(answers.fileno(),), daemon=True).start()
+        request, words = json.loads(sys.argv[1]), sys.argv[2:]
+        cpu_host.install_cpu_host()
+        patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
+        try:
+            answer = answered(request, words)
+        except Exception as error:  # training goes on, whatever it is
+            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        answers.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

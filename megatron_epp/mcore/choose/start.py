@@ -1,0 +1,187 @@
+"""Choice of the parallel layout at start: the fastest that --epp-layouts allows on the devices.
+
+Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
+store. Ranks without a place in the layout are spares. They join no process group, and wait until
+the training ends or torchrun ends them.
+"""
+
+import os
+import socket
+import sys
+import time
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+
+from megatron_epp.mcore.choose.kept import kept_layout, resumes
+from megatron_epp.mcore.choose.layouts import (
+    ALL_LAYOUTS,
+    DEGREES,
+    AllowedLayout,
+    ChosenLayout,
+    choice,
+    predicted_seconds,
+    read_layouts,
+    validated_with,
+)
+from megatron_epp.mcore.job.device_speeds import this_rank
+from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
+from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+
+SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
+
+
+def choose_allowed_layout() -> ChosenLayout | None:
+    """Return the layout of this start; None without --epp-layouts.
+
+    Every rank that torchrun started calls it. It sets ``RANK`` to the rank's place in the layout's
+    order, and on the ranks that train ``WORLD_SIZE`` to their number.
+
+    Raises:
+        ValueError: The file cannot be used, or no layout fits. Nothing was written.
+    """
+    if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
+        return None  # do not parse all flags twice
+    from megatron.training.arguments import parse_args
+
+    with refusals_as_value_errors():
+        wanted = parse_args(prepare_parser)
+    if not wanted.epp or wanted.epp_layouts is None:
+        return None
+    rank, devices = wanted.rank, wanted.world_size
+    key = f"layout of {devices}"
+    if rank > 0:
+        meeting_store().set(f"device {rank} of {devices}", this_rank())
+    if rank == 0:
+        answer = ""
+        try:
+            chosen, how = chosen_by_rank_0(wanted, devices)
+            answer = chosen.to_json()
+        finally:
+            if devices > 1:
+                meeting_store().set(key, answer)
+        print(chosen.line(wanted.epp_layouts, how), flush=True)
+    else:
+        store, began = meeting_store(), time.monotonic()
+        while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
+            time.sleep(SPARE_POLL_SECONDS)  # the search may outlast the timeout of the store
+        answer = store.get(key).decode()
+        if not answer:
+            raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
+        chosen = ChosenLayout.from_json(answer)
+    rank = chosen.in_order.index(rank)
+    os.environ["RANK"] = str(rank)
+    if rank < chosen.ranks:
+        os.environ["WORLD_SIZE"] = str(chosen.ranks)
+    return chosen
+
+
+def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
+    """Return the layout of this start, and what its line says on how it was found.
+
+    Raises:
+        ValueError: The file cannot be used, or no layout fits.
+    """
+    from megatron_epp.mcore.choose.ahead import found_ahead
+    from megatron_epp.mcore.choose.rank_order import ordered, speeds_of
+
+    names = [this_rank()]
+    if wanted.load and devices > 1:
+        store = meeting_store()
+        names += [store.get(f"device {rank} of {devices}").decode() for rank in range(1, devices)]
+    speeds: tuple[float, ...] = ()
+    if len(names) == devices and not wanted.use_tp_pp_dp_mapping:
+        speeds = speeds_of(names, wanted.load)
+    if (chosen := as_before(wanted, devices, speeds)) is not None:
+        return chosen, ""
+    unlike = len(set(speeds)) > 1
+    if not unlike and (chosen := found_ahead(wanted, devices)) is not None:
+        return replace(chosen, speeds=speeds), "; searched ahead"
+    if wanted.epp_layouts == ALL_LAYOUTS:
+        from megatron_epp.mcore.choose.search_layouts import searched  # takes most of a second
+
+        chosen = searched(wanted, devices)
+    else:
+        chosen = choice(wanted, devices, predicted_seconds)
+    chosen = replace(chosen, speeds=speeds)
+    if unlike:
+        chosen = ordered(validated_with(wanted, chosen.layout, chosen.ranks), chosen)
+    return chosen, ""
+
+
+def as_before(
+    wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
+) -> ChosenLayout | None:
+    """Return the layout of the checkpoint's run, if it had as many ``devices`` of these ``speeds``.
+
+    Returns None if no layout was saved, or if the file no longer allows it.
+
+    Raises:
+        ValueError: The file cannot be used, or the saved choices are damaged.
+    """
+    kept = kept_layout(wanted) if resumes(wanted) else None
+    if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
+        return None
+    numbers = {name: kept.get(name, 0) for name in (*DEGREES, "ranks")}
+    if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
+        return None
+    ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
+    layout = AllowedLayout(**numbers, layers=layers)
+    if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
+        return None
+    order = tuple(kept.get("order", ()))
+    if order and sorted(order) != list(range(devices)):
+        return None
+    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)), speeds, order)
+
+
+@cache
+def meeting_store() -> Any:
+    """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
+
+    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens one at
+    ``MASTER_PORT``. The process group later asks for a store at that port and gets the same one.
+    """
+    if os.environ.get(AGENT_STORE) == "True":
+        return torchrun_store()
+    return torch.distributed.TCPStore(
+        host_name=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        world_size=None,
+        is_master=os.environ["RANK"] == "0",
+        timeout=timedelta(seconds=SPARE_PATIENCE_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+# ------------------------------------------------------------------ spares
+
+
+def wait_as_spare(chosen: ChosenLayout) -> None:
+    """Wait, on a spare rank, until the training of the other ranks ends."""
+    rank = chosen.in_order[int(os.environ["RANK"])]
+    print(
+        f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
+        f"has no place for it among {chosen.devices} devices",
+        flush=True,
+    )
+    store, key = meeting_store(), _end_of(chosen)
+    with suppress(RuntimeError):  # the store on rank 0 ends with rank 0
+        while not store.check([key]):
+            time.sleep(SPARE_POLL_SECONDS)
+
+
+def release_spares(chosen: ChosenLayout | None) -> None:
+    """Let the spares end; only rank 0 of the training ranks writes the key."""
+    if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
+        meeting_store().set(_end_of(chosen), "ended")
+
+
+def _end_of(chosen: ChosenLayout) -> str:
+    return f"end of {chosen.ranks} of {chosen.devices}"

@@ -1,0 +1,67 @@
+"""Speeds of a job's devices, kept next to the checkpoint by host and local rank.
+
+Ranks are measured when a job begins without a cost model, and watched while it trains; a start with
+--epp-layouts orders its ranks by what the run before it has kept.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.control.files import write_atomically
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.safe_files import bounded_text
+
+SPEEDS_FILE = "epp-device-speeds.json"  # {"host local-rank": times as slow as the fastest, ...}
+_MOST = 1e3
+
+
+def this_rank() -> str:
+    """Return the name of this rank's device: its host and its number there."""
+    return f"{socket.gethostname()} {os.environ.get('LOCAL_RANK', '0')}"
+
+
+def read_speeds(folder: str | None) -> dict[str, float] | None:
+    """Return how many times as slow each device is as the fastest; None: nothing was kept.
+
+    ValueError: the file is damaged.
+    """
+    path = Path(folder or "") / SPEEDS_FILE
+    if not folder or not path.exists():
+        return None
+    try:
+        kept = json.loads(bounded_text(path, "the speeds of a job's devices"))
+        if not isinstance(kept, dict) or not all(
+            isinstance(factor, int | float) and 1 <= factor <= _MOST for factor in kept.values()
+        ):
+            raise ValueError("expected an object from a device to a number from 1 on")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: no speeds of devices ({error}); delete the file: devices then count as alike "
+            "until they are measured again"
+        ) from error
+    return kept
+
+
+def keep_speeds(slowness: Sequence[float], groups: Groups, folder: str | None) -> None:
+    """Have rank 0 keep how slow the devices of this job are. Collective.
+
+    ``slowness``: of every pipeline rank, for every replica or for all; none: alike. OSError: the
+    file cannot be written.
+    """
+    own = this_rank(), groups.replica * groups.pipeline_size + groups.pipeline_rank
+    every: list[Any] = [None] * groups.control.size()
+    dist.all_gather_object(every, own, group=groups.control)
+    if groups.control.rank() != 0 or not folder:
+        return
+    before = read_speeds(folder)
+    of_places = slowness or (1.0,)
+    measured = {device: of_places[place % len(of_places)] for device, place in every}
+    if before is not None or set(measured.values()) != {1.0}:
+        kept = json.dumps({**(before or {}), **measured}, indent=1)
+        write_atomically(Path(folder) / SPEEDS_FILE, kept + "\n")
