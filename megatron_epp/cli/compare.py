@@ -221,8 +221,8 @@ fits     batches whose plan stays within the memory budget\
 
 _BASELINES = {
     STOCK: "packing to the length, of those up to the context, that is fastest for the batch",
-    OVERLAPPED: f"Megatron hiding {TENSOR:.0%} of tensor-parallel exchanges, packed to the context, "
-    f"or {EXPERTS:.0%} of experts', packed to the fastest length",
+    OVERLAPPED: f"Megatron hiding {TENSOR:.0%} of tensor-parallel exchanges, packed to the "
+    f"context, or {EXPERTS:.0%} of experts', packed to the fastest length",
 }
 
 
