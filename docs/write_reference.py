@@ -227,7 +227,8 @@ def refused_page() -> str:
             "[external training loop](../guides/external_loops.md).\n"
             "- Scheduling mode: Megatron's own schedule runs such calls of an external training "
             "loop, and the log says so once.\n"
-            "- CPU-only host: refused at start on a host without a GPU.\n",
+            "- CPU-only host: refused at start on a host without a GPU.\n"
+            "- An empty cell: not refused there.\n",
             "## Refused\n",
             table(("feature", *PLACES.values(), "instead"), rows),
             "## Flags without effect\n",
@@ -307,7 +308,7 @@ def answers(words: str, external: bool) -> Iterator[str]:
     yield trains
     yield runs(("slices", model), ("calls", call)) if external else ""
     yield runs(("calls", call)) if external else ""
-    yield trains if trains == "no" else runs(("no_gpu", args))
+    yield trains if trains != "yes" else runs(("no_gpu", args))
 
 
 def support_page() -> str:
