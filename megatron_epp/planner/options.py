@@ -8,20 +8,20 @@ from megatron_epp.cost.catalogue.named import unknown_name
 # Levers of `epp`, with what each does when it is on. Other planners have none.
 LEVERS = MappingProxyType(
     {
-        "chunks": "choose the number of chunks by exact simulation, not by the proxy of eq. 13",
-        "bins": "pack by longest processing time into a free number of bins, not by Alg. 1",
-        "window": "one pipeline whose window shrinks with the split counts, no barriers",
-        "wsplit": "split backward into I and W where that pays; the W fill bubbles",
-        "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
-        "selective": "recompute named modules of a layer, not only whole layers",
-        "offload": "lay what layers saved in host memory where memory is tight (default: if known)",
-        "exact": "charge K/V and their gradients only to what needs them",
-        "uneven": "move layers between stages where the user left that open (simulation only)",
-        "search": "a bounded local search over chunks, recompute and order",
-        "persist": "in tight memory, search on while a plan is far off its bound, or not our own",
-        "local": "leave short documents whole to one context-parallel rank each: no all-to-all",
-        "hedge": "choose plans that lose little where hosts issue ops slower than was assumed",
-        "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
+        "chunks": "choose the number of chunks by simulation, not by InfiniPipe's equation 13",
+        "bins": "pack by longest processing time into any number of packs, not by algorithm 1",
+        "window": "one pipeline without barriers; its in-flight limit falls as documents finish",
+        "wsplit": "split the backward into I and W where that saves time; W fills bubbles",
+        "trim": "recompute less, by stage and chunk, where memory has slack",
+        "selective": "recompute single modules of a layer, not only full layers",
+        "offload": "copy saved activations to the host instead of recomputing (default: if known)",
+        "exact": "charge K/V and their gradients only to the documents that need them",
+        "uneven": "move layers between stages if the user left them open (simulation only)",
+        "search": "hill climbing over chunks, recompute and order",
+        "persist": "raise a small effort if memory is tight and the plan far above its lower bound",
+        "local": "put each short document on one context-parallel rank: no all-to-all",
+        "hedge": "choose plans that lose little if hosts issue ops slower than assumed",
+        "lean": "of plans within 0.5% of the fastest, take the one with the lowest peak memory",
     }
 )
 MOST_EFFORT = 1_000_000
