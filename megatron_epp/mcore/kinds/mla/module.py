@@ -62,16 +62,23 @@ UP_PROJECTION = "mla_up_proj"  # Megatron's name for the projections of latents 
 
 
 def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
-    """Make the MLA of a layer of the stage compute chunks."""
+    """Patch the MLA of a layer to compute chunks, and wrap its input norm for recompute."""
     around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
     kind(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 class MLALayer:
-    """Layer ``layer`` of the stage, with Megatron's MLASelfAttention ``around``.
+    """MLA of one layer on chunks; :meth:`install` replaces methods of Megatron's module.
 
-    ``local`` attends over documents that this rank computes alone; ``context``: most tokens of one.
+    Attributes:
+        around: Megatron's MLASelfAttention.
+        attention: Attention over documents that are sharded over the context-parallel ranks.
+        local: Attention over documents that this rank computes alone.
+        layer: Index of the layer in the stage.
+        context: Most tokens of a document.
+        dropped: Outputs that the layer drops, to be recomputed in the backward.
+        ulysses: All-to-all between rows and heads; None without context parallelism.
     """
 
     def __init__(
@@ -96,7 +103,7 @@ class MLALayer:
         self._queries = getattr(around, up)
 
     def install(self) -> None:
-        """Replace Megatron's projections and core attention."""
+        """Replace Megatron's projections and core attention, and call :meth:`wrap_readers`."""
         around = self.around
         self._originals = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
@@ -104,7 +111,16 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap the linears that read dropped outputs; ``more_readers`` read the norm, too."""
+        """Wrap the linears whose inputs selective recompute may drop after the forward.
+
+        The wrapped linears save a handle that recomputes the input, instead of the input. They are
+        those that read the layer's input norm, and ``linear_proj``, which reads the attention
+        output. If ``finalize_model_grads`` would sum the gradients of ``q_layernorm`` over the
+        tensor-parallel ranks, which have equal ones, a hook divides the gradients by that number.
+
+        Args:
+            more_readers: Further linears that read the input norm, in order of their forwards.
+        """
         around = self.around
         # Only the last one takes the handle of the layer's norm.
         if around.config.q_lora_rank is None:
@@ -132,10 +148,12 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return Q [T, H, D], K [T, H, D], V [T, H, V] of this rank's heads, and two None.
+        """Return Q [T, H, D], K [T, H, D] and V [T, H, V] of this rank's heads, and twice None.
 
-        Megatron uses the last two in inference only. Without a chunk, return Megatron's own
-        tensors. ``attend`` handles documents of one rank next to sharded ones.
+        This replaces ``get_query_key_value_tensors``. Megatron uses the last two results in
+        inference only. With context parallelism, an all-to-all exchanges rows for heads. State for
+        :meth:`attend` is set, such as Q, K and V of documents that this rank computes alone. For
+        inputs that are not chunks, Megatron's own function is called.
         """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
@@ -250,7 +268,10 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> Tensor:
-        """Return [t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        """Return the attention output [t, H V] of this rank's rows, after :meth:`project`.
+
+        H counts the heads of the tensor-parallel rank. This replaces ``_run_core_attention``.
+        """
         if getattr(packed_seq_params, "state", None) is None:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
@@ -314,7 +335,8 @@ class _Projected:
 def why_expanded(model: Any, attention: Attention) -> str | None:
     """Return the reason why this rank's ``model`` cannot cache latents; None if it can.
 
-    K and V must follow from a latent by the weight alone, of Megatron's own linear without a norm.
+    Caching latents requires the CPU attention and layers without windows. K and V must be the
+    latent times a weight of Megatron's own linear, without bias or norm.
     """
     if not isinstance(attention, PartsAttention):
         return "attention kernels of GPUs take K and V of a whole context only"
@@ -337,7 +359,7 @@ class LatentCacheChoice:
     values: tuple[str, ...] = (EXPANDED, LATENTS)
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Exclude latents, with the reason, if ``model`` cannot cache them."""
+        """Return {LATENTS: reason} if ``model`` cannot cache latents, else an empty dict."""
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
