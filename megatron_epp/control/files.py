@@ -62,13 +62,19 @@ class BestEffort:
 def claim(
     folders: Sequence[tuple[str, str | None]], patience_seconds: float = LOCK_PATIENCE_SECONDS
 ) -> list[TextIO]:
-    """Lock every (flag, folder) for this job while the returned files are open.
+    """Create and lock folders for this job, and return the open lock files.
 
-    The operating system releases the locks when the process and its forks have ended, in whatever
-    way.
+    Each folder gets a lock file that names this process and its host. A folder stays locked while
+    its lock file is open. The operating system releases the locks when the process and its forks
+    have ended, in whatever way.
+
+    Args:
+        folders: pairs (flag, folder); the flag only names the folder in error messages, and an
+            empty folder or None is skipped.
+        patience_seconds: time to wait until another job releases the folders.
 
     Raises:
-        ValueError: a folder cannot be written, or a running job has claimed it.
+        ValueError: a folder cannot be created or written, or a running job has locked it.
     """
     deadline = time.monotonic() + patience_seconds
     locks: dict[Path, TextIO] = {}

@@ -205,9 +205,11 @@ class RouterStats:
         return self._counts_DLE, self._scores_DLE
 
     def _sum_over_ranks(self, state: ChunkState) -> None:
-        """All-reduce the counts of the chunk's pools, for all layers at once.
+        """All-reduce the token counts of the chunk's pools, and add auxiliary losses to the log.
 
-        It happens in the backward of a document's last slice, in whichever layer comes first.
+        One all-reduce covers all layers of the pools that were not reduced yet. It runs in the
+        backward of a document's last slice, in the first layer that needs the counts. The auxiliary
+        losses are those of this rank's rows, computed from the reduced counts.
         """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)

@@ -111,11 +111,15 @@ class Measurement:
 
 
 class Probe:
-    """Runner of parts of ``model``, this stage's unwrapped GPTModel.
+    """Runner that measures single modules of ``model``, this stage's unwrapped GPTModel.
 
-    ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
-    tables of positions; longer chunks start again at 0. Gradients of parameters accumulate as in
-    training; the caller clears them. ``clock`` measures the seconds.
+    Gradients of parameters accumulate as in training; the caller clears them.
+
+    Attributes:
+        row_shard: This rank's shard of a chunk's rows.
+        context: Length of the model's position tables; positions of longer chunks restart at 0.
+        at: Index in the stage of the first layer that :meth:`layers` runs.
+        clock: Clock that measures the seconds.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class Probe:
 
     @property
     def layer(self) -> Any:
-        """Module of the first layer that runs."""
+        """Megatron's module of layer :attr:`at` of the stage, where the probe begins."""
         return layers_of(self.model)[self.at]
 
     @property

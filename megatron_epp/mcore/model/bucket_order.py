@@ -44,9 +44,11 @@ class ReadyOrder:
         self._noting = False
 
     def note(self, parameter: Parameter) -> None:
-        """Record that the gradient of ``parameter`` was accumulated or deferred.
+        """Append ``parameter`` to the order in which :meth:`finish` reports gradients to DDP.
 
-        A B would report it at this point. A weight with several uses is recorded at its last one.
+        The hooks call this method when a gradient is accumulated, and the linear layers when a
+        weight gradient is deferred to W. If a weight is used several times, its last use determines
+        the order. Outside of :meth:`noting`, the method does nothing.
         """
         if self._noting:
             self._order.pop(parameter, None)

@@ -351,7 +351,16 @@ class ModelStage:
 
 
 def reserve_exchange(stage: ModelStage, plans: Sequence[Plan], row_shard: RowShard) -> None:
-    """Prepare the exchange of tokens between experts for chunks of ``plans``, run in lockstep."""
+    """Allocate HybridEP's buffers for the token dispatch of all chunks of ``plans``.
+
+    This also sets the number of rows of every chunk in the dispatchers of the stage's MoE layers.
+    Without HybridEP, nothing changes.
+
+    Args:
+        stage: Stage with the MoE layers.
+        plans: Plans of all replicas that run in lockstep, including this rank's.
+        row_shard: This rank's shard of a chunk's rows.
+    """
     reserve_rows([layer for _, layer in moe_layers(stage.layers_model)], plans, row_shard)
 
 
