@@ -36,13 +36,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class BestEffort:
-    """Runner of actions that training can do without; it logs the first failure of each kind."""
+    """Runner of optional actions: it logs the first failure of each kind, and raises nothing."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
-        """Run ``action``; log any exception, with ``what`` naming what is lost."""
+        """Run ``action``; log the first exception for each ``what``, which names what is lost."""
         try:
             action()
         except Exception as error:
@@ -143,7 +143,10 @@ def _lock(file: TextIO) -> bool:
 
 @contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """Create a temporary folder, and remove those of processes that have been killed."""
+    """Create a temporary folder that is removed at the end of this context.
+
+    Folders with the same ``what`` that killed processes have left are removed first.
+    """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)
