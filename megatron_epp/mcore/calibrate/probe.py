@@ -111,15 +111,11 @@ class Measurement:
 
 
 class Probe:
-    """Runner that measures single modules of ``model``, this stage's unwrapped GPTModel.
+    """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
-    Gradients of parameters accumulate as in training; the caller clears them.
-
-    Attributes:
-        row_shard: This rank's shard of a chunk's rows.
-        context: Length of the model's position tables; positions of longer chunks restart at 0.
-        at: Index in the stage of the first layer that :meth:`layers` runs.
-        clock: Clock that measures the seconds.
+    ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
+    position tables; positions of longer chunks restart at 0. ``at`` is the index of the first layer
+    that runs. Gradients accumulate as in training; the caller clears them.
     """
 
     def __init__(

@@ -35,17 +35,10 @@ class NoBatchBuilder:
 class MicroBatchStage(ModelStage):
     """Stage that runs whole micro-batches.
 
-    A plan's chunk is a micro-batch. In an interleaved pipeline, ``call`` has only the stage's model
-    chunk, number ``vp_stage`` of the rank, and ``config`` is the configuration of that model chunk.
-
-    Attributes:
-        batches: Micro-batches of the call.
-        cp_size: Number of context-parallel ranks.
-        shape: Returns the expected shape of a chunk's message to the next stage.
-        data: What the loss function returned for each chunk, besides the loss.
-
-    Raises:
-        WrongShape: In a forward: the output has another shape than ``shape`` returns.
+    ``cp_size`` is the number of context-parallel ranks. ``shape(chunk)`` is the expected shape of a
+    message to the next stage; another shape raises a WrongShape. In an interleaved pipeline,
+    ``call`` has only model chunk ``vp_stage`` of the rank, and ``config`` is its configuration.
+    ``data[chunk]`` has the results of the loss function other than the loss.
     """
 
     def __init__(

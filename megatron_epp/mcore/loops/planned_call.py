@@ -97,15 +97,9 @@ class MessageExtents:
 class PlannedCall:
     """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``call`` has the loop's arguments, ``pipeline`` is that of the called model, and ``count()``
-    returns the number of this call among the planned calls.
-
-    Attributes:
-        committed: Whether errors of the call are raised to the loop. Otherwise Megatron's own
-            schedule can still run the call. For an attached model it is always true, because the
-            user asked for slices or a memory limit. Else it is set before the first op, or before
-            Megatron's schedule runs the call for comparison. It is reset if no rank could begin.
-        reading: Reader of the micro-batches' shapes, if its rules may be wrong.
+    ``count`` returns the number of the call. ``committed`` says that errors are raised to the loop;
+    otherwise Megatron's own schedule can run the call. It is always set for an attached model. Else
+    it is set before the first op or the call of :meth:`_show`, and reset if no rank could begin.
     """
 
     def __init__(
@@ -125,10 +119,7 @@ class PlannedCall:
         return 0 if control is None else dist.get_global_rank(control, 0)
 
     def undo(self) -> None:
-        """Restore the random states, buffers and gradients that the ops have changed.
-
-        Without saved state, nothing changes: it is saved only if ``reading`` is set.
-        """
+        """Restore random states, buffers and gradients, if :meth:`run` has saved them."""
         if self._state is not None:
             self._state.restore()
 
@@ -142,18 +133,8 @@ class PlannedCall:
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
         """Run the call and return Megatron's forward_data_store; None if it cannot be planned.
 
-        After the ops of a training call, the configuration's ``finalize_model_grads_func`` runs.
-
-        Args:
-            keywords: The loop's arguments, for Megatron's own schedule.
-            pipelined: Megatron's own schedule, which runs the first calls of a framework whose
-                micro-batches are read; their outputs are compared with the shapes read.
-
-        Raises:
-            MisreadCall: An output had another shape than a framework's reader expected.
-            ValueError: On every rank: a rank refuses its micro-batches.
-            LoopFailed: Another rank of the replica failed.
-            Exception: This rank's own error, such as one of the loop's forward step.
+        In training, gradients are finalised. ``pipelined``, Megatron's own schedule, runs a
+        framework's first calls. Errors: MisreadCall, LoopRefusal, LoopFailed, or the loop's own.
         """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
@@ -289,10 +270,7 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def run(self, work: CallWork) -> list[LoopStage]:
-        """Execute this rank's ops of the call and return its stages. Collective over the replica.
-
-        If any rank fails, all ranks raise. :meth:`result` lists the exceptions.
-        """
+        """Execute this rank's ops; return its stages. If any rank fails, all raise. Collective."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
         programs.current_op.iteration = self._count()

@@ -35,12 +35,9 @@ from megatron_epp.mcore.model.stage import ModelStage
 class SliceStage(ModelStage):
     """Stage that runs slices of documents.
 
-    The documents of the plan are the nodes of the forests: documents or shared prefixes.
-
-    Attributes:
-        forests: Documents of each micro-batch, with their shared prefixes.
-        row_shard: This rank's shard of a chunk's rows over ``groups.cp``.
-        data: What the loss function returned for each micro-batch, besides the loss.
+    ``forests[micro-batch]`` has its documents with shared prefixes. Their nodes are the documents
+    of the plan. ``row_shard`` is this rank's shard of a chunk's rows over ``groups.cp``.
+    ``data[micro-batch]`` has the results of the loss function other than the loss.
     """
 
     def __init__(

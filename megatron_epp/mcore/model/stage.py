@@ -44,25 +44,10 @@ type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]
 class ModelStage:
     """Model side of the executor: runs the ops of one plan on a stage of Megatron's model.
 
-    As in Megatron's schedules, gradients accumulate without reduction until the last op with
-    gradients, whose hooks start the overlapped reduction. The loss is scaled for the optimizer, and
-    the data of outputs are freed once sent. The context of the object disables the reduction and
-    patches linears for split backwards; its exit restores both.
-
-    Args:
-        model: Stage module, wrapped by DDP in training.
-        config: Megatron's configuration of the stage module.
-        forward_step: Megatron's forward step function.
-        builder: Builder of the chunks' inputs.
-        plan: The plan.
-        store: K/V store of the stage.
-        fused_head: Whether the last stage's F also runs the backward of the LM head.
-        host: Host memory for the tensors of offloaded layers; None creates a store.
-        head: Runs H and G (vocabulary parallelism); None without them.
-
-    Attributes:
-        tokens: Number of tokens with a loss so far, on the last stage.
-        reports: Reports of the loss function, one per chunk.
+    Gradients accumulate without reduction until the last op with gradients, whose hooks start the
+    overlapped reduction. The loss is scaled for the optimizer; outputs are freed once sent. With
+    ``fused_head``, the last stage's F also runs the backward of the LM head. ``host`` stores the
+    tensors of offloaded layers. ``head`` runs H and G (vocabulary parallelism).
     """
 
     def __init__(
@@ -176,11 +161,7 @@ class ModelStage:
                 group.start_grad_sync(self.model.force_all_reduce)
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F of ``chunk`` on the received hidden states, and return the output to send.
-
-        The tokens of the next chunk are read afterwards. On the last stage, the loss is added to
-        :attr:`tokens` and :attr:`reports`, and the result is None without vocabulary parallelism.
-        """
+        """Run F of ``chunk`` on the received hidden states; return the output to send, if any."""
         sent = self._forward(chunk, received)
         if (following := self._following.get(chunk)) is not None:
             self.builder.prepare(following)
@@ -238,10 +219,7 @@ class ModelStage:
         return loss
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Run H of ``chunk`` on this rank's vocabulary rows, and return the message to send.
-
-        On the last stage, the loss is added to the report and the result is None.
-        """
+        """Run H of ``chunk`` on this rank's vocabulary rows; return the message to send, if any."""
         assert self.head_ops is not None, "a plan with H runs where its output layer is spread"
         with torch.no_grad():
             output = self.head_ops.head(chunk, received)
@@ -251,10 +229,7 @@ class ModelStage:
         return None
 
     def head_weight(self, chunk: int) -> None:
-        """Run G of ``chunk``: add the weight gradient of this rank's vocabulary rows.
-
-        If G is the last op with gradients, this starts the gradient reduction.
-        """
+        """Run G of ``chunk``: add the weight gradient of this rank's vocabulary rows."""
         assert self.head_ops is not None, "a plan with G runs where its output layer is spread"
         with self._reducing(Op(Kind.HEAD_WEIGHT, chunk)) as ready:
             self.head_ops.weight_gradient(chunk)
@@ -272,26 +247,17 @@ class ModelStage:
         return self.config.grad_scale_func(torch.ones((), device=device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B of ``chunk``; return the gradient to send, None on the first stage.
-
-        If B is the last op with gradients, this starts the gradient reduction.
-        """
+        """Run B of ``chunk``; return the gradient to send, None on the first stage."""
         op = Op(Kind.BACKWARD, chunk)
         with self._reducing(op):
             return self._run_backward(op, gradient)
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I of ``chunk`` and defer weight gradients to W.
-
-        Return the gradient to send, None on the first stage.
-        """
+        """Run I of ``chunk``, deferring weight gradients; return the gradient to send, if any."""
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
-        """Run W of ``chunk``: compute and add its deferred weight gradients.
-
-        If W is the last op with gradients, this starts the gradient reduction.
-        """
+        """Run W of ``chunk``: compute and add its deferred weight gradients."""
         deferred = self._deferred.pop(chunk)
         with self._reducing(Op(Kind.WEIGHT, chunk)) as ready:
             if ready is not None:
@@ -365,10 +331,7 @@ class ModelStage:
         return self.training and self.config.no_sync_func is not None and self._hooks_reduce
 
     def reduce_after(self, other: "ModelStage") -> None:
-        """Delay this stage's gradient reduction until ``other`` has started its own.
-
-        ``other`` is a stage of the same rank whose last gradients come later.
-        """
+        """Delay this stage's reductions until ``other`` of this rank has started its own."""
         if not (self._reduces_early and other._reduces_early):
             return
         self._waits = True

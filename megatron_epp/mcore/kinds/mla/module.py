@@ -69,16 +69,9 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 
 
 class MLALayer:
-    """MLA of one layer on chunks; :meth:`install` replaces methods of Megatron's module.
+    """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    Attributes:
-        around: Megatron's MLASelfAttention.
-        attention: Attention over documents that are sharded over the context-parallel ranks.
-        local: Attention over documents that this rank computes alone.
-        layer: Index of the layer in the stage.
-        context: Most tokens of a document.
-        dropped: Outputs that the layer drops, to be recomputed in the backward.
-        ulysses: All-to-all between rows and heads; None without context parallelism.
+    ``local`` attends over this rank's own documents; ``context`` is the most tokens of a document.
     """
 
     def __init__(
@@ -111,18 +104,9 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap the linears whose inputs selective recompute may drop after the forward.
-
-        The wrapped linears save a handle that recomputes the input, instead of the input. They are
-        those that read the layer's input norm, and ``linear_proj``, which reads the attention
-        output. If ``finalize_model_grads`` would sum the gradients of ``q_layernorm`` over the
-        tensor-parallel ranks, which have equal ones, a hook divides the gradients by that number.
-
-        Args:
-            more_readers: Further linears that read the input norm, in order of their forwards.
-        """
+        """Wrap the linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
         around = self.around
-        # Only the last one takes the handle of the layer's norm.
+        # All linears that read the input norm; only the last one takes the norm's handle.
         if around.config.q_lora_rank is None:
             readers = around.linear_kv_down_proj, around.linear_q_proj, *more_readers
         else:
@@ -150,10 +134,8 @@ class MLALayer:
     ) -> tuple[Tensor | None, ...]:
         """Return Q [T, H, D], K [T, H, D] and V [T, H, V] of this rank's heads, and twice None.
 
-        This replaces ``get_query_key_value_tensors``. Megatron uses the last two results in
-        inference only. With context parallelism, an all-to-all exchanges rows for heads. State for
-        :meth:`attend` is set, such as Q, K and V of documents that this rank computes alone. For
-        inputs that are not chunks, Megatron's own function is called.
+        With context parallelism, this runs an all-to-all from rows to heads. State for
+        :meth:`attend` is set. Without a chunk, return the tensors of Megatron's own function.
         """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
@@ -268,10 +250,7 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> Tensor:
-        """Return the attention output [t, H V] of this rank's rows, after :meth:`project`.
-
-        H counts the heads of the tensor-parallel rank. This replaces ``_run_core_attention``.
-        """
+        """Return the output [t, H V] of this rank's rows, with all heads of the TP rank."""
         if getattr(packed_seq_params, "state", None) is None:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
