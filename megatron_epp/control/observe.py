@@ -97,7 +97,7 @@ class Observer:
     ) -> IterationReport:
         """Summarise this rank's records of ``step``, and gather the reports of all ranks.
 
-        Collective. The ops are also saved as samples for a refit of the cost model.
+        Collective. In training with a cost model, the ops are saved as samples for a refit.
 
         Args:
             step: step that this rank ran.

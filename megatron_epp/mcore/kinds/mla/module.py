@@ -104,7 +104,7 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap the linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
+        """Wrap linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
         around = self.around
         # All linears that read the input norm; only the last one takes the norm's handle.
         if around.config.q_lora_rank is None:
