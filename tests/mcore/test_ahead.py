@@ -19,7 +19,7 @@ from megatron_epp.mcore.choose.ahead import (
     AHEAD_FILE,
     LEAST_SECONDS_BETWEEN,
     SearchAhead,
-    found_ahead,
+    layout_kept_ahead,
     search_digest,
 )
 from megatron_epp.mcore.choose.choices import cost_models
@@ -58,27 +58,29 @@ def test_a_start_takes_what_was_searched_for_it_and_nothing_else(tmp_path: Path,
     measured(tmp_path, FILE_NAME, 1.0)
     args, three = wanted(tmp_path), ChosenLayout(AllowedLayout(pp=2), 3, 2, 0.5)
     keep(tmp_path, args, _3=three, _4=ChosenLayout(AllowedLayout(ep=2), 4, 4, 0.5))
-    assert found_ahead(args, 3) == three
-    assert found_ahead(args, 2) is None
-    assert found_ahead(wanted(tmp_path, rank=1, world_size=3, load=f"{tmp_path}/"), 3) == three
-    assert found_ahead(wanted(tmp_path, num_layers=8), 3) is None  # another model
-    assert found_ahead(wanted(tmp_path, epp_cost_model="analytic"), 3) is None
+    assert layout_kept_ahead(args, 3) == three
+    assert layout_kept_ahead(args, 2) is None
+    assert (
+        layout_kept_ahead(wanted(tmp_path, rank=1, world_size=3, load=f"{tmp_path}/"), 3) == three
+    )
+    assert layout_kept_ahead(wanted(tmp_path, num_layers=8), 3) is None  # another model
+    assert layout_kept_ahead(wanted(tmp_path, epp_cost_model="analytic"), 3) is None
     again = tmp_path / "layouts again"
     again.write_text("pp 2\npp 1 ep 2\n")
-    assert found_ahead(wanted(tmp_path, epp_layouts=str(again)), 3) == three  # the same ones
+    assert layout_kept_ahead(wanted(tmp_path, epp_layouts=str(again)), 3) == three  # the same ones
     again.write_text("pp 2\npp 1 ep 2\npp 3\n")
-    assert found_ahead(wanted(tmp_path, epp_layouts=str(again)), 3) is None
+    assert layout_kept_ahead(wanted(tmp_path, epp_layouts=str(again)), 3) is None
     # Experts' optimizer loads with the ep of the checkpoint's run alone.
     (tmp_path / TRACKER).write_text("2")
     (tmp_path / CHOICES_FILE).write_text(json.dumps({LAYOUT_KEY: {"ep": 1}}))
-    assert found_ahead(args, 3) == three and found_ahead(args, 4) is None
+    assert layout_kept_ahead(args, 3) == three and layout_kept_ahead(args, 4) is None
     # A refit is another cost model.
     measured(tmp_path, "epp-cost-model.from-000021.json", 2.0)
     assert next(cost_models(args)).endswith("from-000021.json")
-    assert found_ahead(args, 3) is None
+    assert layout_kept_ahead(args, 3) is None
     keep(tmp_path, args, _3=three)
     measured(tmp_path, "epp-cost-model.from-000101.json", 3.0)
-    assert found_ahead(args, 3) is None
+    assert layout_kept_ahead(args, 3) is None
     assert capsys.readouterr().out == ""
     for damaged in (
         "{",
@@ -87,7 +89,7 @@ def test_a_start_takes_what_was_searched_for_it_and_nothing_else(tmp_path: Path,
         json.dumps({"searched_for": 1, "layouts": 1}),
     ):
         (tmp_path / AHEAD_FILE).write_text(damaged)
-        assert found_ahead(args, 3) is None
+        assert layout_kept_ahead(args, 3) is None
     assert "of no use" in capsys.readouterr().out
 
 

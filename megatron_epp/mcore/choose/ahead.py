@@ -85,7 +85,7 @@ def search_digest(wanted: Namespace, folder: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def found_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
+def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
     """Return the layout that the run before searched for as many ``devices``; None: it has none.
 
     ValueError: the layouts that are allowed cannot be read.
@@ -171,17 +171,17 @@ class SearchAhead:
         text, self._process = process.stdout.read(), None
         process.stdout.close()
         try:
-            found = json.loads(text)
+            answer = json.loads(text)
         except ValueError:
-            found = {"error": f"the process ended with status {process.returncode}"}
-        if "error" in found:
+            answer = {"error": f"the process ended with status {process.returncode}"}
+        if "error" in answer:
             logger.warning(
                 "layouts for fewer devices are not searched ahead (%s): a restart searches its own",
-                found["error"],
+                answer["error"],
             )
             return
-        write_atomically(self._path, json.dumps(found) + "\n")
-        numbers = ", ".join(sorted(found["layouts"], key=int)) or "no number of"
+        write_atomically(self._path, json.dumps(answer) + "\n")
+        numbers = ", ".join(sorted(answer["layouts"], key=int)) or "no number of"
         logger.info(
             "layouts for %s devices are searched ahead in %.0f s, kept in %s",
             numbers, self._now() - self._began, self._path,

@@ -40,14 +40,14 @@ def answered(request: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]
         if "budget_gib" in request:
             sys.argv += ["--epp-memory-budget-gib", repr(request["budget_gib"])]
         wanted = parse_args(prepare_parser)
-    found: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     with suppress(OSError, ValueError, TypeError, KeyError):
-        found = read_ahead(Path(request["save"]) / AHEAD_FILE, digest)
+        layouts = read_ahead(Path(request["save"]) / AHEAD_FILE, digest)
     for devices in request["devices"]:
-        if str(devices) not in found:
+        if str(devices) not in layouts:
             with suppress(ValueError):  # no layout fits so few
-                found[str(devices)] = _searched(wanted, devices, request["ep"])
-    return {"searched_for": digest, "layouts": found}
+                layouts[str(devices)] = _searched(wanted, devices, request["ep"])
+    return {"searched_for": digest, "layouts": layouts}
 
 
 def _searched(wanted: Namespace, devices: int, ep: int) -> dict[str, Any]:

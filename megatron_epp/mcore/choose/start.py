@@ -87,7 +87,7 @@ def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str
     Raises:
         ValueError: The file cannot be used, or no layout fits.
     """
-    from megatron_epp.mcore.choose.ahead import found_ahead
+    from megatron_epp.mcore.choose.ahead import layout_kept_ahead
     from megatron_epp.mcore.choose.rank_order import ordered, speeds_of
 
     names = [this_rank()]
@@ -100,7 +100,7 @@ def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str
     if (chosen := as_before(wanted, devices, speeds)) is not None:
         return chosen, ""
     unlike = len(set(speeds)) > 1
-    if not unlike and (chosen := found_ahead(wanted, devices)) is not None:
+    if not unlike and (chosen := layout_kept_ahead(wanted, devices)) is not None:
         return replace(chosen, speeds=speeds), "; searched ahead"
     if wanted.epp_layouts == ALL_LAYOUTS:
         from megatron_epp.mcore.choose.search_layouts import searched  # takes most of a second
