@@ -52,7 +52,7 @@ UNTYPED = "no effect if typed"
 
 
 def as_code(text: str) -> str:
-    """``text`` with its flags, and names with an underscore, as code; what is code already stays."""
+    """``text`` with flags, and names with an underscore, as code; what is code already stays."""
     words = r"(?<![\w./-])(-[\w.-]*[a-z\d]|[a-z]\w*_[\w.]*\w)(?![\w/])"
     pieces = text.split("`")
     pieces[::2] = [re.sub(words, r"`\1`", piece) for piece in pieces[::2]]
